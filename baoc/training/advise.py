@@ -28,10 +28,10 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.profiling import describe
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
-from baoc.training.callbacks.memory import tensors_in
+from baoc.training.batches import MadeBatch, tensors_in
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.microbatch_search import decide
-from baoc.training.measure.microbatches import PRECISIONS, MadeBatch
+from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
 from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe

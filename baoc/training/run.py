@@ -93,26 +93,25 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if checkpoint is not None:
             given = {"checkpoint": checkpoint, "run_dir": run_dir, "sources": sources}
             group.from_first(lambda: check_resume(config, **given))
-        with parts.control.listening():  # to the end: a signal that nobody takes ends a process
-            with failures(device), parts.preemption.listening():
-                parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-            if config.mode == "plan":
-                leave_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
-                return None
-            if parts.trainer.interrupted:
-                raise KeyboardInterrupt
-            metrics = final_metrics(parts, task, data)
-            parts.memory.compare()  # once more: that validation was each rank's own
-            if group.rank:
-                return None  # what is made of it is rank 0's
-            check_quality(metrics, task=task, step=parts.trainer.global_step)
-            if config.checkpoint.export:
-                with parts.memory.track("export"):
-                    export(task, parts=parts, folder=run_dir / "model")
-            folder.check()
-            result = measure(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
-            conclude(result, parts=parts, run_dir=run_dir)
-            return result
+        with failures(device), parts.preemption.listening():
+            parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        if config.mode == "plan":
+            leave_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
+            return None
+        if parts.trainer.interrupted:
+            raise KeyboardInterrupt
+        metrics = final_metrics(parts, task, data)
+        parts.memory.compare()  # once more: that validation was each rank's own
+        if group.rank:
+            return None  # what is made of it is rank 0's
+        check_quality(metrics, task=task, step=parts.trainer.global_step)
+        if config.checkpoint.export:
+            with parts.memory.track("export"):
+                export(task, parts=parts, folder=run_dir / "model")
+        folder.check()
+        result = measure(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
+        conclude(result, parts=parts, run_dir=run_dir)
+        return result
 
 
 def decided_by_first(

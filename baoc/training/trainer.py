@@ -70,7 +70,6 @@ class Parts:
     memory: MemoryMonitor
     steps: StepMonitor
     preemption: Preemption
-    control: BudgetControl
     recorder: Recorder
     validated: ValidatedAt
     pictures: FinalPictures
@@ -187,7 +186,6 @@ def assemble_trainer(
     strategy.plan_listeners.append(
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
     )
-    control = make_control(config, run_dir=run_dir, memory=memory, vote=vote)
     validated, pictures = ValidatedAt(), FinalPictures(run_dir, track=memory.track)
     preemption = Preemption(checkpoint, vote=vote)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
@@ -196,7 +194,7 @@ def assemble_trainer(
         Sources(sources or {}),
         vote,
         preemption,
-        control,
+        make_control(config, run_dir=run_dir, memory=memory, vote=vote),
         LossGuard(checkpoint=checkpoint, check=check_contents, vote=vote, **asdict(config.faults)),
         steps,
         memory,
@@ -223,7 +221,6 @@ def assemble_trainer(
         memory=memory,
         steps=steps,
         preemption=preemption,
-        control=control,
         recorder=recorder,
         validated=validated,
         pictures=pictures,

@@ -29,8 +29,9 @@ from baoc.config.resolve import resolve  # noqa: E402
 from baoc.models.switches import disable_checkpointing, enable_checkpointing  # noqa: E402
 from baoc.profiling.tracker import MemoryTracker  # noqa: E402
 from baoc.training import run as training  # noqa: E402
+from baoc.training.batches import resized  # noqa: E402
 from baoc.training.measure.absent_card import fake_, fake_batch  # noqa: E402
-from baoc.training.measure.microbatches import Trials, resized  # noqa: E402
+from baoc.training.measure.microbatches import Trials  # noqa: E402
 from baoc.training.measure.probe import silent  # noqa: E402
 
 TEXT = ("model=llama", "model.vocab_size=32000", "dataset.sequence_length=512", "batch_size=8")

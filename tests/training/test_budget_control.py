@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,6 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.tracking import load_checked
 from baoc.training import lightning as strategy_module
-from baoc.training.callbacks import BudgetControl, budget_control
-from baoc.types import Budget
 from baoc.units import GIB
 from tests.support.training_runs import EVERY_STEP, config, logged
 from tests.support.watched_runs import Hook, Watch, events, run
@@ -161,49 +158,22 @@ def test_what_comes_after_the_last_step_is_said(
     assert "step 4 never comes" not in told
 
 
-def send(offset: int) -> Hook:
-    return lambda _: os.kill(os.getpid(), signal.SIGRTMIN + offset)
-
-
-def test_signals_take_a_notch_and_give_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(step_2=send(1), step_3=send(1), step_8=send(2), step_9=send(2))
-    handler = signal.getsignal(signal.SIGRTMIN + 1)
-    result = run(tmp_path / "day" / "run", monkeypatch, watch, budget=parse_budget("state_30"))
-    assert signal.getsignal(signal.SIGRTMIN + 1) == handler
-    limits = {1: 0.3, 2: 0.27, 3: 0.24, 7: 0.24, 8: 0.27, 9: 0.3}
-    for step, limit in limits.items():
-        assert watch.state_bytes[step] <= limit * result.state_bytes_adamw, step
-    assert watch.state_bytes[9] > 0.27 * result.state_bytes_adamw
-
-
-def test_a_notch_that_takes_nothing_away_need_not_be_given_back() -> None:
-    control = BudgetControl()
-    with control.listening():
-        for _ in range(12):
-            os.kill(os.getpid(), signal.SIGRTMIN + 1)
-        os.kill(os.getpid(), signal.SIGRTMIN + 2)
-    control.dial.base, control.dial.notches = Budget(name="b", memory_bytes=100), control.signals
-    assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 20, "a tenth stays, and one signal gives a tenth back"
-
-
-def test_notches_and_the_largest_batch_outlive_a_kill_under_a_budget_that_is_found_anew(
+def test_the_largest_batch_outlives_a_kill_under_a_budget_that_is_found_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """budget=auto is another number of bytes whenever a run starts: what is free by then."""
     run_dir, found = tmp_path / "day" / "run", iter([9 * GIB, 8 * GIB])
-    monkeypatch.setattr(budget_control, "free_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr(strategy_module, "free_bytes", lambda device: next(found))
     dynamics = scheduled(ScheduleEntry(budget="1gb", batch=33))
     changes = {"budget": parse_budget("auto"), "dynamics": dynamics, "checkpoint": EVERY_STEP}
     with pytest.raises(Killed):
-        run(run_dir, monkeypatch, Watch(step_2=send(1), step_3=send(1), step_6=kill), **changes)
+        run(run_dir, monkeypatch, Watch(step_3=kill), **changes)
     last = load_checked(run_dir / "checkpoints" / "last.ckpt")["callbacks"]["BudgetControl"]
-    assert last["notches"] == 2 and last["largest_batch"] == 32
-    low = replace(config().trainer, max_steps=8)
-    again = Watch(step_7=send(2))
-    run(run_dir, monkeypatch, again, resume=str(run_dir), trainer=low, **changes)
-    assert again.budgets == {5: "auto*0.8", 6: "auto*0.8", 7: "auto*0.9"}
-    assert answer(run_dir)["budget"]["memory_bytes"] == int(8 * GIB * 0.9), "a share of what is free by now"
+    assert last["largest_batch"] == 32
+    again = Watch()
+    run(run_dir, monkeypatch, again, resume=str(run_dir), trainer=replace(config().trainer, max_steps=4), **changes)
+    assert set(again.budgets.values()) == {"auto"}
+    assert answer(run_dir)["budget"]["memory_bytes"] == 8 * GIB, "what is free by now"
 
 
 def test_memory_is_held_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from baoc.training.callbacks.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
-from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
+from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule
 from baoc.training.reallocation.conversion import usable
 from baoc.training.reallocation.move_cost import transit
 from baoc.training.reallocation.relaxation import offers
@@ -136,11 +136,16 @@ def test_a_footprint_that_grew_before_a_resume_stays_grown() -> None:
     )
     of.footprint = replace(of.footprint, intervals=intervals)
     plan = uniform(of, "sign")
-    control = BudgetControl()
+    told: list[str] = []
+    control = BudgetControl(tell=told.append)
     base = to_plain(of.budget)
     grown = {"micro_batch": 8, "forward_backward_bytes": 7_000_000, "resident_bytes": 1_900_000}
-    control.load_state_dict({"base": base, "in_force": base, "notches": 0, "ceiling": {}, "grown": grown})
+    control.load_state_dict({"base": base, "in_force": base, "notches": 2, "ceiling": {}, "grown": grown})
     planned(control, of, plan)
+    said = (
+        "the checkpoint's budget was lowered by 2 signal(s), which no longer do that: it is 8mb again; ask for another "
+    )
+    assert told == [said + "one by RUN/budget"], "a checkpoint of an earlier version is gone on from"
     footprint: Footprint = of.footprint
     assert footprint.peak_bytes(state_bytes=0) == 7_000_000
 
@@ -174,21 +179,18 @@ def test_auto_that_is_asked_for_in_mid_run_is_a_limit_too() -> None:
     of = planner("state_50")
     control = BudgetControl(schedule=[BudgetChange(budget=parse_budget("auto"), step=5)])
     planned(control, of, uniform(of, "sign"))
-    assert control.dial.free_bytes is not None and control.dial.free_bytes > 2**20
-    control.dial.free_bytes = 2**30
-    assert control.dial.wish(step=1, batch=1)[0].memory_bytes is None
-    assert control.dial.wish(step=5, batch=1)[0].memory_bytes == 2**30
-    control.dial.notches = 1
-    assert control.dial.wish(step=5, batch=1)[0].memory_bytes == int(0.9 * 2**30)
-    control.dial.notches = 0
-    control.dial.ask("auto")
-    assert control.dial.wish(step=1, batch=1)[0].memory_bytes == 2**30
+    assert control.wanted.free_bytes is not None and control.wanted.free_bytes > 2**20
+    control.wanted.free_bytes = 2**30
+    assert control.wanted.wish(step=1, batch=1)[0].memory_bytes is None
+    assert control.wanted.wish(step=5, batch=1)[0].memory_bytes == 2**30
+    control.wanted.ask("auto")
+    assert control.wanted.wish(step=1, batch=1)[0].memory_bytes == 2**30
 
 
 def test_a_size_in_the_file_leaves_the_limit_on_time() -> None:
-    dial = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}))
-    dial.ask("6gb")
-    assert dial.wish(step=1, batch=1)[0].step_time == 1.2
+    schedule = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}))
+    schedule.ask("6gb")
+    assert schedule.wish(step=1, batch=1)[0].step_time == 1.2
 
 
 def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:

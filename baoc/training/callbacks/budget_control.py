@@ -1,15 +1,12 @@
-"""Changes the budget of a running job: by schedule, by a file in its folder, by signals, and as blocks calm down.
+"""Changes the budget of a running job: by schedule, by a file in its folder, and as blocks calm down.
 
 Whatever asks, the answer is the same: before the next optimizer step the allocation meets the new budget, or
 `budget.json` and the terminal say why it does not.
 """
 
 import os
-import signal
 import stat
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,37 +16,34 @@ import torch
 
 from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.parallel import ALONE
 from baoc.planning.planner import Planner
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
+from baoc.training.batches import num_samples
 from baoc.training.callbacks.growth import grown, saved_by_forward
 from baoc.training.callbacks.memory import MemoryMonitor
-from baoc.training.callbacks.steps import num_samples
 from baoc.training.callbacks.vote import StepVote
-from baoc.training.reallocation.budget_schedule import MOST_NOTCHES, BudgetChange, BudgetDial, check_order
+from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
 from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.types import Budget, Footprint, Plan, to_plain
 
 _GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")
 ASK, ANSWER = "budget", "budget.json"
 MOST_ASKED = 80  # characters of the file: a budget has a dozen
-_LOWER, _BACK = 1, 2  # SIGRTMIN + 1 takes a notch away, SIGRTMIN + 2 gives one back
 
 
 class BudgetControl(L.Callback):
     """Place it before the monitors; needs BaocStrategy as the Trainer's strategy.
 
     `schedule`: see BudgetChange. `run_dir`: where `budget` is read (`echo 6gb > RUN/budget`; without the file the
-    schedule counts again, and an empty one changes nothing) and `budget.json` written. Inside `listening`,
-    SIGRTMIN+1 takes a notch of a tenth away and SIGRTMIN+2 gives one back, where the system has such signals. `memory`
-    measures anew from each change on.
+    schedule counts again, and an empty one changes nothing) and `budget.json` written. `memory` measures anew from each
+    change on.
 
     A batch of more samples per forward than any before needs more memory under a memory budget: a small part of it
     tells how much (`callbacks.growth`), and states make room before it goes through the network.
 
-    Of several ranks the first reads the file and takes the signals; by a `vote` what it saw holds for all in one step.
+    Of several ranks the first reads the file; by a `vote` what it saw holds for all in one step.
     """
 
     def __init__(
@@ -65,7 +59,7 @@ class BudgetControl(L.Callback):
         check_order(schedule)
         self.schedule = tuple(schedule)
         self.relaxation = relaxation or RelaxationSettings()
-        self.dial = BudgetDial(Budget(name="unlimited"))
+        self.wanted = BudgetSchedule(Budget(name="unlimited"))
         self.tell = tell
         self._run_dir = run_dir
         self._memory = memory
@@ -73,32 +67,11 @@ class BudgetControl(L.Callback):
         self._refused: tuple[Budget, Footprint | None] | None = None  # not to be tried at every step again
         self._answered: dict[str, Any] = {}
         self._grew = False
-        self.signals = 0
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
         self._step_of_last_look = -1
-        self._vote = vote
-        if vote is not None:
-            vote.ask["notches"] = lambda: self.signals if vote.ranks.rank == 0 else 0
-            vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._looked()[0] != self._seen)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Takes the two signals inside, in the main thread of a system that has them."""
-        first = getattr(signal, "SIGRTMIN", None)
-        if first is None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        given = {first + _LOWER: 1, first + _BACK: -1}
-        before = {number: signal.signal(number, lambda n, _: self._notch(given[n])) for number in given}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _notch(self, change: int) -> None:
-        self.signals = min(max(0, self.signals + change), MOST_NOTCHES)  # more would take nothing away
+        self._vote = vote = vote or StepVote()
+        vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._looked()[0] != self._seen)
 
     # -- set-up and resume ----------------------------------------------------------------------------------------
 
@@ -115,11 +88,11 @@ class BudgetControl(L.Callback):
 
         The checkpoint's allocation is loaded after this and has to meet the budget that it was made for.
         """
-        self.dial.base = base = planner.budget
+        self.wanted.base = base = planner.budget
         known = base.memory_bytes if base.name == AUTO else None
         least = -int(self._strategy.ranks.most(-free_bytes(self._strategy.root_device))[0])
-        self.dial.free_bytes = least if known is None else known
-        self.dial.schedule = self.schedule
+        self.wanted.free_bytes = least if known is None else known
+        self.wanted.schedule = self.schedule
         for change in self.schedule:
             self._check(planner, change)
         if self.relaxation.from_step is not None and self._strategy.settings.reallocation.mode not in (
@@ -137,28 +110,32 @@ class BudgetControl(L.Callback):
     def _go_on(self, planner: Planner, saved: Mapping[str, Any]) -> str:
         """Puts in force what was when the checkpoint was taken; returns why that is the budget now.
 
-        Of a run that was given another budget only its largest batch stays. `auto` is what is free now: the notches
-        that signals took away and what calm blocks gave up count from there.
+        Of a run that was given another budget only its largest batch stays. `auto` is what is free now: what calm
+        blocks gave up counts from there.
         """
-        self.dial.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
+        self.wanted.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
-        self.signals = self.dial.notches = saved["notches"]
-        self.dial.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
+        if saved.get("notches"):  # of an earlier version
+            self.tell(
+                f"the checkpoint's budget was lowered by {saved['notches']} signal(s), which no longer do that: it is "
+                f"{planner.budget.name} again; ask for another one by {(self._run_dir or Path('RUN')) / ASK}"
+            )
+        self.wanted.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
         self._grew = bool(saved["grown"])
         if planner.footprint is not None and self._grew:
             planner.footprint = replace(planner.footprint, **saved["grown"], intervals=())  # which the probe had anew
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
-            planner.budget, why = self.dial.wish(step=saved.get("step", 0), batch=0)
+            planner.budget, why = self.wanted.wish(step=saved.get("step", 0), batch=0)
         self._strategy.budget = planner.budget
-        if planner.budget != self.dial.base:
+        if planner.budget != self.wanted.base:
             recap_device(self._strategy.root_device, budget=planner.budget)
         return why
 
     def _check(self, planner: Planner, change: BudgetChange) -> None:
-        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.dial.free_bytes or 0)
+        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.wanted.free_bytes or 0)
         try:
             planner.propose()
         except InfeasibleBudgetError as error:
@@ -176,11 +153,10 @@ class BudgetControl(L.Callback):
         footprint = reallocator.planner.footprint
         return {
             "step": reallocator.step,
-            "base": to_plain(self.dial.base),
+            "base": to_plain(self.wanted.base),
             "in_force": to_plain(reallocator.planner.budget),
-            "notches": self.signals,
-            "largest_batch": self.dial.largest_batch,
-            "ceiling": to_plain(self.dial.ceiling) if self.dial.ceiling is not None else {},
+            "largest_batch": self.wanted.largest_batch,
+            "ceiling": to_plain(self.wanted.ceiling) if self.wanted.ceiling is not None else {},
             "grown": {key: getattr(footprint, key) for key in _GROWING} if self._grew else {},
         }
 
@@ -203,12 +179,11 @@ class BudgetControl(L.Callback):
             return
         self._step_of_last_look = trainer.global_step
         step, size = trainer.global_step, num_samples(batch)
-        if self._vote is None or self._vote.outcome("budget"):
+        if self._vote.outcome("budget"):
             self._read_file()
-        self.dial.notches = self.signals if self._vote is None else int(self._vote.outcome("notches"))
         if self.relaxation.due(step):
             self._relax()
-        budget, why = self.dial.wish(step=step, batch=size * trainer.accumulate_grad_batches)
+        budget, why = self.wanted.wish(step=step, batch=size * trainer.accumulate_grad_batches)
         footprint = self._strategy.reallocator.planner.footprint
         if footprint is not None and budget.memory_bytes is not None and size > footprint.micro_batch > 0:
             needs = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
@@ -266,11 +241,11 @@ class BudgetControl(L.Callback):
 
     def _read_file(self) -> None:
         path = (self._run_dir or Path()) / ASK
-        text = (ALONE if self._vote is None else self._vote.ranks).from_first(self._asked_anew)
+        text = self._vote.ranks.from_first(self._asked_anew)
         if text is None:
             return
         try:
-            self.dial.ask(text)
+            self.wanted.ask(text)
         except BadInputError as error:
             self._write(refused=f"{path} is not followed: {error}")
             self.tell(f"{path} is not followed: {error}")
@@ -282,7 +257,7 @@ class BudgetControl(L.Callback):
     def _relax(self) -> None:
         lower = self._strategy.reallocator.relax(self.relaxation)
         if lower is not None:
-            self.dial.ceiling, blocks = lower
+            self.wanted.ceiling, blocks = lower
             told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
             self.tell(f"gradients have calmed down to shares of what they were: {told}")
 

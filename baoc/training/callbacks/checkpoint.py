@@ -122,10 +122,9 @@ class SafeCheckpoint(Checkpoint):
         self._run_dir: FolderGuard | None = None
         self._warned = False
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
-        self._vote = vote
         self._ranks: Ranks = ALONE
-        if vote is not None:
-            vote.ask["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
+        self._vote = vote or StepVote()
+        self._vote.ask["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
 
     @property
     def last_path(self) -> Path:
@@ -223,7 +222,7 @@ class SafeCheckpoint(Checkpoint):
             return False
         if self.urgent() and not accumulating(trainer):
             return True
-        if self._late() if self._vote is None else self._vote.outcome("checkpoint"):
+        if self._vote.outcome("checkpoint"):
             return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
@@ -235,8 +234,7 @@ class SafeCheckpoint(Checkpoint):
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
-        if self._vote is not None:
-            self._vote.done("checkpoint")
+        self._vote.done("checkpoint")
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from baoc.training.batches import resized
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.types import Footprint
 
@@ -54,20 +55,10 @@ def saved_by_forward(trainer: L.Trainer, batch: Any, *, num_samples: int) -> tup
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with strategy.silent(module), saving, strategy.precision_plugin.train_step_context():
-            module.training_step(_first(batch, num_samples), 0)  # not through what averages gradients
+            module.training_step(resized(batch, num_samples), 0)  # not through what averages gradients
     finally:
         restore_rng(generators)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
     return sum(found.values()), max(found.values(), default=0)
-
-
-def _first(batch: Any, num: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:num] if batch.ndim else batch
-    if isinstance(batch, dict):
-        return {key: _first(value, num) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_first(value, num) for value in batch)
-    return batch

@@ -58,9 +58,8 @@ class LossGuard(L.Callback):
         self.tell: Callable[[str], None] = say
         self._checkpoint, self._check = checkpoint, check
         self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
-        self._vote = vote
-        if vote is not None:
-            vote.ask["loss"] = self._worst
+        self._vote = vote or StepVote()
+        self._vote.ask["loss"] = self._worst
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class LossGuard(L.Callback):
     ) -> None:
         if accumulating(trainer):
             return
-        kind = int(self._worst() if self._vote is None else self._vote.outcome("loss"))
+        kind = int(self._vote.outcome("loss"))
         if not kind:
             self.num_in_a_row = 0
             return

@@ -5,7 +5,7 @@ docs/budgets.md#memory-what-counts defines the peak.
 
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from baoc.errors import BudgetBreachedError
 from baoc.parallel import ALONE, Ranks
 from baoc.profiling.memory import context_now
 from baoc.profiling.tracker import MemoryTracker
+from baoc.training.batches import tensors_in
 from baoc.training.callbacks.trainer_state import logs_now
 from baoc.training.callbacks.vote import ranks_of
 from baoc.types import Budget
@@ -332,16 +333,6 @@ class _FinalValidation(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         self._monitor._exit()
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in tensors_in(item))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for item in value for tensor in tensors_in(item))
 
 
 def resident_bytes() -> int | None:

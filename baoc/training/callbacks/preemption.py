@@ -38,16 +38,13 @@ class Preemption(L.Callback):
     def __init__(self, checkpoint: SafeCheckpoint, *, vote: StepVote | None = None):
         self.received: str | None = None
         self._checkpoint = checkpoint
-        self._vote = vote
+        self._vote = vote or StepVote()
+        self._vote.ask["signal"] = lambda: 0 if self.received is None else 1 + NAMES.index(self.received)
         checkpoint.urgent = lambda: self.agreed is not None
-        if vote is not None:
-            vote.ask["signal"] = lambda: 0 if self.received is None else 1 + NAMES.index(self.received)
 
     @property
     def agreed(self) -> str | None:
         """The signal by which the run ends."""
-        if self._vote is None:
-            return self.received
         return (None, *NAMES)[int(self._vote.outcome("signal"))]
 
     @contextmanager

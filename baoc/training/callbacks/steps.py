@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
+from baoc.training.batches import num_samples
 from baoc.training.callbacks.trainer_state import accumulating, logs_now
 
 
@@ -118,11 +118,3 @@ class StepMonitor(L.Callback):
             self._steps_ms.append(sum(start.elapsed_time(end) for start, end in parts))
             self._samples.append(samples)
         self._unread = []
-
-
-def num_samples(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor that has one; 0 where there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((size for size in map(num_samples, values) if size), 0)

@@ -4,7 +4,7 @@ Nothing is allocated and nothing computed: shapes flow through forward and backw
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -100,11 +101,7 @@ def fake_(module: nn.Module) -> None:
 
 def fake_batch(batch: Any) -> Any:
     """Fake tensors of a real batch's shapes; to be called inside a FakeTensorMode."""
-    if isinstance(batch, Tensor):
-        return torch.empty(batch.shape, dtype=batch.dtype)
-    if isinstance(batch, Mapping):
-        return {key: fake_batch(value) for key, value in batch.items()}
-    return type(batch)(fake_batch(value) for value in batch) if isinstance(batch, list | tuple) else batch
+    return apply_to_collection(batch, Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def plan_for(

@@ -7,7 +7,7 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -25,8 +25,9 @@ from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds, wait
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
+from baoc.training.batches import MadeBatch, resized
 from baoc.training.measure.benchmark_steps import rehearse
-from baoc.training.measure.probe import batch_size_of, silent
+from baoc.training.measure.probe import silent
 from baoc.types import Footprint, OptimizerSpec
 
 MOST_TRIALS = 4  # of one kind
@@ -35,29 +36,6 @@ REHEARSED_S = {"cpu": 0.25, "cuda": 1.0}  # about what steps in Lightning's loop
 TIMED_S = 0.1  # about what repeats of a micro-batch may take: what may be chosen by them is rehearsed
 SERIES = 2  # of repeats at most, where the allocator was at work in the one before
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
-
-
-@dataclass(frozen=True, slots=True)
-class MadeBatch:
-    """In place of a batch: what makes one of so many samples, in whatever form."""
-
-    make: Callable[[int], Any]
-
-
-def resized(batch: Any, micro_batch: int) -> Any:
-    """The batch with so many samples, the first ones taken again where there are not enough."""
-    if isinstance(batch, MadeBatch):
-        return batch.make(micro_batch)
-    size = batch_size_of(batch)
-    if isinstance(batch, Tensor):
-        if not batch.ndim or not size:
-            return batch
-        return batch[torch.arange(micro_batch, device=batch.device) % size]
-    if isinstance(batch, dict):
-        return {key: resized(value, micro_batch) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(resized(value, micro_batch) for value in batch)
-    return batch
 
 
 class Trials:

@@ -23,6 +23,7 @@ from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
 from baoc.tasks.ema import EmaWeights
+from baoc.training.batches import num_samples
 from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.step_time import time_specs
@@ -124,7 +125,7 @@ class Probe:
         self.accumulation = trainer.accumulate_grad_batches
         self._keeps = strategy.ranks.size > 1  # gradients, in buckets that are there all the time
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        self._micro_batch = batch_size_of(batch)
+        self._micro_batch = num_samples(batch)
         self._batch = batch
         self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
@@ -253,11 +254,3 @@ def _validation(strategy: Any, batches: Sequence[Any]) -> Callable[[], None]:
             strategy.validation_step(*arguments)
 
     return run
-
-
-def batch_size_of(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor; 0 where there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((size for size in map(batch_size_of, values) if size), 0)

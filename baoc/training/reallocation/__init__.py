@@ -5,7 +5,7 @@
 of a checkpoint made under another plan.
 """
 
-from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetDial
+from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule
 from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.training.reallocation.triggers import TRIGGERS, ReallocationSettings
@@ -13,7 +13,7 @@ from baoc.training.reallocation.triggers import TRIGGERS, ReallocationSettings
 __all__ = [
     "TRIGGERS",
     "BudgetChange",
-    "BudgetDial",
+    "BudgetSchedule",
     "ReallocationSettings",
     "Reallocator",
     "RelaxationSettings",

@@ -1,4 +1,4 @@
-"""What the budget of a running job is now: a schedule, what a file asks for, notches by signal, and what was given up.
+"""What the budget of a running job is now: a schedule, what a file asks for, and what was given up.
 
 Pure: steps and sizes in, a Budget and its reason out. Who applies it is `callbacks.budget_control`.
 """
@@ -10,9 +10,6 @@ from itertools import pairwise
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.errors import BadInputError
 from baoc.types import Budget
-
-NOTCH = 0.1  # share of the budget that one signal takes away or gives back
-MOST_NOTCHES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +47,16 @@ def check_order(schedule: Sequence[BudgetChange]) -> None:
                 )
 
 
-class BudgetDial:
+class BudgetSchedule:
     """`wish` says which budget is to be in force. Of the schedule's entries the last one that has come counts; a text
-    that `ask` was given takes its place until it is taken back by `ask("")`; each notch takes NOTCH of that away;
-    `ceiling` is what progressive relaxation left, and is never passed again but by `ask`. `free_bytes` is what `auto`
-    means, which would not limit anything without it; `largest_batch` the most samples that a step had.
+    that `ask` was given takes its place until it is taken back by `ask("")`; `ceiling` is what progressive relaxation
+    left, and is never passed again but by `ask`. `free_bytes` is what `auto` means, which would not limit anything
+    without it; `largest_batch` the most samples that a step had.
     """
 
     def __init__(self, base: Budget, *, schedule: Sequence[BudgetChange] = ()):
         self.base = base
         self.schedule = tuple(schedule)
-        self.notches = 0
         self.free_bytes: int | None = None
         self.ceiling: Budget | None = None
         self._asked: Budget | None = None
@@ -78,9 +74,6 @@ class BudgetDial:
             budget, why = self._meant(self._asked), "the budget file asks for it"
         elif self.ceiling is not None and _below(self.ceiling, budget):
             budget, why = self.ceiling, "blocks that calmed down gave it up"
-        if self.notches:
-            budget = _scaled(budget, share=round(1 - NOTCH * min(self.notches, MOST_NOTCHES), 6))
-            why = f"{self.notches} notch{'es' if self.notches > 1 else ''} of {NOTCH:.0%} by signal"
         return budget, why
 
     def _scheduled(self, step: int) -> tuple[Budget, str]:
@@ -105,10 +98,3 @@ def _below(one: Budget, other: Budget) -> bool:
     if one.state_fraction is not None and other.state_fraction is not None:
         return one.state_fraction < other.state_fraction
     return other.kind == "none"
-
-
-def _scaled(budget: Budget, *, share: float) -> Budget:
-    name = f"{budget.name}*{share:g}"
-    if budget.memory_bytes is not None:
-        return replace(budget, name=name, memory_bytes=int(budget.memory_bytes * share))
-    return replace(budget, name=name, state_fraction=(budget.state_fraction or 1.0) * share)

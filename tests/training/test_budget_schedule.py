@@ -1,4 +1,4 @@
-"""Which budget is to be in force: schedule, file, notches and what relaxation left; and who is calm."""
+"""Which budget is to be in force: schedule, file and what relaxation left; and who is calm."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.training.callbacks.growth import grown
-from baoc.training.reallocation import BudgetChange, BudgetDial, RelaxationSettings
+from baoc.training.reallocation import BudgetChange, BudgetSchedule, RelaxationSettings
 from baoc.training.reallocation.budget_schedule import check_order
 from baoc.training.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
@@ -15,17 +15,17 @@ from tests.support.decision import stats
 from tests.support.values import make_plan
 
 
-def dial(base: str = "8gb", **changes: str) -> BudgetDial:
+def scheduled(base: str = "8gb", **changes: str) -> BudgetSchedule:
     """`step_5="6gb"`, `batch_64="4gb"`: entries of a schedule."""
     entries = [
         BudgetChange(budget=parse_budget(budget), **{key.split("_")[0]: int(key.split("_")[1])})
         for key, budget in changes.items()
     ]
-    return BudgetDial(parse_budget(base), schedule=entries)
+    return BudgetSchedule(parse_budget(base), schedule=entries)
 
 
 def test_a_schedule_counts_from_its_step_or_batch_on() -> None:
-    given = dial(step_5="6gb", batch_64="4gb", step_9="2gb")
+    given = scheduled(step_5="6gb", batch_64="4gb", step_9="2gb")
     seen = [given.wish(step=step, batch=32)[0].name for step in (0, 4, 5, 8)]
     assert seen == ["8gb", "8gb", "6gb", "6gb"]
     budget, why = given.wish(step=8, batch=64)
@@ -35,7 +35,7 @@ def test_a_schedule_counts_from_its_step_or_batch_on() -> None:
 
 
 def test_a_file_takes_the_place_of_the_schedule_until_it_is_taken_back() -> None:
-    given = dial(step_5="6gb")
+    given = scheduled(step_5="6gb")
     given.ask(" 3gb\n")
     assert given.wish(step=7, batch=1) == (parse_budget("3gb"), "the budget file asks for it")
     with pytest.raises(BadInputError, match="cannot read budget=lots"):
@@ -45,20 +45,8 @@ def test_a_file_takes_the_place_of_the_schedule_until_it_is_taken_back() -> None
     assert given.wish(step=7, batch=1)[0].name == "6gb"
 
 
-def test_notches_take_tenths_and_never_everything() -> None:
-    given = dial("10gb")
-    given.notches = 2
-    budget, why = given.wish(step=0, batch=1)
-    assert budget.memory_bytes == 8 * 2**30 and why == "2 notches of 10% by signal"
-    given.notches = 30
-    assert given.wish(step=0, batch=1)[0].memory_bytes == 2**30
-    fraction = dial("unlimited")
-    fraction.notches = 5
-    assert fraction.wish(step=0, batch=1)[0].state_fraction == pytest.approx(0.5)
-
-
 def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
-    given = dial("state_50", step_5="state_10", step_9="state_50")
+    given = scheduled("state_50", step_5="state_10", step_9="state_50")
     given.ceiling = parse_budget("state_25")
     assert [given.wish(step=step, batch=1)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
     given.ask("state_50")
@@ -66,12 +54,14 @@ def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
 
 
 def test_a_limit_on_host_memory_goes_on() -> None:
-    given = BudgetDial(parse_budget({"memory": "8gb", "host_memory": "16gb"}), schedule=dial(step_1="6gb").schedule)
+    given = BudgetSchedule(
+        parse_budget({"memory": "8gb", "host_memory": "16gb"}), schedule=scheduled(step_1="6gb").schedule
+    )
     assert given.wish(step=3, batch=1)[0].host_memory_bytes == 16 * 2**30
 
 
 def test_a_step_time_limit_goes_on() -> None:
-    given = BudgetDial(parse_budget({"memory": "8gb", "step_time": 1.2}), schedule=dial(step_1="6gb").schedule)
+    given = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}), schedule=scheduled(step_1="6gb").schedule)
     assert given.wish(step=3, batch=1)[0].step_time == 1.2
 
 
