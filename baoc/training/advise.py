@@ -25,7 +25,6 @@ from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
-from baoc.profiling import describe
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.batches import MadeBatch, tensors_in
@@ -148,9 +147,8 @@ def advise(
         )
     settings = with_raced(
         with_recipe(settings or SessionSettings(), recipe=recipe),
-        infos=describe(model),
+        network=model,
         budget=parse_budget(budget),
-        told=type(model).__name__,
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = _layers_of(model) if layers is None else _checked_layers(layers, model=model)

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from baoc.core.catalogue import select
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS
-from baoc.training.session import SessionSettings
+from baoc.training.session import SessionSettings, reduced_rows
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +28,11 @@ def averaging_callbacks(trainer: L.Trainer) -> list[str]:
     return found + [name for name, part in trainer.lightning_module.named_modules() if isinstance(part, AveragedModel)]
 
 
-def has_narrow(settings: SessionSettings) -> bool:
-    return any(spec.weights != "native" for spec in select(settings.planner.specs).values())
-
-
 def without_narrow(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""
     planner = settings.planner
-    rows = select(planner.specs)
-    narrow = [name for name, spec in rows.items() if spec.weights != "native"]
+    rows, narrow = select(planner.specs), [spec.name for spec in reduced_rows(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec
     if not narrow:
         return settings

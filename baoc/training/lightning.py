@@ -6,7 +6,7 @@ decision happens there. Later decisions hang on the optimizer's own step, so no 
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
-from baoc.core.catalogue import select
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
@@ -46,10 +45,9 @@ from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import RecipeLike, Session, SessionSettings, with_raced, with_recipe
+from baoc.training.session import RecipeLike, Session, SessionSettings, reduced_rows, with_raced, with_recipe
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
-    declared_blocks,
     hyperparameters,
     named_groups,
     rebind_schedulers,
@@ -181,9 +179,8 @@ class BudgetedStrategy(Strategy):
         theirs = self._taken_over(module)
         self.settings = with_raced(
             self.settings,
-            infos=describe(module),
+            network=module,
             budget=self._asked,
-            told=type(module).__name__,
             lr=float(hyperparameters(theirs[0])["lr"]),
             verbose=self.verbose,
         )
@@ -241,7 +238,6 @@ class BudgetedStrategy(Strategy):
             settings=settings,
             betas=tuple(defaults["betas"]),
             device=self.root_device,
-            declared=declared_blocks(module),
             module=module,
             ranks=self.ranks,
         )
@@ -311,7 +307,7 @@ class BudgetedStrategy(Strategy):
                 f"the module sets automatic_optimization=False, and {what} needs a step that Lightning runs: use a "
                 "budget of memory or state without it, or automatic optimization"
             )
-        declared, named = declared_blocks(module), dict(module.named_parameters())
+        named = dict(module.named_parameters())
         names = {id(param): name for name, param in named.items()}
         sessions, defaults = [], [hyperparameters(one) for one in theirs]
         for one, given in zip(theirs, defaults, strict=True):
@@ -324,7 +320,6 @@ class BudgetedStrategy(Strategy):
                     settings=settings,
                     betas=tuple(given["betas"]),
                     device=self.root_device,
-                    declared=_within(declared, own),
                     module=module,
                 )
             )
@@ -379,7 +374,7 @@ class BudgetedStrategy(Strategy):
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
-        low = [spec.name for spec in select(self.settings.planner.specs).values() if spec.weights != "native"]
+        low = [spec.name for spec in reduced_rows(self.settings.planner)]
         if low and trainer.precision not in ("bf16-mixed", "bf16-true"):
             more = ", ..." if len(low) > 3 else ""
             raise BadInputError(
@@ -528,14 +523,6 @@ class BudgetedStrategy(Strategy):
             for listener in self.resume_listeners:
                 listener(reallocator.step, reallocator.plan)
             reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
-
-
-def _within(declared: Mapping[str, Sequence[str]] | None, names: Collection[str]) -> dict[str, list[str]] | None:
-    """Of the declared blocks what is of these parameters."""
-    if declared is None:
-        return None
-    own = {block: [name for name in members if name in names] for block, members in declared.items()}
-    return {block: members for block, members in own.items() if members}
 
 
 class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.budgets import parse_budget, resolve_auto
-from baoc.core.catalogue import SPECS, on_device, select
+from baoc.core.catalogue import SPECS, on_device
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
@@ -25,14 +25,22 @@ from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
-from baoc.training.averages import has_narrow, without_narrow
+from baoc.training.averages import without_narrow
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import ReallocationSettings
-from baoc.training.session import RecipeLike, Session, SessionSettings, make_profiler, with_raced, with_recipe
-from baoc.training.user_optimizer import check_switches, declared_blocks, groups_of, hyperparameters, widened
+from baoc.training.session import (
+    RecipeLike,
+    Session,
+    SessionSettings,
+    make_profiler,
+    reduced_rows,
+    with_raced,
+    with_recipe,
+)
+from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
 from baoc.types import Budget, ParamInfo, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
@@ -113,9 +121,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         settings = with_raced(
             settings,
-            infos=infos,
+            network=module if module is not None else pairs,
             budget=asked_budget,
-            told=type(module).__name__ if module is not None else "parameters without a module",
             lr=plain(lr),
             verbose=verbose,
         )
@@ -128,7 +135,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         unknown = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
-        if has_narrow(settings) and averaged(named):
+        if reduced_rows(settings.planner) and averaged(named):
             settings = without_narrow(settings, because=["AveragedModel"])
         session = Session(
             infos if limit.memory_bytes is None else held_at_most(infos, params=named),
@@ -137,7 +144,6 @@ class BaocOptimizer(BlockwiseOptimizer):
             settings=settings,
             betas=betas,
             device=device,
-            declared=declared_blocks(module) if module is not None else None,
             module=module,
             ranks=group,
         )
@@ -323,7 +329,7 @@ def measure_narrow(session: Session, probe: CallerProbe) -> None:
     except RuntimeError as error:
         if not session.narrow or "dtype" not in str(error):
             raise
-        low = [spec for spec, row in select(session.settings.planner.specs).items() if row.weights != "native"]
+        low = [spec.name for spec in reduced_rows(session.settings.planner)]
         raise BadInputError(
             f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}, ...), but the probe's layers get inputs "
             f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "

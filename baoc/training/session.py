@@ -33,7 +33,7 @@ from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, between, worth_recomputing
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
 from baoc.planning.risk import RISKS
-from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
+from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.tracking.console import say
@@ -43,7 +43,7 @@ from baoc.training.race.entrants import network_of
 from baoc.training.race.records import find_raced_network, is_asked
 from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.triggers import ReallocationSettings
-from baoc.types import Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
+from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 log = logging.getLogger(__name__)
@@ -108,26 +108,26 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> Sess
 def with_raced(
     settings: SessionSettings,
     *,
-    infos: Sequence[ParamInfo],
+    network: nn.Module | Sequence[tuple[str, Tensor]],
     budget: Budget,
-    told: str,
     lr: float | None = None,
     verbose: bool = True,
 ) -> SessionSettings:
     """The settings with what an earlier race of this network at this budget chose, where recipe=raced was given.
 
     Args:
+        network: A module, or named parameters without one.
         budget: As it was given.
-        told: The network's name, for messages.
         lr: Learning rate of the optimizer, which stays; None where there is none yet.
 
     Raises BadInputError where there is no such race.
     """
     if not is_asked(settings.planner.recipe):
         return settings
-    num_params = sum(info.numel for info in infos)
-    network = f"this network ({told}, {num_params:,} trainable parameters)"
-    content = find_raced_network(network_of(infos), told=network, budget=budget)
+    infos = describe(network)
+    name = type(network).__name__ if isinstance(network, nn.Module) else "parameters without a module"
+    told = f"this network ({name}, {sum(info.numel for info in infos):,} trainable parameters)"
+    content = find_raced_network(network_of(infos), told=told, budget=budget)
     if verbose:
         dataset, best = content["family"]["dataset"]["name"], content["lr"]
         say(f"recipe=raced takes {content['told']}\n{content['claim']}\nit was raced on {dataset}")
@@ -187,40 +187,22 @@ def _profiler_with_room(
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
-def released_blocks(
-    infos: Sequence[ParamInfo],
-    *,
-    params: Mapping[str, Tensor],
-    settings: SessionSettings,
-    declared: Mapping[str, Sequence[str]] | None,
-) -> list[list[Tensor]]:
-    """The parameters of each block, for a probe that is to drop gradients as training will; empty where it will not."""
-    if settings.release is False:
-        return []
-    planner = settings.planner
-    blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
-    return [[params[param.name] for param in block.params] for block in blocks]
+def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
+    """The specs of a catalogue that keep weights in 16 bits."""
+    return [spec for spec in select(planner.specs).values() if spec.weights != "native"]
 
 
 def narrow_params(
-    infos: Sequence[ParamInfo],
-    *,
-    params: Mapping[str, Tensor],
-    settings: SessionSettings,
-    declared: Mapping[str, Sequence[str]] | None,
+    blocks: Sequence[Block], *, params: Mapping[str, Tensor], planner: PlannerSettings
 ) -> dict[str, Tensor]:
     """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
-    planner = settings.planner
     only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator that leaves no choice
-    specs = [spec for spec in select(planner.specs).values() if spec.weights != "native" and only in (None, spec.name)]
-    rules = RULE_INFOS
+    rows = [(spec, RULE_INFOS[spec.rule]) for spec in reduced_rows(planner) if only in (None, spec.name)]
+    keep = planner.keep_fp32_roles
     found = {
         param.name: params[param.name]
-        for block in partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
-        if any(
-            applies(block, spec=spec, rule=rules[spec.rule], keep_fp32_roles=planner.keep_fp32_roles) is None
-            for spec in specs
-        )
+        for block in blocks
+        if any(applies(block, spec=spec, rule=rule, keep_fp32_roles=keep) is None for spec, rule in rows)
         for param in block.params
     }
     return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
@@ -233,20 +215,16 @@ def only_narrow(planner: PlannerSettings) -> bool:
     return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
 
 
-def largest_of(found: Sequence[Footprint], *, rank: int) -> Footprint:
-    """The footprint of the rank that needs most, as one of `rank`."""
-    most = max(found, key=lambda footprint: footprint.peak_bytes(state_bytes=0))
-    context = max(footprint.context_bytes for footprint in found)
-    return replace(most, device=found[rank].device, context_bytes=context)
-
-
-def slowest_of(tables: Sequence[LatencyTable], *, rank: int) -> LatencyTable:
-    """The table of the rank whose forward and backward are slowest, as one of `rank`: others wait for it."""
-    return replace(max(tables, key=lambda table: table.base_step_s), device=tables[rank].device)
-
-
-def _between(fewer: Footprint, more: Footprint, number: int, *, most: int, module: nn.Module) -> Footprint:
-    return between(fewer, more, share=number / most, kept=kept_params(module, recomputed=number))
+def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
+    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does; names are
+    those of the module."""
+    children = ((f"{name}.", getattr(module, name, None)) for name in ("model", "net", "network"))
+    inner = ((prefix, child) for prefix, child in children if isinstance(child, nn.Module))
+    for prefix, declares in (*inner, ("", module)):
+        blocks: Any = getattr(declares, "parameter_blocks", None)
+        if blocks is not None:
+            return {block: [prefix + name for name in names] for block, names in blocks().items()}
+    return None
 
 
 LARGE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
@@ -278,8 +256,8 @@ class Measurer(Protocol):
 class Session:
     """Plans once a Measurer has looked at a step, and is given the optimizer afterwards.
 
-    `weights_wait`: weights in 16 bits stand in for those of `narrow` already, as the device does not hold them in full.
-    `betas` are the optimizer's, for the profiler. `ranks` measure in step, so that an error of one is one of all; the
+    Blocks are those that `module` declares, as far as they are of `params`. `betas` are the optimizer's, for the
+    profiler. `ranks` measure in step, so that an error of one is one of all; the
     plan is rank 0's, by what the rank measured that needs most.
     """
 
@@ -292,16 +270,22 @@ class Session:
         settings: SessionSettings,
         betas: tuple[float, float],
         device: torch.device,
-        declared: Mapping[str, Sequence[str]] | None = None,
         module: nn.Module | None = None,
         ranks: Ranks = ALONE,
     ):
         self.ranks = ranks
-        self.infos, self.params, self.declared, self.module = tuple(infos), params, declared, module
+        self.infos, self.params, self.module = tuple(infos), params, module
         self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
-        network = {"params": params, "settings": settings, "declared": declared}
-        self.released = released_blocks(infos, **network)
-        self.narrow = narrow_params(infos, **network)
+        declared = None if module is None else declared_blocks(module)
+        if declared is not None:
+            own = {block: [name for name in names if name in params] for block, names in declared.items()}
+            declared = {block: names for block, names in own.items() if names}
+        self.declared = declared
+        planner = settings.planner
+        blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
+        released = [[params[param.name] for param in block.params] for block in blocks]
+        self.released = released if settings.release is not False else []  # for who measures a step
+        self.narrow = narrow_params(blocks, params=params, planner=planner)
         self.less = bf16_savings(self.narrow)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
@@ -398,7 +382,10 @@ class Session:
         assert kept is not None and self._looked is not None and self.module is not None
         most, plan, looked, too_few, at = num_layers, self.plan, self._looked, 0, num_layers
         while most - too_few > 1:
-            footprint = partial(_between, kept, looked, most=most, module=self.module)
+
+            def footprint(number: int, fewer=kept, more=looked, most=most, module=self.module) -> Footprint:
+                return between(fewer, more, share=number / most, kept=kept_params(module, recomputed=number))
+
             given = {"most": most, "footprint": footprint, "plan": plan, "least_bytes": None}
             promised = self.ranks.from_first(lambda given=given: worth_recomputing(self.planner, **given))
             if not promised:
@@ -489,8 +476,10 @@ class Session:
         )
 
     def largest(self, footprint: Footprint) -> Footprint:
-        """That of the rank which needs most."""
-        return largest_of(self.ranks.gathered(footprint), rank=self.ranks.rank)
+        """That of the rank which needs most, as one of this rank."""
+        found = self.ranks.gathered(footprint)
+        most = max(found, key=lambda one: one.peak_bytes(state_bytes=0))
+        return replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one in found))
 
     def _look(self, measurer: Measurer, *, narrow: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
         """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
@@ -540,7 +529,9 @@ class Session:
         return None
 
     def _slowest(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
-        return slowest_of(self.ranks.gathered(self.ranks.agreed(measure)), rank=self.ranks.rank)
+        """The table of the rank whose forward and backward are slowest, as one of this rank: others wait for it."""
+        own = self.ranks.agreed(measure)
+        return replace(max(self.ranks.gathered(own), key=lambda table: table.base_step_s), device=own.device)
 
     @property
     def _max_s(self) -> float:

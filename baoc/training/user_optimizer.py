@@ -128,15 +128,3 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
         return settings
     planner = replace(settings.planner, specs=(*settings.planner.specs, *more), measured_specs=(ROUNDED_ROWS,))
     return replace(settings, planner=planner)
-
-
-def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does; names are
-    those of the module."""
-    children = ((f"{name}.", getattr(module, name, None)) for name in ("model", "net", "network"))
-    inner = ((prefix, child) for prefix, child in children if isinstance(child, nn.Module))
-    for prefix, declares in (*inner, ("", module)):
-        blocks: Any = getattr(declares, "parameter_blocks", None)
-        if blocks is not None:
-            return {block: [prefix + name for name in names] for block, names in blocks().items()}
-    return None

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from baoc.core.blocks import partition
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import bf16_params, describe, probe_footprint
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
-from baoc.training.session import SessionSettings, narrow_params, only_narrow
+from baoc.training.session import narrow_params, only_narrow
 from baoc.types import Footprint
 
 
@@ -130,8 +131,7 @@ def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
 def test_only_what_a_plan_may_keep_so_is_narrowed(changes: dict[str, Any], names: set[str] | None):
     net = network()
     params = dict(net.named_parameters())
-    settings = SessionSettings(planner=PlannerSettings(**changes, blocks_by="tensor"))
-    found = narrow_params(describe(net), params=params, settings=settings, declared=None)
+    found = narrow_params(partition(describe(net), by="tensor"), params=params, planner=PlannerSettings(**changes))
     assert found.keys() == (params.keys() if names is None else names)
 
 

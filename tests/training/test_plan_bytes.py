@@ -14,10 +14,10 @@ from baoc.planning.microbatch import between, released
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
-from baoc.training.lightning import declared_blocks
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
+from baoc.training.session import declared_blocks
 
 pytestmark = pytest.mark.slow
 

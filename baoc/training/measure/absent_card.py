@@ -50,7 +50,6 @@ from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
-from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.microbatch_search import axes_of, leave
 from baoc.training.measure.microbatches import Trials
 from baoc.training.measure.probe import upkeep_bytes
@@ -59,6 +58,7 @@ from baoc.training.measure.step_time import FUSED_BYTES, moved_bytes
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import choice_of, settled
 from baoc.training.session import Session, SessionSettings, only_narrow
+from baoc.training.user_optimizer import widened
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
 
@@ -195,7 +195,6 @@ class _Shapes:
             settings=settings,
             betas=config.optim.betas,
             device=torch.device("cpu"),
-            declared=declared_blocks(task),
             module=task,
         )
         self.numel = sum(info.numel for info in self.session.infos)

@@ -45,7 +45,6 @@ from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, visiting
 from baoc.training.callbacks.resume import capture_rng, restore_rng
-from baoc.training.lightning import declared_blocks, widened
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.measurements import Tryouts, Way
@@ -54,6 +53,7 @@ from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.measure.step_time import soon_timed, time_specs
 from baoc.training.resume import choice_of, keep, settled
 from baoc.training.session import Session, SessionSettings, make_profiler
+from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
 DECIDING_S = 12.0  # that it may take
@@ -209,7 +209,6 @@ class Decision:
                 settings=settings,
                 betas=config.optim.betas,
                 device=self.where,
-                declared=declared_blocks(task),
                 module=task,
             )
         with phases("device and weights"):
