@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from baoc.errors import BadInputError, TrainingFailedError
 
@@ -124,91 +124,52 @@ def refusal(row: str, **facts: object) -> BadInputError:
 # -- what ranks agree on ----------------------------------------------------------------------------------------------
 
 
-class Ranks(Protocol):
-    """The processes of a run. Every method but `rank` and `size` is a collective: all ranks call it, in one order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def most(self, *numbers: float) -> tuple[float, ...]:
-        """Each number's largest over ranks."""
-        ...
-
-    def each(self, number: float) -> tuple[float, ...]:
-        """Every rank's number, which is not below 0, in their order: one small message."""
-        ...
-
-    def first_number(self, number: float) -> float:
-        """Rank 0's number, at the price of one small message."""
-        ...
-
-    def first(self, value: T) -> T:
-        """Rank 0's value."""
-        ...
-
-    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
-        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises. `told` makes of it what
-        the others are given, where they can do with less."""
-        ...
-
-    def gathered(self, value: T) -> list[T]:
-        """Every rank's value, in their order."""
-        ...
-
-    def agreed(self, make: Callable[[], T]) -> T:
-        """What `make` returns here. Where it raises an Exception on any rank, all ranks raise that of the first such
-        one, or their own."""
-        ...
-
-    def share(self, tensors: Iterable[Any]) -> None:
-        """Puts rank 0's numbers into the tensors of all."""
-        ...
-
-    def average(self, tensor: Any) -> None:
-        """Puts the mean over ranks in the tensor's place."""
-        ...
-
-
-class Alone:
-    """A process without others."""
+class Ranks:
+    """The processes of a run; here one alone. Every method is a collective: all ranks call it, in one order."""
 
     rank, size = 0, 1
 
     def most(self, *numbers: float) -> tuple[float, ...]:
+        """Each number's largest over ranks."""
         return numbers
 
     def each(self, number: float) -> tuple[float, ...]:
+        """Every rank's number, which is not below 0, in their order: one small message."""
         return (number,)
 
     def first_number(self, number: float) -> float:
+        """Rank 0's number, at the price of one small message."""
         return number
 
     def first(self, value: T) -> T:
+        """Rank 0's value."""
         return value
 
     def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
+        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises. `told` makes of it what
+        the others are given, where they can do with less."""
         return make()
 
     def gathered(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
         return [value]
 
     def agreed(self, make: Callable[[], T]) -> T:
+        """What `make` returns here. Where it raises an Exception on any rank, all ranks raise that of the first such
+        one, or their own."""
         return make()
 
     def share(self, tensors: Iterable[Any]) -> None:
-        pass
+        """Puts rank 0's numbers into the tensors of all."""
 
     def average(self, tensor: Any) -> None:
-        pass
+        """Puts the mean over ranks in the tensor's place."""
 
 
-ALONE = Alone()
+ALONE = Ranks()
 
 
-class Group:
+class Group(Ranks):
     """torch's default process group, with one of gloo beside it for numbers, objects and tensors of the CPU."""
 
     def __init__(self, distributed: Any):

@@ -71,7 +71,6 @@ def probe_footprint(
     step_probes: Mapping[str, StepProbe] | None = None,
     context_bytes: int = 0,
     reserve_bytes: int | None = None,
-    ema_bytes: int = 0,
     released: Sequence[Sequence[Tensor]] = (),
     warm: bool = True,
     allocator: CachingAllocator | None = None,
@@ -89,7 +88,6 @@ def probe_footprint(
         step_probes: spec -> probe of its optimizer step, see `step_temporary_bytes`.
         context_bytes: of the CUDA context where it cannot be measured. On CUDA it is read after everything has run.
         reserve_bytes: instead of the default reserve, see `_reserve`.
-        ema_bytes: of averaged weights.
         released: the parameters of each block, for an optimizer that steps blocks inside backward and drops their
             gradients. Then `resident_bytes` is the largest live total when a block is stepped, and `gradients_bytes`
             the largest total of gradients.
@@ -126,7 +124,6 @@ def probe_footprint(
         forward_backward_bytes=peak,
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes,
-        ema_bytes=ema_bytes,
         context_bytes=memory.settle_context(device) or context_bytes,
         reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
         step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},

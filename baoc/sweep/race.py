@@ -30,6 +30,7 @@ from baoc.sweep.storage import differences, setting_text
 from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
+from baoc.tracking import files
 from baoc.tracking.console import make_console, make_table, say
 from baoc.tracking.files import read_json, write_json, write_text
 from baoc.training.race import records
@@ -230,7 +231,7 @@ class _Race:
                     many = len({run.entrant for run in asked})
                     say(f"stage {stage_name(asked[0].stage)}: {len(asked)} runs, entrants {many}")
                 sent = self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in asked])
-                records.write_runs(self._rows(), folder=self.folder)
+                files.write_csv(self.folder / records.RUNS_FILE, self._rows())
                 asked = going.send(sent)
         except StopIteration as ended:
             return ended.value

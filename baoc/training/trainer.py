@@ -104,32 +104,6 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
 
 
-def make_checkpoint(
-    config: RunConfig, *, task: Task, run_dir: Path, memory: MemoryMonitor, vote: StepVote
-) -> SafeCheckpoint:
-    monitor, higher = task.quality
-    return SafeCheckpoint(
-        run_dir,
-        every_n_steps=config.checkpoint.every_n_steps,
-        every_minutes=config.checkpoint.every_minutes,
-        keep=config.checkpoint.keep,
-        monitor=monitor,
-        mode="max" if higher else "min",
-        meta={"name": config.name, "seed": config.seed},
-        track=memory.track,
-        vote=vote,
-    )
-
-
-def make_control(config: RunConfig, *, run_dir: Path, memory: MemoryMonitor, vote: StepVote) -> BudgetControl:
-    schedule = [
-        BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
-        for entry in config.dynamics.schedule
-    ]
-    relaxation = RelaxationSettings(**asdict(config.dynamics.relaxation))
-    return BudgetControl(schedule=schedule, relaxation=relaxation, run_dir=run_dir, memory=memory, vote=vote)
-
-
 def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
 ) -> BudgetedStrategy:
@@ -181,10 +155,31 @@ def assemble_trainer(
     memory.predicted = lambda: recorder.peak_bytes_predicted
     devices, vote = config.trainer.devices, StepVote()
     steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size * devices)
-    checkpoint = make_checkpoint(config, task=task, run_dir=run_dir, memory=memory, vote=vote)
+    monitor, higher = task.quality
+    checkpoint = SafeCheckpoint(
+        run_dir,
+        every_n_steps=config.checkpoint.every_n_steps,
+        every_minutes=config.checkpoint.every_minutes,
+        keep=config.checkpoint.keep,
+        monitor=monitor,
+        mode="max" if higher else "min",
+        meta={"name": config.name, "seed": config.seed},
+        track=memory.track,
+        vote=vote,
+    )
     strategy = make_strategy(config, device=device, recorder=recorder, loggers=loggers, latency=latency)
     strategy.plan_listeners.append(
         lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
+    )
+    control = BudgetControl(
+        schedule=[
+            BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
+            for entry in config.dynamics.schedule
+        ],
+        relaxation=RelaxationSettings(**asdict(config.dynamics.relaxation)),
+        run_dir=run_dir,
+        memory=memory,
+        vote=vote,
     )
     validated, pictures = ValidatedAt(), FinalPictures(run_dir, track=memory.track)
     preemption = Preemption(checkpoint, vote=vote)
@@ -194,7 +189,7 @@ def assemble_trainer(
         Sources(sources or {}),
         vote,
         preemption,
-        make_control(config, run_dir=run_dir, memory=memory, vote=vote),
+        control,
         LossGuard(checkpoint=checkpoint, check=check_contents, vote=vote, **asdict(config.faults)),
         steps,
         memory,

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from baoc.errors import BudgetBreachedError
 from baoc.parallel import ALONE, Ranks
@@ -264,8 +265,15 @@ class MemoryMonitor(L.Callback):
         self._exit()
 
     def final_validation(self) -> L.Callback:
-        """For the Trainer of a validation after training, whose first batch is measured."""
-        return _FinalValidation(self)
+        """For the Trainer of a validation after training: its first batch is measured, as a stretch of the run."""
+        seen: list[bool] = []
+
+        def begin(trainer: L.Trainer, module: L.LightningModule, batch: Any, *_: int) -> None:
+            if self.every_step or not seen:
+                seen.append(True)
+                self._enter("final validation", batch)
+
+        return LambdaCallback(on_validation_batch_start=begin, on_validation_batch_end=lambda *_: self._exit())
 
     def values(self) -> dict[str, float]:
         """Metric keys and values as they are now."""
@@ -307,32 +315,6 @@ class MemoryMonitor(L.Callback):
     def _note(self, label: str) -> None:
         assert self._tracker is not None
         self.peaks[label] = max(self.peaks.get(label, 0), self._tracker.peak_bytes)
-
-
-class _FinalValidation(L.Callback):
-    """Measures a validation that a Trainer of its own runs, as a stretch of the run's `monitor`."""
-
-    def __init__(self, monitor: MemoryMonitor):
-        self._monitor = monitor
-        self._seen = False
-
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self._monitor.every_step or not self._seen:
-            self._seen = True
-            self._monitor._enter("final validation", batch)
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._monitor._exit()
 
 
 def resident_bytes() -> int | None:

@@ -1,7 +1,6 @@
 """The Measurer of a plain loop: a callable of the caller's that runs one forward and backward."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -51,7 +50,7 @@ class CallerProbe:
         if given is None:
             with restored(self._module, self._all):
                 rest_s = series_seconds(self._step, device=device, max_s=SHARE * max_s)
-        table = time_specs(
+        return time_specs(
             specs,
             device=device,
             num_elements=sum(param.numel() for param in self._params),
@@ -61,10 +60,8 @@ class CallerProbe:
             needed=needed,
             max_s=max_s,
             cache_dir=cache_folder(),
+            given=given,
         )
-        if given is None:
-            return table
-        return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
 
     def _once(self) -> object:
         """The loss, where its backward is still to be run."""

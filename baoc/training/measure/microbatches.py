@@ -7,7 +7,6 @@ there are too few. Leaves nothing behind but compiled kernels and gradients of N
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +26,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.batches import MadeBatch, resized
 from baoc.training.measure.benchmark_steps import rehearse
-from baoc.training.measure.probe import silent
+from baoc.training.measure.probe import silent, with_averages
 from baoc.types import Footprint, OptimizerSpec
 
 MOST_TRIALS = 4  # of one kind
@@ -105,17 +104,10 @@ class Trials:
                 allocator=CachingAllocator() if self._emulate_cuda else None,
                 released=released,
                 thinned=thinned,
-                ema_bytes=sum(part.nbytes(self.module) for part in ema),
             )
             with self.phases("trials, seconds"):
                 seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
-        extra = sum(part.validation_bytes(self.module) for part in ema) if val_batch is not None else 0
-        footprint = replace(footprint, validation_bytes=footprint.validation_bytes + extra)
-        if extra:
-            intervals = tuple(
-                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
-            )
-            footprint = replace(footprint, intervals=intervals)
+        footprint = with_averages(footprint, ema, module=self.module, validates=val_batch is not None)
         if narrowed:
             footprint = as_native(footprint, savings=narrowed)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)

@@ -161,15 +161,7 @@ class Probe:
                 context_bytes=context_bytes,
                 released=released,
             )
-        extra = sum(ema.validation_bytes(self.module) for ema in self._ema) if self._validate is not None else 0
-        return replace(
-            footprint,
-            ema_bytes=sum(ema.nbytes(self.module) for ema in self._ema),
-            validation_bytes=footprint.validation_bytes + extra,
-            intervals=tuple(
-                replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
-            ),
-        )
+        return with_averages(footprint, self._ema, module=self.module, validates=self._validate is not None)
 
     def latency(
         self,
@@ -206,7 +198,7 @@ class Probe:
                     max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
                 )
         clips = bool(self._clip[0]) and bool(released)
-        table = time_specs(
+        return time_specs(
             specs,
             device=device,
             num_elements=sum(param.numel() for param in params),
@@ -216,14 +208,27 @@ class Probe:
             needed=needed,
             max_s=max_s,
             cache_dir=cache_folder(),
+            given=given,
         )
-        if given is None:
-            return table
-        return replace(table, base_step_s=given.base_step_s, reference_step_s=given.reference_step_s)
 
     def _likely(self, specs: Sequence[OptimizerSpec]) -> OptimizerSpec:
         """One that a plan may hold, before there is a plan: the host does about the same for all."""
         return next((spec for spec in specs if spec.name == self._only), specs[0])
+
+
+def with_averages(
+    footprint: Footprint, averages: Sequence[EmaWeights], *, module: L.LightningModule, validates: bool
+) -> Footprint:
+    """The footprint with averages of weights, of which a validation has copies."""
+    extra = sum(part.validation_bytes(module) for part in averages) if validates else 0
+    return replace(
+        footprint,
+        ema_bytes=sum(part.nbytes(module) for part in averages),
+        validation_bytes=footprint.validation_bytes + extra,
+        intervals=tuple(
+            replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
+        ),
+    )
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -278,10 +278,6 @@ def with_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     if node is None:
         return replace(config, recipe=None, allocator=replace(config.allocator, name="exact"))
     return replace(config, recipe=recipe_from_node(node), allocator=replace(config.allocator, name="recipe"))
-
-
-def write_runs(rows: Sequence[Mapping[str, Any]], *, folder: Path) -> None:
-    files.write_csv(folder / RUNS_FILE, rows)
 
 
 def settle_recipe(config: RunConfig) -> RunConfig:

@@ -26,7 +26,6 @@ from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSe
 from baoc.types import (
     BlockMove,
     Budget,
-    Candidate,
     Footprint,
     Moments,
     ParamInfo,
@@ -260,7 +259,9 @@ class Reallocator:
         profile = self.profiler.profile()
         proposal = self.planner.propose(profile=profile)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
-        cost = 0.0 if first else self._migration_risk(proposal, profile=profile)
+        horizon = self.settings.interval
+        given = {"now": self.plan, "then": proposal, "profile": profile, "horizon": horizon, "left": self.left}
+        cost = 0.0 if first else migration_risk(self.planner, **given)
         needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
@@ -280,16 +281,6 @@ class Reallocator:
             risk_before=risk_before,
             cost=cost,
             drops_gradients=way.drops_gradients,
-        )
-
-    def _migration_risk(self, proposal: Plan, *, profile: Profile) -> float:
-        return migration_risk(
-            self.planner,
-            now=self.plan,
-            then=proposal,
-            profile=profile,
-            horizon=self.settings.interval,
-            left=self.left,
         )
 
     # -- limits that change ---------------------------------------------------------------------------------------
@@ -330,13 +321,12 @@ class Reallocator:
         if not found:
             return None
         self.profile = now
-        held = {c.block: c.cost.charged_bytes for options in pool.values() for c in options if self._runs(c)}
+        choices = self.plan.allocation.choices
+        runs = (c for options in pool.values() for c in options if choices[c.block] == c.spec)
+        held = {candidate.block: candidate.cost.charged_bytes for candidate in runs}
         saved = sum(held[block] - candidate.cost.charged_bytes for block, candidate in found.items())
         lower = lowered(self.planner.budget, plan=self.plan, saved_bytes=saved)
         return lower, {block: calm[block] for block in found}
-
-    def _runs(self, candidate: Candidate) -> bool:
-        return self.plan.allocation.choices[candidate.block] == candidate.spec
 
     def replan(self, *, why: str, trigger: str = "limits", limit: int | None = None) -> Reallocation:
         """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
