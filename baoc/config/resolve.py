@@ -40,6 +40,15 @@ def is_open(config: RunConfig, *, device: str) -> bool:
     return requested or (device == "cuda" and config.micro_batch is None and limited and supported)
 
 
+def choose_device(name: str) -> str:
+    """`auto` -> cuda where there is one, else cpu. Raises BadInputError for cuda where there is none."""
+    import torch  # which a command that only reads its configuration does without
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("device=cuda, but torch sees no CUDA device: use device=cpu, or a CUDA build of torch")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
 def divisor(number: int, *, most: int) -> int:
     """The largest divisor of `number` that is at most `most`."""
     return max(n for n in range(1, min(number, most) + 1) if number % n == 0)

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from baoc.config.environment import commit, versions
 from baoc.config.options import code_of, instantiated
-from baoc.config.resolve import STAND_IN, Resolved, divisor, resolve
+from baoc.config.resolve import STAND_IN, Resolved, choose_device, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core import own_code
 from baoc.data import MODELS_OWN, build_data
@@ -156,14 +156,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
 
 
-# -- stages 1 and 2: device, data, model, task ------------------------------------------------------------------------
-
-
-def choose_device(name: str) -> str:
-    """`auto` -> cuda where there is one, else cpu. Raises BadInputError for cuda where there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BadInputError("device=cuda, but torch sees no CUDA device: use device=cpu, or a CUDA build of torch")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+# -- stages 1 and 2: data, model, task --------------------------------------------------------------------------------
 
 
 def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:

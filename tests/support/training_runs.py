@@ -1,7 +1,10 @@
 """Training runs on the digits that tests start in their own process, and what such a run logged."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from baoc.config.schema import (
     CheckpointConfig,
@@ -12,11 +15,21 @@ from baoc.config.schema import (
     TrainerConfig,
 )
 from baoc.core.budgets import parse_budget
+from baoc.models import family_of
 from baoc.tracking import read_metrics
 from baoc.training import run as training
 from baoc.types import RunResult
 
 EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
+
+
+@contextmanager
+def shallow() -> Iterator[None]:
+    """Inside, the smallest vision transformer has two layers in place of four: what tests hold does not depend on its
+    depth, what they cost does."""
+    settings: Any = family_of("vit").sizes["tiny"].settings
+    with mock.patch.dict(settings, depth=2):
+        yield
 
 
 def config(**changes: Any) -> RunConfig:

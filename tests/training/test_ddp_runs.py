@@ -25,7 +25,7 @@ from baoc.tracking import files, read_metrics
 from baoc.training import run as training
 from baoc.training.reallocation import Reallocator
 from tests.support.ranks import as_launched, group, in_processes
-from tests.support.training_runs import config
+from tests.support.training_runs import config, shallow
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +97,11 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
 
 
 def work(rank: int, size: int, store: Path) -> dict[str, Any]:
+    with shallow():
+        return runs(rank, size, store)
+
+
+def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     base = store.parent / f"rank {rank}"
     shared = store.parent / "rank 0"  # whose folders are those of the run
     found: dict[str, Any] = {}

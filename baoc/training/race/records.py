@@ -11,6 +11,7 @@ from typing import Any
 from baoc.config.environment import commit, versions
 from baoc.config.options import code_of
 from baoc.config.race import RaceConfig
+from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import AUTO
 from baoc.core.own_code import short
@@ -284,8 +285,6 @@ def settle_recipe(config: RunConfig) -> RunConfig:
     """`config` with the recipe of an earlier race where recipe=raced was given. Raises BadInputError if none fits."""
     if not is_asked(config.recipe):
         return config
-    from baoc.training.run import choose_device
-
     size = choose_size(config.model.name, size=config.model.size, device=choose_device(config.device)).size.name
     content = find_raced(config, size=size, library=Path(config.race.library))
     console.say(f"recipe=raced takes {content['told']}\n{content['claim']}")
