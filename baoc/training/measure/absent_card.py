@@ -214,7 +214,6 @@ class _Shapes:
         self.planner.budget = budget
         # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
         self.less, self.tight = self.session.less, False
-        self.only_narrow = only_narrow(settings.planner)
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
         there = list(self.planner.specs.values())
@@ -242,7 +241,10 @@ class _Shapes:
             )
             layers = layers_of(self.task, parts=recomputable_layers(self.task.model))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
-            narrow = hopeless or self.only_narrow or not self._holds(weights_bytes(self.task))
+            memory = self.planner.budget.memory_bytes
+            needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
+            no_room = memory is not None and needed > memory
+            narrow = hopeless or only_narrow(self.session.settings.planner) or no_room
             whole = [] if self.less and narrow else [False]
             for tight in [*whole, *([True] if self.less else [])]:
                 self.tight = tight
@@ -293,11 +295,6 @@ class _Shapes:
         kept = kept_params(self.task, recomputed=number)
         return between(*ends, share=number / self.num_layers, kept=kept), self.latency(size)
 
-    def _holds(self, num_bytes: int) -> bool:
-        """Whether the budget has room for so much beside the context, without which nothing is looked at in full."""
-        memory = self.planner.budget.memory_bytes
-        return memory is None or num_bytes + self.card.context_bytes + LATE_MODULES_BYTES <= memory
-
     def _time(self, trials: Trials, size: int, *, layers: Layers | None, recomputed: int) -> None:
         """What seconds are told by: operations of a forward pass, and how many passes a step takes."""
         if math.isnan(self.forward_flops):
@@ -324,21 +321,18 @@ class _Shapes:
 
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
+        run = partial(trials.run, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.narrow if self.tight else {}):
-            return self._tried_so(trials, size, accumulation=accumulation, layers=layers)
-
-    def _tried_so(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
-        if layers is not None:
-            found: list[Footprint] = []
-            for depth in (SHORT, LONG):
-                with layers.cut(depth):
-                    trial = trials.run(size, accumulation=accumulation, timed=False, thinned=False)
-                found.append(trial.footprint)
-            sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
-            footprint = extended(*found, layers=layers, sizes=sizes)
-            if footprint is not None:
-                return Trial(micro_batch=size, footprint=footprint)
-        return trials.run(size, accumulation=accumulation, timed=False)
+            if layers is not None:
+                found: list[Footprint] = []
+                for depth in (SHORT, LONG):
+                    with layers.cut(depth):
+                        found.append(run(thinned=False).footprint)
+                sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
+                footprint = extended(*found, layers=layers, sizes=sizes)
+                if footprint is not None:
+                    return Trial(micro_batch=size, footprint=footprint)
+            return run()
 
     def _forward_flops(self, trials: Trials, size: int, *, layers: Layers | None) -> int:
         """Of a forward pass of `size` samples; each layer does what the one before it did."""
@@ -381,19 +375,12 @@ class _Shapes:
             link=self.card.link,
         )
 
-    def _as_tried(self, micro_batch: int, *, release: bool) -> Footprint:
-        """By weights as they were looked at."""
-        found = at_size(self.tried, micro_batch=micro_batch)
-        if not release:
-            return found
-        blocks = (
-            [in_bf16(block, names=self.less) for block in self.planner.blocks] if self.tight else self.planner.blocks
-        )
-        return released(found, blocks=blocks, grouped=True) or found
-
     def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
-        looked = self._as_tried(micro_batch, release=release)
+        looked = at_size(self.tried, micro_batch=micro_batch)
+        if release:  # by weights as they were looked at
+            blocks = [in_bf16(block, names=self.less if self.tight else ()) for block in self.planner.blocks]
+            looked = released(looked, blocks=blocks, grouped=True) or looked
         found = as_native(looked, savings=self.less) if self.tight else looked
         return replace(
             found,
