@@ -24,11 +24,11 @@ EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
 
 
 @contextmanager
-def shallow() -> Iterator[None]:
-    """Inside, the smallest vision transformer has two layers in place of four: what tests hold does not depend on its
-    depth, what they cost does."""
+def brief() -> Iterator[None]:
+    """Inside, the smallest vision transformer has two layers in place of four, and what is only written down is timed
+    for a moment: what tests hold depends on neither, what they cost does."""
     settings: Any = family_of("vit").sizes["tiny"].settings
-    with mock.patch.dict(settings, depth=2):
+    with mock.patch.dict(settings, depth=2), mock.patch("baoc.training.session.RECORDING_S", 0.05):
         yield
 
 

@@ -1,13 +1,13 @@
-"""Runs of these tests train a shallower network than users get."""
+"""Runs of these tests train and time less than those of users."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.training_runs import shallow
+from tests.support.training_runs import brief
 
 
 @pytest.fixture(autouse=True, scope="module")
-def trains_a_shallow_network() -> Iterator[None]:
-    with shallow():
+def trains_briefly() -> Iterator[None]:
+    with brief():
         yield

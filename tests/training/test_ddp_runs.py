@@ -25,7 +25,7 @@ from baoc.tracking import files, read_metrics
 from baoc.training import run as training
 from baoc.training.reallocation import Reallocator
 from tests.support.ranks import as_launched, group, in_processes
-from tests.support.training_runs import config, shallow
+from tests.support.training_runs import brief, config
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
 
 
 def work(rank: int, size: int, store: Path) -> dict[str, Any]:
-    with shallow():
+    with brief():
         return runs(rank, size, store)
 
 

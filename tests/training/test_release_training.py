@@ -56,7 +56,7 @@ def fit(
     module = module or Deep()
     budget = options.pop("budget", "state_25")
     given = options.pop("settings", None) or settings(release, **options.pop("planner", {}))
-    strategy = BaocStrategy(budget, settings=given, record_latency=True)
+    strategy = BaocStrategy(budget, settings=given)
     trainer = tiny_trainer(strategy=strategy, devices=1, **{"max_steps": 10, **options})
     trainer.fit(module, TinyLoader(), TinyBatches())
     return module, strategy
