@@ -74,13 +74,13 @@ class AsideCheckpointIO(TorchCheckpointIO):
 
 
 class SafeCheckpoint(Checkpoint):
-    """Keeps `checkpoints/last.ckpt`, the `keep` newest and the `keep_best` best of a run.
+    """Keeps `checkpoints/last.ckpt`, the `keep` newest and the best of a run.
 
     `last.ckpt` is written every `every_n_steps` optimizer steps, where `every_minutes` have gone by since the newest
     one (or since the run began), and after the last step; null and null write the last only. Where validation is due
     after a step, the checkpoint is written after the validation, so that a resumed run does not skip it. The last one
     is written before Lightning closes the epoch, so that a finished run can go on to more steps. With `keep` above 1,
-    older ones stay as `step_N.ckpt`. Best ones, `best_N.ckpt`, are written after validations by `monitor` (`mode` min
+    older ones stay as `step_N.ckpt`. The best one, `best_N.ckpt`, is written after validations by `monitor` (`mode` min
     or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track` wraps each writing, for
     whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in progress is the last that
     counts: its checkpoint is written as soon as it ends.
@@ -98,7 +98,6 @@ class SafeCheckpoint(Checkpoint):
         keep: int = 1,
         monitor: str | None = None,
         mode: str = "min",
-        keep_best: int = 1,
         meta: Mapping[str, Any] | None = None,
         track: Callable[[str], AbstractContextManager[Any]] | None = None,
         vote: StepVote | None = None,
@@ -112,7 +111,6 @@ class SafeCheckpoint(Checkpoint):
         self.keep = keep
         self.monitor = monitor
         self.sign = 1.0 if mode == "min" else -1.0
-        self.keep_best = keep_best if monitor else 0
         self.meta = dict(meta or {})
         self.track = track or (lambda label: nullcontext())
         self.urgent: Callable[[], bool] = lambda: False  # whether the process is about to end
@@ -133,8 +131,7 @@ class SafeCheckpoint(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """Path of the best checkpoint, "" while there is none; Lightning's `ckpt_path="best"` reads it."""
-        name = min(self.best, key=lambda name: self.sign * self.best[name], default=None)
-        return str(self.folder / name) if name else ""
+        return next((str(self.folder / name) for name in self.best), "")
 
     def holds(self, step: int) -> bool:
         """Whether last.ckpt is of `step`."""
@@ -245,19 +242,16 @@ class SafeCheckpoint(Checkpoint):
                 path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:
-        value = trainer.callback_metrics.get(self.monitor) if self.keep_best and self.monitor else None
+        value = trainer.callback_metrics.get(self.monitor) if self.monitor else None
         if value is None or not torch.isfinite(value):
             return
-        score = float(value)
-        ranked = sorted(self.best, key=lambda name: self.sign * self.best[name])
-        worse = len(ranked) >= self.keep_best and self.sign * score >= self.sign * self.best[ranked[self.keep_best - 1]]
-        if self._ranks.first(worse):
+        score, before = float(value), self.best
+        if self._ranks.first(any(self.sign * score >= self.sign * held for held in before.values())):
             return
-        name = f"best_{trainer.global_step:08d}{SUFFIX}"
-        gone = [other for other in ranked[self.keep_best - 1 :] if other != name]
-        self.best = {other: self.best[other] for other in self.best if other not in gone} | {name: score}
+        self.best = {f"best_{trainer.global_step:08d}{SUFFIX}": score}
+        (name,) = self.best
         self._write(trainer, self.folder / name)
-        for other in gone:
+        for other in before.keys() - self.best:
             (self.folder / other).unlink(missing_ok=True)
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
