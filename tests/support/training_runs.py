@@ -18,6 +18,7 @@ from baoc.core.budgets import parse_budget
 from baoc.models import family_of
 from baoc.tracking import read_metrics
 from baoc.training import run as training
+from baoc.training.measure.microbatches import REHEARSED_S
 from baoc.types import RunResult
 
 EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
@@ -25,10 +26,15 @@ EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Inside, the smallest vision transformer has two layers in place of four, and what is only written down is timed
-    for a moment: what tests hold depends on neither, what they cost does."""
+    """Inside, the smallest vision transformer has two layers in place of four, and steps are timed for a moment: what
+    tests hold depends on neither, what they cost does."""
     settings: Any = family_of("vit").sizes["tiny"].settings
-    with mock.patch.dict(settings, depth=2), mock.patch("baoc.training.session.RECORDING_S", 0.05):
+    with (
+        mock.patch.dict(settings, depth=2),
+        mock.patch.dict(REHEARSED_S, cpu=0.05),
+        mock.patch("baoc.training.measure.microbatch_search.FUSED_S", 0.05),
+        mock.patch("baoc.training.session.RECORDING_S", 0.05),
+    ):
         yield
 
 

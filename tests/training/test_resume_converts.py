@@ -44,7 +44,6 @@ def test_nothing_is_said_where_nothing_changed(done: Path, tmp_path: Path) -> No
     [
         (3, "state_10", (0.0, 0.1)),
         (6, "state_50", (0.4, 0.5)),
-        (10, "state_10", (0.0, 0.1)),
         (10, "state_50", (0.4, 0.5)),
     ],
 )

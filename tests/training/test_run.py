@@ -10,12 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from baoc.config.schema import (
-    AllocatorConfig,
-    RiskConfig,
-)
+from baoc.config.schema import AllocatorConfig, ModelConfig, RiskConfig
 from baoc.core.budgets import parse_budget
-from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
+from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError, TrainingFailedError
 from baoc.training import run as training
 from baoc.training import trainer as assembly
 from baoc.types import RunResult
@@ -158,3 +155,29 @@ def test_a_run_that_diverges_fails_and_says_so(tmp_path):
     broken = replace(config().optim, lr=1e12)
     with pytest.raises(TrainingFailedError, match=r"lower optim\.lr"):
         run(tmp_path / "day" / "broken", optim=broken, trainer=replace(config().trainer, gradient_clip_val=None))
+
+
+# -- what a fresh reader broke once --------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_resumed(whole, tmp_path):
+    with pytest.raises(BadInputError, match=r"is of step 14 and trainer.max_steps=14: nothing is left to train"):
+        run(tmp_path / "day" / "more", resume=str(whole[0]))
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
+    longer = replace(config().trainer, max_steps=20)
+    with pytest.raises(CheckpointError, match=r"the checkpoint is of another model.*Missing key.{,200} \.\.\.\); res"):
+        run(tmp_path / "day" / "other", resume=str(whole[0]), trainer=longer, model=ModelConfig(size="mini"))
+
+
+def test_a_resumed_run_says_what_stays_and_predicts_its_own_peak(whole, tmp_path, capsys):
+    longer = replace(config().trainer, max_steps=20)
+    result = run(tmp_path / "day" / "on", resume=str(whole[0]), trainer=longer, optim=replace(config().optim, lr=0.1))
+    assert "resuming keeps optim.lr=0.003 of the checkpoint; optim.lr=0.1 is not applied" in capsys.readouterr().out
+    assert 0.97 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
+
+
+def test_a_step_time_that_cannot_be_met_is_told_as_a_ratio(tmp_path):
+    with pytest.raises(InfeasibleBudgetError, match=r"step_time=0.01 cannot be met.* times .* Give budget.step_time="):
+        run(tmp_path / "day" / "fast", budget=parse_budget({"state_fraction": 0.5, "step_time": 0.01}))
