@@ -157,7 +157,7 @@ def test_a_run_that_diverges_fails_and_says_so(tmp_path):
         run(tmp_path / "day" / "broken", optim=broken, trainer=replace(config().trainer, gradient_clip_val=None))
 
 
-# -- what a fresh reader broke once --------------------------------------------------------------------------------------
+# -- what a fresh reader broke once -----------------------------------------------------------------------------------
 
 
 def test_a_finished_run_is_not_resumed(whole, tmp_path):
