@@ -108,9 +108,16 @@ def _allocators() -> Rows:
 
 def _recipes() -> Rows:
     """Recipes, and their state on Llama 130M as a share of fp32 AdamW's."""
-    from baoc.core.recipes import RECIPES
+    from baoc.core.measured import measured_recipes
+    from baoc.core.recipes import RECIPES, recipe_node
 
     rows = [(name, f"{row.share:6.1%}  {row.description} ({row.source})") for name, row in RECIPES.items()]
+    for name, recipe in measured_recipes().items():
+        if name not in RECIPES:
+            node = recipe_node(recipe)
+            told = [f"{role} {spec}" for role, spec in recipe.specs.items()]
+            told += [f"betas.{rule} {betas}" for rule, betas in node["betas"].items()]
+            rows.append((name, f"        of the measured table: {', '.join(told)}"))
     declared = own_code.declared("baoc.recipes")
     others = [(name, f"        {point.value}, of an installed package") for name, point in declared.items()]
     return [*rows, *others, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]

@@ -299,11 +299,15 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         with own_code.faults("recipe", str(given)):
             found: Any = point.load()
         return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))
-    near = get_close_matches(str(given), RECIPES, n=3)
+    from baoc.core.measured import measured_recipes  # which is made of recipes
+
+    if (measured := measured_recipes().get(str(given))) is not None:
+        return measured
+    near = get_close_matches(str(given), [*RECIPES, *measured_recipes()], n=3)
     close = f"; did you mean {' or '.join(near)}?" if near else ""
     raise BadInputError(
-        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, or a FILE.yaml with a spec by "
-        "role; `python run.py --list recipes` says what each is"
+        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, or "
+        "a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"
     )
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from baoc.core.catalogue import WEIGHTS
+from baoc.core.measured import measured_recipes
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.measured import ranked, streamed
@@ -105,8 +106,12 @@ def proposals(
 
 
 def _known(planner: Planner) -> list[Recipe]:
-    if planner.family is None:
-        return list(RECIPES.values())
+    if planner.family is None:  # what measured best on networks of other kinds goes first
+        others = [recipe for name, recipe in measured_recipes().items() if name not in RECIPES]
+        fits = (recipe for recipe in others if next(_variants(planner, recipe), None) is not None)
+        more = {recipe.name: recipe for recipe in islice(fits, MOST_MEASURED)}
+        known = {name: recipe for name, recipe in measured_recipes().items() if name in RECIPES or name in more}
+        return list((known | RECIPES).values())
     measured = [one.recipe for one in ranked(planner, family=planner.family) if one.name not in RECIPES]
     fits = (recipe for recipe in measured if next(_variants(planner, recipe), None) is not None)
     return [*islice(fits, MOST_MEASURED), *RECIPES.values()]

@@ -202,6 +202,8 @@ class _Race:
             f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
             f"{measured.steps:,} steps{seen}, {len(race.rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
         )
+        if not any(one.entrant.control for one in racers):
+            say("no permutation races as a control: blocks of equal shapes run one spec in the plan, or time is short")
         try:
             outcome = self._drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
         except OutOfTimeError:

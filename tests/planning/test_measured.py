@@ -126,7 +126,11 @@ def test_weights_are_rounded_at_random_only_where_that_gains_more_than_it_may_co
     chosen = within(tight, **more).propose()
     assert chosen.basis is not None and chosen.basis.recipe == "muon8_lean" and chosen.peak_bytes <= tight
     assert "muon_int8+bf16_sr" in chosen.allocation.choices.values()
-    assert "rounded at random, which were not measured" in chosen.basis.text
+    assert "rounded at random, which were not measured for language" in chosen.basis.text
+    rounded = within(tight, **more)
+    rounded.family = replace(ONE_BEATS_ADAMW, weights={"bf16_sr": Change(mean=-0.003, sd=0.002, n=6)})
+    told = rounded.propose().basis
+    assert told is not None and "which under 8-bit Muon changed -0.003 +- 0.004 against fp32 ones, n 6" in told.text
     losing = replace(ONE_BEATS_ADAMW, recipes=(ZERO, whole("scale8", 0.5), whole("adamw", 0.6)))
     far_behind = within(tight, **more)
     far_behind.family = losing  # scale8 fits and beats AdamW, and yet rounding costs less than it

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.core.recipes import RECIPES
+from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permuted, proposals
@@ -27,7 +27,7 @@ def test_every_proposal_is_within_the_budget(fraction: float):
     for one in made:
         assert one.state_bytes <= fraction * planner.state_bytes_adamw
         assert set(one.choices) == {block.name for block in one.plan.blocks}
-        assert one.recipe is None or (one.tuning == one.recipe.tuning and one.recipe == RECIPES[one.name])
+        assert one.recipe is None or (one.tuning == one.recipe.tuning and one.recipe == find_recipe(one.name))
     assert any(one.uniform and not one.control for one in made)
 
 
@@ -47,6 +47,12 @@ def test_a_plan_that_is_the_same_everywhere_has_no_permutation():
 def test_a_budget_that_nothing_meets_is_refused_as_ever():
     with pytest.raises(InfeasibleBudgetError, match="least feasible"):
         proposals(at(1e-9, specs=("adamw",)))
+
+
+def test_a_network_of_no_measured_kind_is_offered_first_what_measured_best_of_each_rule_elsewhere():
+    names = [one.name for one in proposals(at(1.0))]
+    assert names[:2] == ["muon8_m90", "foam8_lean"] and {"muon8_lean_m90", "adamw8"} <= set(names)
+    assert names.index("adamw") < names.index("muon8_lean")
 
 
 # -- with a measured table ---------------------------------------------------------------------------------------------

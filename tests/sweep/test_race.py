@@ -20,7 +20,7 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.sweep import race as race_module
 from baoc.sweep.race import kept_words, race_before, run_race
 from baoc.tracking.files import read_json
-from baoc.training.race.records import RACE_FILE, find_raced, settle_recipe
+from baoc.training.race.records import RACE_FILE, family_of, find_raced, settle_recipe
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
 
@@ -206,6 +206,54 @@ def test_a_race_of_shorter_runs_is_refused_where_the_run_repeats_its_data(
     (tmp_path / "race_setup.json").unlink()
     raced(tmp_path, "race.steps=160")
     assert "warning: the race sees its data 7.1 times and the run 17.8 times" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_network_without_narrower_ones_is_raced_at_a_shorter_horizon_that_fits_the_cap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=10**9)
+    result = raced(tmp_path, "model.size=tiny", cap_s=40.0)
+    assert result is not None
+    steps = result.record["measured"]["steps"]
+    assert 100 <= steps < 50_000 and result.record["claim"].endswith(
+        "not measured at 1,000 parameters and 100,000 steps, which the run has"
+    )
+    assert "no permutation races as a control" in capsys.readouterr().out
+    again = tmp_path / "repeats"
+    leave_field(again, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=6400)
+    assert raced(again, cap_s=40.0) is None
+    assert (
+        "not raced on own for 25,000 steps: it would see its data 250.0 times, and the run" in capsys.readouterr().out
+    )
+
+
+def test_what_a_run_took_where_nothing_was_raced_stays_when_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path / "race")
+    monkeypatch.setattr(race_module, "run_race", lambda *_, **__: None)
+    later = {"told": "lion8: 13 %", "lr": 1e-3, "recipe": {"name": "lion8", "base": "lion8"}}
+    given = config(tmp_path, "mode=train")
+    for found in (None, later):  # the library has a race when the run is resumed
+        monkeypatch.setattr(race_module.records, "find_raced", lambda *_, found=found, **__: found or _none())
+        assert race_before(given, words=[], folder=tmp_path / "race", command="c") == given
+    other = tmp_path / "other"
+    leave_field(other)
+    assert race_before(given, words=[], folder=other, command="c").recipe is not None
+    assert "taken from an earlier race: lion8" in capsys.readouterr().out
+
+
+def _none():
+    raise BadInputError("there is none yet")
+
+
+def test_auto_is_another_budget_than_none_and_names_of_equal_limits_are_one(tmp_path: Path):
+    def limits(word: str) -> object:
+        return family_of(config(tmp_path, word), size="tiny")["budget"]
+
+    assert limits("budget=auto") != limits("budget=unlimited")
+    assert limits("budget=state_25") == limits("budget=state_25.0")
 
 
 def test_recipe_raced_without_a_race_says_what_there_is(tmp_path: Path):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.config.schema import CatalogueConfig, ModelConfig, RunConfig, TrainerConfig
 from baoc.core.budgets import parse_budget
@@ -318,3 +320,20 @@ def test_a_step_is_timed_outside_of_a_cap_without_room(room: bool, monkeypatch: 
     else:
         with pytest.raises(BadInputError, match=r"budget.step_time=1000 needs seconds .* no room to time one"):
             by_optimizer({"memory": "8gb", "step_time": 1000.0})
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda recipe: from_hydra(compose(["model=vit", f"recipe={recipe}"])),
+        lambda recipe: BaocStrategy("state_25", recipe=recipe),
+        lambda recipe: BaocOptimizer(Classifier(), budget="state_25", recipe=recipe),
+    ],
+    ids=["run.py", "BaocStrategy", "BaocOptimizer"],
+)
+def test_a_recipe_typed_wrong_is_told_the_same_at_every_door(door: Callable[[str], object]):
+    with pytest.raises(BadInputError) as refused:
+        door("muon8_laen_m90")
+    told = str(refused.value)
+    assert told.startswith("recipe=muon8_laen_m90: there is no such recipe; did you mean muon8_lean_m90 or ")
+    assert "or a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is" in told
