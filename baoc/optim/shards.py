@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.parallel import refusal
+from baoc.parallel import ALONE, ranks, refusal
 from baoc.types import ParamInfo
 from baoc.types.specs import PARTS
+from baoc.units import MIB
 
 
 def _tensors() -> Any:
@@ -88,11 +89,9 @@ class Shards:
             return list(numbers)
         return self.total_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
 
-    def exchange(self, parts: Tensor) -> Tensor:
+    def exchange(self, parts: Tensor, *, into: Tensor | None = None) -> Tensor:
         """Part i of the first dimension goes to rank i; what came from rank i is part i."""
-        if self.size == 1:
-            return parts
-        came = torch.empty_like(parts)
+        came = torch.empty_like(parts) if into is None else into
         torch.distributed.all_to_all_single(came, parts, group=self.group)
         return came
 
@@ -134,6 +133,20 @@ def shard_of(param: Any) -> Shard | None:
     begin = min(rank * -(-rows // size), rows)  # as torch.chunk
     shards = Shards(group=mesh.get_group(dim), rank=rank, size=size)
     return Shard(owner=param, shards=shards, first=begin * (param.numel() // max(rows, 1)))
+
+
+def warm(device: torch.device) -> None:
+    """All ranks: the communicator makes its buffers, which are part of a device's context, before that is read."""
+    if device.type == "cuda" and ranks() is not ALONE:
+        sent = torch.zeros(WARM_BYTES, dtype=torch.uint8, device=device)
+        torch.distributed.all_reduce(sent)
+        torch.distributed.all_to_all_single(torch.empty_like(sent), sent)
+        del sent
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+WARM_BYTES = 64 * MIB
 
 
 def check_edges(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:

@@ -24,6 +24,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
 from baoc.optim.load_watch import watch_loads
+from baoc.optim.shards import warm
 from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
@@ -54,7 +55,6 @@ from baoc.training.user_optimizer import (
     widened,
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
-from baoc.units import MIB
 
 log = logging.getLogger(__name__)
 STRATEGY_NAME, DDP_STRATEGY_NAME = "baoc", "baoc_ddp"
@@ -600,9 +600,6 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             )
 
 
-WARM_BYTES = 64 * MIB  # of the first all-reduce, after which the communicator holds what it needs
-
-
 class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
     """BaocStrategy for several processes: `L.Trainer(devices=2, strategy=BaocDDPStrategy(budget="8gb"))`.
 
@@ -630,12 +627,8 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
         self._first_since_wrapped = False
 
     def _join(self) -> None:
-        """The communicator makes its buffers, which are part of the context, before that is read."""
         self.ranks = ranks()
-        if self.root_device.type == "cuda" and self.ranks is not ALONE:
-            torch.distributed.all_reduce(torch.zeros(WARM_BYTES, dtype=torch.uint8, device=self.root_device))
-            torch.cuda.synchronize(self.root_device)
-            torch.cuda.empty_cache()
+        warm(self.root_device)
 
     def configure_ddp(self) -> None:
         """Lightning calls this before there is a plan, by which weights may change: `setup_optimizers` does it."""

@@ -18,7 +18,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import is_sharded, largest_part
+from baoc.optim.shards import is_sharded, largest_part, warm
 from baoc.optim.wrappers import averaged
 from baoc.parallel import ALONE, ranks, refusal, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
@@ -114,8 +114,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        whole = [param for _, param in pairs if not is_sharded(param)]
-        group.share(whole)  # states are made of them, of some their last bits
+        group.share(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
         free = -int(group.most(-free_bytes(device))[0])
         limit = resolve_auto(asked_budget := parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
@@ -299,6 +298,14 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
+
+
+def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:
+    """Parameters that each rank has in full; where it has parts of others, their communicator is there afterwards."""
+    whole = [param for _, param in pairs if not is_sharded(param)]
+    if len(whole) < len(pairs):
+        warm(device)
+    return whole
 
 
 def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:

@@ -15,7 +15,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,11 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from baoc.config.environment import commit  # noqa: E402
+from baoc.core.catalogue import select  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.optim.shards import warm  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
 from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
+from baoc.training.measure.step_temporaries import step_temporaries  # noqa: E402
 from baoc.types import TextDataSpec  # noqa: E402
 
 WARM, WINDOW, WINDOWS, ALONE = 8, 5, 4, 10
@@ -155,13 +158,17 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     micro_batch()
     optimizer.step()
     alone = 1e3 * median(seconds(optimizer.step) for _ in range(ALONE))
+    specs: set[str] = set()
     if isinstance(optimizer, BlockwiseOptimizer):
-        held = optimizer.state_bytes()
+        held, specs = optimizer.state_bytes(), set(optimizer.specs.values())
+        temporaries = step_temporaries(select(sorted(specs)).values(), params=list(model.parameters()))
+        footprint = replace(footprint, step_temporary_bytes=temporaries)
     else:
         values = [value for state in optimizer.state.values() for value in state.values()]
         held = sum(getattr(value, "_local_tensor", value).nbytes for value in values)
     step_ms, optimizer_ms = group.most(median(times), alone)
-    peak, predicted, held = (int(each) for each in group.most(peak, footprint.peak_bytes(state_bytes=held), held))
+    promised = footprint.peak_bytes(state_bytes=held, specs=sorted(specs))
+    peak, predicted, held = (int(each) for each in group.most(peak, promised, held))
     return {
         "step_ms": round(step_ms, 3), "optimizer_ms": round(optimizer_ms, 3), "peak_bytes": peak,
         "peak_bytes_predicted": predicted, "excess": round(peak / predicted - 1, 4),
@@ -180,9 +187,7 @@ def main() -> None:
     settle_allocator(device)
     context_bytes(device)
     dist.init_process_group("nccl", device_id=device)
-    warm = torch.zeros(64 * 2**20, dtype=torch.uint8, device=device)
-    dist.all_reduce(warm)  # the communicator makes its buffers, which are part of the context
-    del warm
+    warm(device)
     out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
     place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
     rows: list[Row] = []

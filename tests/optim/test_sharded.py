@@ -260,7 +260,7 @@ def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dic
         return found
 
 
-FUSED = ("lion", "foam_l1")  # matched, by element and by row
+FUSED = ("lion", "foam_l1", "muon_int8")  # matched, by element, by row and by matrix
 
 
 def interpreted(rank: int, size: int, store: Path) -> dict[str, Any]:
@@ -321,10 +321,12 @@ def test_one_rank_steps_as_an_unsharded_optimizer_where_rows_hold_whole_groups(a
 
 def test_kernels_share_the_sums_of_matching(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    start = network().state_dict()
     for each in in_processes(interpreted):
         for spec, found in each.items():
             for name, value in alone["weights"][f"{spec} eager"].items():
-                assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (spec, name)
+                difference = (found[name] - value).norm() / (value - start[name]).norm()
+                assert difference < (3e-2 if spec.startswith("muon") else 1e-4), (spec, name, difference)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

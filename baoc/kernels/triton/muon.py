@@ -3,6 +3,9 @@
 Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
 `optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
 update is: nothing is left to repair.
+
+Where ranks have some lines of each matrix (`FusedTable.shards`), each orthogonalizes its share of a batch, whole: norms
+are added up once, and a batch's stack goes there and back, which the stacks of the room hold.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baoc.kernels.polar import room_parts
 from baoc.kernels.triton import muon_plan
 from baoc.kernels.triton.device import tile_of
 from baoc.kernels.triton.elementwise import (
@@ -40,7 +44,7 @@ from baoc.kernels.triton.orthogonal import orthogonalize
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
-    from baoc.kernels.triton.table import FusedTable
+    from baoc.kernels.triton.table import FusedTable, Sharing
 
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.muon and baoc.optim.matching
 _LANES = 1024
@@ -198,16 +202,26 @@ def square_kernel(
 
 
 @triton.jit
-def factor_kernel(members, first_chunk, numels, ptrs, partial, left_out, factors, LANES: tl.constexpr):
-    """factors[tensor], as `optim.matching.factor` defines it, from the sums of this very step."""
-    tensor = tl.load(members + tl.program_id(0))
+def total_kernel(members, first_chunk, numels, partial, left_out, totals, LANES: tl.constexpr):
+    """totals[place in the batch] = sum of squares of the update, and elements that are stepped."""
+    place = tl.program_id(0)
+    tensor = tl.load(members + place)
     begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
     lanes = tl.arange(0, LANES)
     total = tl.zeros([LANES], dtype=tl.float32)
     for at in range(begin, end, LANES):
         total += tl.load(partial + at + lanes, mask=at + lanes < end, other=0.0)
-    num = (tl.load(numels + tensor) - tl.load(left_out + tensor)).to(tl.float32)
-    rms = tl.maximum(tl.sqrt(tl.sum(total) / tl.maximum(num, 1.0)), _TINY)
+    tl.store(totals + 2 * place, tl.sum(total))
+    tl.store(totals + 2 * place + 1, (tl.load(numels + tensor) - tl.load(left_out + tensor)).to(tl.float32))
+
+
+@triton.jit
+def factor_kernel(members, ptrs, totals, factors):
+    """factors[tensor], as `optim.matching.factor` defines it, from the sums of this very step."""
+    place = tl.program_id(0)
+    tensor = tl.load(members + place)
+    total, num = tl.load(totals + 2 * place), tl.load(totals + 2 * place + 1)
+    rms = tl.maximum(tl.sqrt(total / tl.maximum(num, 1.0)), _TINY)
     match_addr = tl.load(ptrs + tensor * WIDTH + MATCH_AT)
     match = match_addr.to(tl.pointer_type(tl.float32))
     target, own, used = tl.load(match), tl.load(match + 1), matched_factor(match_addr)
@@ -255,45 +269,85 @@ def launch(table: "FusedTable", call: Call) -> None:
     plan, room = muon_plan.plan_of(table), table.room
     if room is None:
         room = torch.empty(plan.room_bytes, dtype=torch.uint8, device=table.device)
-    for batch in plan.batches:
-        _step(table, plan, batch, room, call)
-
-
-def _step(table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, room: Tensor, call: Call) -> None:
-    where = (batch.owner, plan.first, table.first_chunk, table.numels)
     read: dict[str, Any] = {
         "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.cut.chunk, "VEC": table.vector,
         "num_warps": table.cut.warps,
     }  # fmt: skip
+    for batch in plan.batches:
+        where = (batch.owner, plan.first, table.first_chunk, table.numels)
+        given = (table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums)
+        scan_kernel[(len(batch.owner),)](*where, *given, M=table.kind.m, **read)
+        norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
+    if table.shards is not None:
+        squares = plan.scales.to(torch.float64).prod(1).pow(-2)
+        plan.scales[:, 0] = table.shards.total_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
+        plan.scales[:, 1] = 1.0
+    for batch in plan.batches:
+        _step(table, plan, batch, room, call, read)
+
+
+def _step(
+    table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, room: Tensor, call: Call, read: dict[str, Any]
+) -> None:
+    where = (batch.owner, plan.first, table.first_chunk, table.numels)
     lies: dict[str, Any] = {
         "lines": batch.lines, "length": batch.length, "own_length": batch.own_length,
         "PADDED": (batch.lines, batch.length) != (batch.own_lines, batch.own_length),
         "WIDE": batch.own_lines * batch.own_length >= 2**31,
     }  # fmt: skip
-    programs, m = (len(batch.owner),), table.kind.m
-    scan_kernel[programs](*where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=m, **read)
-    norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
-    stack = room.view(torch.float16)
-    if lies["PADDED"]:
-        stack[: batch.num * batch.lines * batch.length].zero_()
+    programs, shards = (len(batch.owner),), table.shards
+    share = batch.num if shards is None else -(-batch.num // shards.size)
+    num = batch.num if shards is None else share * shards.size
+    stack = room.view(torch.float16)[: num * batch.lines * batch.length]
+    if lies["PADDED"] or num > batch.num:
+        stack.zero_()
     gather_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
-        table.left_out, table.num_bad, M=m, MODE=call.mode, TRACK=call.track,
+        table.left_out, table.num_bad, M=table.kind.m, MODE=call.mode, TRACK=call.track,
         COUNT=call.count and call.mode == "step", **read, **lies,
     )  # fmt: skip
-    update = orthogonalize(room, num=batch.num, lines=batch.lines, length=batch.length)
+    if shards is None:
+        update = orthogonalize(room, num=share, lines=batch.lines, length=batch.length)
+    else:
+        update = _orthogonalized_apart(room, batch=batch, share=share, shards=shards)
     if call.track or call.matched:
         square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
                                 table.left_out, **read, **lies)  # fmt: skip
     if call.mode == "measure":
         return
     if call.matched:
-        factor_kernel[(batch.num,)](
-            batch.members, table.first_chunk, table.numels, table.ptrs, table.partial, table.left_out, plan.factors,
-            LANES=_LANES,
-        )  # fmt: skip
+        totals = plan.totals[: batch.num]
+        total_kernel[(batch.num,)](
+            batch.members, table.first_chunk, table.numels, table.partial, table.left_out, totals, LANES=_LANES
+        )
+        if shards is not None:
+            shards.total_(totals)
+        factor_kernel[(batch.num,)](batch.members, table.ptrs, totals, plan.factors)
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
         plan.factors, table.left_out, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
         TRACK=call.track, **read, **lies,
     )  # fmt: skip
+
+
+def _orthogonalized_apart(room: Tensor, *, batch: muon_plan.Batch, share: int, shards: "Sharing") -> Tensor:
+    """What lies first in the room, of lines of all of the batch's matrices, orthogonalized by those who have a share of
+    the matrices: in the room, in the same order."""
+    size, lines = shards.size, shards.size * batch.lines
+    parts = [room[begin:end].view(torch.float16) for begin, end in room_parts(share, batch.whole_lines, batch.length)]
+
+    def by_rank(part: Tensor) -> Tensor:
+        return part[: share * lines * batch.length].view(size, share, batch.lines, batch.length)
+
+    def by_matrix(part: Tensor) -> Tensor:
+        whole = part.view(share, batch.whole_lines, batch.length)[:, :lines]
+        return whole.view(share, size, batch.lines, batch.length).transpose(0, 1)
+
+    x, other = parts[:2]
+    came = shards.exchange(by_rank(x), into=by_rank(other))
+    x.view(share, batch.whole_lines, batch.length)[:, lines:].zero_()
+    by_matrix(x).copy_(came)
+    done = orthogonalize(room, num=share, lines=batch.whole_lines, length=batch.length).view(-1)
+    free = other if done.data_ptr() == x.data_ptr() else x
+    by_rank(free).copy_(by_matrix(done))
+    return shards.exchange(by_rank(free), into=by_rank(done))

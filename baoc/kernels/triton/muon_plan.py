@@ -15,28 +15,37 @@ from baoc.kernels.triton.table import FusedTable, kept_by_table
 ROOM = 256 * 2**20
 
 
-def batches(shapes: Iterable[Shape]) -> Iterator[list[int]]:
-    """Indices of matrices that are orthogonalized together: of one shape, as many as ROOM holds, in equal shares."""
+def batches(shapes: Iterable[Shape], *, ranks: int = 1) -> Iterator[list[int]]:
+    """Indices of matrices that are orthogonalized together: of one shape, as many as ROOM of each rank holds, in equal
+    shares."""
     same: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         same.setdefault(stored(shape), []).append(index)
     for sides, members in same.items():
-        most = max(1, ROOM // room_bytes(1, *map(padded, sides)))
+        most = ranks * max(1, ROOM // room_bytes(1, *whole_sides(sides, ranks=ranks)))
         share = -(-len(members) // -(-len(members) // most))
         for begin in range(0, len(members), share):
             yield members[begin : begin + share]
 
 
-def temporary_bytes(shapes: Iterable[Shape]) -> int:
-    """The most that a step of these matrices holds beside its states."""
+def whole_sides(sides: tuple[int, int], *, ranks: int) -> tuple[int, int]:
+    """Lines and length of a matrix as it is orthogonalized, of which each rank had as many lines."""
+    return padded(-(-sides[0] // ranks) * ranks), padded(sides[1])
+
+
+def temporary_bytes(shapes: Iterable[Shape], *, ranks: int = 1) -> int:
+    """The most that a step of these matrices holds beside its states, where `ranks` share them."""
     shapes = list(shapes)
-    return max((room_bytes(len(b), *map(padded, stored(shapes[b[0]]))) for b in batches(shapes)), default=0)
+    found = batches(shapes, ranks=ranks)
+    sides = ((len(batch), whole_sides(stored(shapes[batch[0]]), ranks=ranks)) for batch in found)
+    return max((room_bytes(-(-num // ranks), *whole) for num, whole in sides), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Matrices of [own_lines, own_length] that are stepped together, [lines, length] with what pads them.
 
+    Where ranks have some lines of each, these are of one rank's part, and `whole_lines` those of all, padded.
     `owner` int32 [programs] is the tensor of each program, `members` int32 [num] the tensors, by place in the batch.
     """
 
@@ -45,6 +54,7 @@ class Batch:
     length: int
     own_lines: int
     own_length: int
+    whole_lines: int
     owner: Tensor
     members: Tensor
 
@@ -60,20 +70,24 @@ class Plan:
 
         self.batches: list[Batch] = []
         first, slots = [0] * num, [0] * num
-        for index, members in enumerate(batches(table.shapes)):
+        ranks = table.shards.size if table.shards is not None else 1
+        for index, members in enumerate(batches(table.wholes, ranks=ranks)):
             owner: list[int] = []
             for slot, member in enumerate(members):
                 first[member], slots[member] = len(owner), slot
                 owner += [member] * (table.firsts[member + 1] - table.firsts[member])
             own_lines, own_length = stored(table.shapes[members[0]])
+            sides = stored(table.wholes[members[0]])
+            whole_lines, length = whole_sides(sides, ranks=ranks)
             owners, kept = keep(f"owner {index}", _int32(owner)), keep(f"members {index}", _int32(members))
             self.batches.append(
                 Batch(
                     num=len(members),
-                    lines=padded(own_lines),
-                    length=padded(own_length),
+                    lines=whole_lines if ranks == 1 else -(-sides[0] // ranks),
+                    length=length,
                     own_lines=own_lines,
                     own_length=own_length,
+                    whole_lines=whole_lines,
                     owner=owners,
                     members=kept,
                 )
@@ -81,14 +95,15 @@ class Plan:
         self.first = keep("first", _int32(first))  # program of each tensor in its batch's launch
         self.slots = keep("slots", _int32(slots))
         # The update is the polar factor times this, as baoc.optim.rules.muon.
-        sizes = [max(1.0, shape.rows / shape.cols) ** 0.5 for shape in table.shapes]
+        sizes = [max(1.0, shape.rows / shape.cols) ** 0.5 for shape in table.wholes]
         self.sizes = keep("sizes", torch.tensor(sizes, dtype=torch.float32, device="cpu"))
         programs = max(table.num_chunks, 1)
         self.tops = keep("tops", torch.zeros(programs, dtype=torch.float32, device="cpu"))
         self.sums = keep("sums", torch.zeros(programs, dtype=torch.float32, device="cpu"))
         self.scales = keep("scales", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))
+        self.totals = keep("totals", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))
         self.factors = keep("factors", torch.ones(num, dtype=torch.float32, device="cpu"))
-        self.room_bytes = temporary_bytes(table.shapes)
+        self.room_bytes = temporary_bytes(table.wholes, ranks=ranks)
 
 
 def _int32(numbers: list[int]) -> Tensor:

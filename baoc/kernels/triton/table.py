@@ -6,7 +6,7 @@ it, see `baoc.kernels.triton.engine`.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +27,29 @@ def fits(param: Tensor) -> bool:
     return param.dtype in _DTYPES and param.is_contiguous() and not param.is_sparse
 
 
+class Sharing(Protocol):
+    """The ranks that have parts of a table's tensors."""
+
+    @property
+    def size(self) -> int: ...
+
+    def total_(self, tensor: Tensor) -> Tensor:
+        """Adds the tensor up over ranks, in place."""
+        ...
+
+    def exchange(self, parts: Tensor, *, into: Tensor) -> Tensor:
+        """Part i of the first dimension goes to rank i; what came from rank i is part i of `into`."""
+        ...
+
+
 class FusedTable:
     """All tensors of one kind on one device, in order.
 
     `states[i]` is the state dict of `params[i]`, with the keys that the kind has and "step", from which the count goes
     on; it is stepped in place. `groups[i]` indexes the settings given to each step (all 0 if left out). `matches[i]` is
     the fp32[2] (target, own RMS) of the tensor's block, the same tensor for all of a block, which must follow each
-    other. `shapes` are needed by rules that see matrices, `seeds` by weights that are rounded at random.
+    other. `shapes` are needed by rules that see matrices, `seeds` by weights that are rounded at random. Where a rule
+    needs whole matrices, and each rank of `shards` has some rows of them, `wholes` are their shapes.
 
     Addresses are taken once: whoever replaces a state tensor or moves a parameter's data drops the table. Until then it
     keeps both alive, so that a step never writes to memory that was given back.
@@ -64,6 +80,8 @@ class FusedTable:
         shapes: Sequence[Shape] | None = None,
         seeds: Sequence[int] | None = None,
         cut: Cut | None = None,
+        shards: Sharing | None = None,
+        wholes: Sequence[Shape] | None = None,
     ):
         num = len(params)
         self.kind, self.params = kind, list(params)
@@ -72,6 +90,7 @@ class FusedTable:
         self.groups = list(groups) if groups is not None else [0] * num
         self.matches = list(matches) if matches is not None else [None] * num
         self.shapes = list(shapes) if shapes is not None else [Shape(numel=p.numel()) for p in self.params]
+        self.shards, self.wholes = shards, list(wholes) if wholes is not None else self.shapes
         self.first_steps = [float(state["step"]) if "step" in state else 0.0 for state in states]
         self.aligned = True  # all tensors, to the vector that the cut asks for
         self.grads_aligned = True

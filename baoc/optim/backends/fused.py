@@ -7,7 +7,7 @@ blocks. It therefore takes addresses of parameters, states and matches once: who
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import compress
 from typing import Any
@@ -382,6 +382,9 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
     for slot in slots:
         rows, cols = slot.matrix or (0, 0)
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
+    shards, wholes = slots[0].shard, None
+    if shards is not None and kind.family.takes_room and shards.shards.size > 1:
+        wholes = [_whole_shape(slot) for slot in slots]
     return FusedTable(
         [slot.param for slot in slots],
         kind=kind,
@@ -390,7 +393,15 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         matches=[block.match for block, _ in members],
         shapes=shapes,
         seeds=[seed_of(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
+        shards=shards.shards if shards is not None and wholes is not None else None,
+        wholes=wholes,
     )
+
+
+def _whole_shape(slot: Slot) -> Shape:
+    """Of a matrix of which this rank has some rows."""
+    rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
+    return Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
 
 
 @lru_cache(maxsize=4)

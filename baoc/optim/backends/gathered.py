@@ -2,48 +2,76 @@
 
 Matrices of one shape are stepped in batches. In a batch every rank averages the gradients of its rows, gets all rows of
 its share of the matrices, and gives back the rows of what it made of them: two messages. The states never leave their
-rank. The sums of matching are added up by one message more, before weights are touched. The twin on one device is
-`optim.rules.muon` with `optim.backends.eager`, and arithmetic is in torch as there.
+rank. The sums of matching are added up by one message more, before weights are touched. The kernels do so
+(`ExchangedBackend`) where there are some and each rank has rows of every matrix; `GatheredBackend` does it in torch, a
+matrix for each rank at a time, as `optim.rules.muon` with `optim.backends.eager` do on one device.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from baoc.kernels import Shape, available, fits
+from baoc.kernels.triton import muon_plan
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.eager import TINY, apply_, changed, factors
+from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.rules import Direction
 from baoc.optim.rules.muon import orthogonalized
-from baoc.optim.shards import Shards, shard_of
+from baoc.optim.shards import Shard, Shards, local, shard_of
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.types import Scaling
 
-ROOM = 256 * 2**20  # bytes of temporaries that a batch of more than one matrix for each rank may take
-_PER_ELEMENT = 48  # of them at most for each element that a rank has of a batch
+_PER_ELEMENT = 48  # bytes at most that a batch takes for each element that a rank has of it, in torch
 
 
 def needs_gathering(block: LiveBlock) -> bool:
     """Whether the rule needs whole matrices of which this rank has some rows."""
-    return block.rule.info.scaling is Scaling.SPECTRAL and any(slot.shard is not None for slot in block.slots)
+    shards = [slot.shard.shards for slot in block.slots if slot.shard is not None]
+    return block.rule.info.scaling is Scaling.SPECTRAL and any(each.size > 1 for each in shards)
 
 
 def temporary_bytes(params: Iterable[Tensor]) -> int:
     """The most that a step of sharded `params` takes beside states, where all of their matrices run Muon."""
-    cut = [(param.shape, shard) for param in params if param.ndim > 1 and (shard := shard_of(param)) is not None]
-    sizes = {shape: shard.shards.size for shape, shard in cut}
-    found = [0]
-    for shape, count in Counter(shape for shape, _ in cut).items():
-        elements = -(-shape[0] // sizes[shape]) * (shape.numel() // max(shape[0], 1))
-        found.append(_PER_ELEMENT * elements * min(count, _most(elements, size=sizes[shape])))
-    return max(found)
+    most, by_kernel, size = 0, [], 1
+    for param in params:
+        shard = shard_of(param)
+        if shard is None or param.ndim < 2 or not param.numel():
+            continue
+        rows, cols, size = len(param), param.numel() // len(param), shard.shards.size
+        if available(param.device) and fits(local(param)) and _all_have_rows(shard):
+            by_kernel.append(Shape(numel=param.numel(), rows=rows, cols=cols))
+        else:
+            most = max(most, _PER_ELEMENT * -(-rows // size) * cols * size)
+    return max(most, muon_plan.temporary_bytes(by_kernel, ranks=size))
 
 
-def _most(elements: int, *, size: int) -> int:
-    """Matrices of a batch, of each of which a rank has so many elements."""
-    return max(size, ROOM // max(_PER_ELEMENT * elements, 1))
+def _all_have_rows(shard: Shard) -> bool:
+    size, rows = shard.shards.size, len(shard.owner)
+    return (size - 1) * -(-rows // size) < rows
+
+
+class ExchangedBackend(FusedBackend):
+    """Blocks of Muon that `fully_shard` cuts, by kernels; nothing is captured, as ranks send messages between them."""
+
+    name = "exchanged"
+
+    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
+        super().__init__(buckets, state=state, graphs=False)
+
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        """The same on all ranks."""
+        if not needs_gathering(block):
+            return "it steps matrices of which ranks hold some rows"
+        if not all(slot.shard is not None and _all_have_rows(slot.shard) for slot in block.slots):
+            return "a rank has no rows of one of its matrices"
+        return FusedBackend.refusal(block)
+
+    def capture(self, inputs: StepInputs) -> None:
+        Backend.capture(self, inputs)  # which refuses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +143,8 @@ class GatheredBackend(Backend):
             cols = members[0][1].owner.numel() // rows
             matrix = (cols, rows) if turned else (rows, cols)
             most = -(-rows // shards.size)
-            many = _most(most * cols, size=shards.size)
-            for begin in range(0, len(members), many):
-                some = members[begin : begin + many]
+            for begin in range(0, len(members), shards.size):
+                some = members[begin : begin + shards.size]
                 slots = tuple(slot for _, slot in some)
                 blocks = torch.tensor([index for index, _ in some], dtype=torch.int64, device="cpu")
                 yield _Batch(
