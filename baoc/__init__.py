@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baoc.training.advise import Advice, advise
+    from baoc.training.fully_sharded import BaocFSDPStrategy
     from baoc.training.lightning import BaocDDPStrategy, BaocStrategy
     from baoc.training.plain_loop import BaocOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["Advice", "BaocDDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__", "advise"]
+__all__ = [
+    "Advice", "BaocDDPStrategy", "BaocFSDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__", "advise",
+]  # fmt: skip
 
 _LAZY = {
     "Advice": "baoc.training.advise",
@@ -20,6 +23,7 @@ _LAZY = {
     "BaocOptimizer": "baoc.training.plain_loop",
     "BaocStrategy": "baoc.training.lightning",
     "BaocDDPStrategy": "baoc.training.lightning",
+    "BaocFSDPStrategy": "baoc.training.fully_sharded",
 }
 
 

@@ -41,8 +41,8 @@ REFUSED = {
     ),
     "strategy": (
         "BaocStrategy was built in {ranks}: it trains on one device, and each process would train alone on all of the "
-        "data. Use BaocDDPStrategy, which takes the same arguments, or start one process; for fully_shard use "
-        "Lightning's ModelParallelStrategy with a BlockwiseOptimizer"
+        "data. Use BaocDDPStrategy or, for fully_shard, BaocFSDPStrategy, which take the same arguments, or start one "
+        "process"
     ),
     "optimizer": (
         "BaocOptimizer was built in {ranks} before torch.distributed.init_process_group: each would plan by its own "
@@ -90,6 +90,10 @@ REFUSED = {
     "sharded_moves": (
         "reallocation={mode} was asked for a module that fully_shard cuts: statistics of gradients are not added up "
         "over its ranks yet. Set reallocation=off"
+    ),
+    "left_whole": (
+        "BaocFSDPStrategy trains parameters that are cut over its ranks, and {names} are left whole: call fully_shard "
+        "on the module that has them, last of all, in configure_model, or use BaocDDPStrategy"
     ),
     "fsdp1": (
         "{name} is a flat part of FullyShardedDataParallel, which no block can be made of: use fully_shard, which "

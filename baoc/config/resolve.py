@@ -30,7 +30,7 @@ def is_open(config: RunConfig, *, device: str) -> bool:
     """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together. It does on request
     (micro_batch or model.checkpointing=auto, or an objective other than quality), and by default on CUDA with limited
     memory and no given micro-batch. Released gradients need the whole batch as one micro-batch."""
-    if config.mode == "eval":
+    if config.mode == "eval" or config.trainer.strategy == "fsdp":
         return False
     requested = "auto" in (config.micro_batch, config.model.checkpointing) or config.objective != "quality"
     if config.optim.release_gradients and not requested:

@@ -246,11 +246,7 @@ class RunConfig:
                 f"batch_size={self.batch_size} accumulates {self.accumulation}: set micro_batch=null or "
                 f"{self.batch_size}, or optim.release_gradients=false"
             )
-        if self.trainer.devices > 1 and self.optim.release_gradients:
-            raise BadInputError(
-                f"optim.release_gradients=true steps before gradients are averaged over trainer.devices="
-                f"{self.trainer.devices}: set it to false, or trainer.devices=1"
-            )
+        self._check_devices()
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(
                 f"device={self.device} is a card to plan for, not one to run on: add mode=plan, or use device=cuda"
@@ -275,6 +271,19 @@ class RunConfig:
             )
         if self.mode == "eval" and self.resume is None:
             raise BadInputError("mode=eval evaluates a checkpoint: name it with resume=PATH, or resume=auto")
+
+    def _check_devices(self) -> None:
+        if self.trainer.devices > 1 and self.optim.release_gradients:
+            raise BadInputError(
+                f"optim.release_gradients=true steps before gradients are averaged over trainer.devices="
+                f"{self.trainer.devices}: set it to false, or trainer.devices=1"
+            )
+        searches = "auto" in (self.micro_batch, self.model.checkpointing) or self.objective != "quality"
+        if self.trainer.strategy == "fsdp" and searches:
+            raise BadInputError(
+                "trainer.strategy=fsdp takes micro_batch=N, model.checkpointing=true, false or N and "
+                "objective=quality: the search for a micro-batch runs on one device, which has all of the network"
+            )
 
     @property
     def micro_batch_size(self) -> int:

@@ -21,7 +21,6 @@ TRAINER_OWNED: Mapping[str, str] = {
     "model_registry": "use BaocStrategy in a Trainer of your own",
     "num_nodes": "start torchrun or srun on each machine",
     "plugins": "use BaocStrategy in a Trainer of your own",
-    "strategy": "BAOC is the strategy; use BaocStrategy in a Trainer of your own for another wrapping",
     "sync_batchnorm": "no network here has batch norms",
     "use_distributed_sampler": "loaders give each rank its share",
 }
@@ -49,9 +48,13 @@ class TrainerConfig:
     """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
     sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`).
     `devices`: processes of the run, each with a device of its own, on this machine or as torchrun or srun started them.
+    `strategy`: how they share it: each with all of the network (ddp, which auto is), or with its rows of all weights
+    (fsdp), whose layers stay gathered between forward and backward unless `reshard_after_forward`.
     """
 
     devices: Annotated[int, at_least(1)] = 1
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    reshard_after_forward: bool = True
     precision: _Precision | None = None
     max_epochs: Literal[-1] | _Epochs | None = None
     min_epochs: Annotated[int, at_least(0)] | None = None
@@ -77,5 +80,6 @@ class TrainerConfig:
     reload_dataloaders_every_n_epochs: Annotated[int, at_least(0)] = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`, but for its devices."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "devices"}
+        """Keyword arguments for `lightning.Trainer`, but for its devices and their strategy."""
+        own = ("devices", "strategy", "reshard_after_forward")
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in own}

@@ -20,8 +20,8 @@ def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu() for name, tensor in _without_aliases(model.state_dict()).items()}
-    state.update({name: tensor for name, tensor in (weights or {}).items() if name in state})
+    state, given = _without_aliases(model.state_dict()), weights or {}
+    state = {name: given[name] if name in given else tensor.detach().cpu() for name, tensor in state.items()}
     state = merged(state, model=model)
     net: Any = getattr(model, "net", None)
     name = "model.safetensors"
@@ -43,7 +43,7 @@ def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        key = (local(tensor).data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
         seen.add(key)

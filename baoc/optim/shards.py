@@ -40,6 +40,18 @@ def whole(param: Any) -> Tensor:
     return param.detach().full_tensor() if is_sharded(param) else param
 
 
+def whole_on_first(state: Any) -> Any:
+    """The state with all of each tensor that is cut, on the CPU, which all ranks gather together; rank 0 keeps it."""
+    if isinstance(state, Mapping):
+        return {key: whole_on_first(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(whole_on_first(value) for value in state)
+    if not is_sharded(state):
+        return state
+    found: Tensor = state.full_tensor()
+    return found.cpu() if ranks().rank == 0 else None
+
+
 def described(info: ParamInfo, *, param: Any) -> ParamInfo:
     """The description of a whole parameter, which says whether it is sharded."""
     if not is_sharded(param):

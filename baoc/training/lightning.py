@@ -24,7 +24,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import warm
+from baoc.optim.shards import is_sharded, warm
 from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
@@ -46,7 +46,16 @@ from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocation import Reallocator
-from baoc.training.session import RecipeLike, Session, SessionSettings, reduced_rows, with_raced, with_recipe
+from baoc.training.session import (
+    RecipeLike,
+    Session,
+    SessionSettings,
+    held_at_most,
+    reduced_rows,
+    refuse_sharded,
+    with_raced,
+    with_recipe,
+)
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
     hyperparameters,
@@ -79,6 +88,7 @@ class BudgetedStrategy(Strategy):
     """
 
     name_told = "BaocStrategy"
+    keeps_gradients = False  # between steps
     silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
@@ -137,6 +147,10 @@ class BudgetedStrategy(Strategy):
 
     def _join(self) -> None:
         """Makes `ranks` those that train together."""
+
+    def evaluator(self) -> SingleDeviceStrategy:
+        """For a Trainer that evaluates the module in this process after a fit."""
+        return SingleDeviceStrategy(self.root_device)
 
     def model_to_device(self) -> None:
         """As Lightning's where the budget holds the weights in full; else they wait on the host until a plan is made.
@@ -231,9 +245,11 @@ class BudgetedStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         probe, defaults = self.ranks.agreed(lambda: Probe(trainer, self)), hyperparameters(theirs)
+        named = dict(module.named_parameters())
+        refuse_sharded(named, budget=self.budget, settings=settings)
         session = Session(
-            describe(module, optimizer_groups=theirs.param_groups),
-            params=dict(module.named_parameters()),
+            held_at_most(describe(module, optimizer_groups=theirs.param_groups), params=named),
+            params=named,
             budget=self.budget,
             settings=settings,
             betas=tuple(defaults["betas"]),
@@ -241,7 +257,8 @@ class BudgetedStrategy(Strategy):
             module=module,
             ranks=self.ranks,
         )
-        self.ranks.share([*module.parameters(), *module.buffers()])  # states are made of them, of some their last bits
+        whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
+        self.ranks.share(whole)  # states are made of them, of some their last bits
         with ExitStack() as visit:
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
@@ -614,6 +631,7 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
 
     strategy_name = DDP_STRATEGY_NAME
     name_told = "BaocDDPStrategy"
+    keeps_gradients = True  # in buckets
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import is_sharded, largest_part, warm
+from baoc.optim.shards import is_sharded, warm
 from baoc.optim.wrappers import averaged
-from baoc.parallel import ALONE, ranks, refusal, refuse_ranks, unwrapped
+from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
@@ -35,13 +35,15 @@ from baoc.training.session import (
     RecipeLike,
     Session,
     SessionSettings,
+    held_at_most,
     make_profiler,
     reduced_rows,
+    refuse_sharded,
     with_raced,
     with_recipe,
 )
 from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
-from baoc.types import Budget, ParamInfo, Plan, profile_from_plain
+from baoc.types import Budget, Plan, profile_from_plain
 
 PLAIN_WARMUP_STEPS = 100
 
@@ -125,7 +127,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             lr=plain(lr),
             verbose=verbose,
         )
-        _refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
+        refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
@@ -306,23 +308,6 @@ def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -
     if len(whole) < len(pairs):
         warm(device)
     return whole
-
-
-def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
-    """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
-    return tuple(largest_part(info, param=params[info.name]) for info in infos)
-
-
-def _refuse_sharded(named: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings, probed: bool) -> None:
-    """Raises BadInputError for what is not done yet where parameters are sharded."""
-    if not any(is_sharded(param) for param in named.values()):
-        return
-    if budget.step_time is not None:
-        raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
-    if budget.memory_bytes is not None and not probed:
-        raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
-    if settings.reallocation.mode != "off":
-        raise refusal("sharded_moves", mode=settings.reallocation.mode)
 
 
 def measure_narrow(session: Session, probe: CallerProbe) -> None:

@@ -28,6 +28,7 @@ from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import recomputable_layers, recomputed_layers
+from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
@@ -102,12 +103,14 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             raise KeyboardInterrupt
         metrics = final_metrics(parts, task, data)
         parts.memory.compare()  # once more: that validation was each rank's own
+        cut = {name: param for name, param in task.named_parameters() if is_sharded(param)}
+        whole = whole_on_first(cut if config.checkpoint.export else {})
         if group.rank:
             return None  # what is made of it is rank 0's
         check_quality(metrics, task=task, step=parts.trainer.global_step)
         if config.checkpoint.export:
             with parts.memory.track("export"):
-                export(task, parts=parts, folder=run_dir / "model")
+                export(task, parts=parts, folder=run_dir / "model", whole=whole)
         folder.check()
         result = measure(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
         conclude(result, parts=parts, run_dir=run_dir)
@@ -259,6 +262,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
     if parts.validated.step != parts.trainer.global_step:
         task.zero_grad(set_to_none=True)  # else they travel to the device and back with the weights
         plain = L.Trainer(
+            strategy=parts.strategy.evaluator(),
             accelerator=parts.strategy.root_device.type,
             devices=1,
             plugins=[LightningEnvironment()],
@@ -345,15 +349,15 @@ def measure(
     )
 
 
-def export(task: Task, *, parts: Parts, folder: Path) -> None:
+def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
     """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; its averaged
-    weights where the task keeps such, as it is judged by them."""
+    weights where the task keeps such, as it is judged by them; `whole` are those that this rank has in part."""
     assert parts.strategy.reallocator is not None
     task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
-    weights: dict[str, torch.Tensor] = {}
+    weights = {name: value.to(torch.float32) for name, value in whole.items()}
     if task.ema is not None and task.ema.averages:
         weights = {name: average.cpu() for name, average in task.ema.averages.items()}
-    elif any(p.dtype != torch.float32 for p in task.model.parameters()):
+    elif not whole and any(p.dtype != torch.float32 for p in task.model.parameters()):
         weights = parts.strategy.reallocator.optimizer.export_weights()
     named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     export_model(task.model, folder=folder, weights=named)

@@ -27,7 +27,8 @@ from baoc.models.switches import disable_checkpointing, enable_checkpointing, ke
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
-from baoc.parallel import ALONE, Ranks
+from baoc.optim.shards import is_sharded, largest_part
+from baoc.parallel import ALONE, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, between, worth_recomputing
@@ -206,6 +207,25 @@ def narrow_params(
         for param in block.params
     }
     return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
+
+
+def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
+    """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
+    return tuple(largest_part(info, param=params[info.name]) for info in infos)
+
+
+def refuse_sharded(
+    params: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings, probed: bool = True
+) -> None:
+    """Raises BadInputError for what is not done yet where parameters are sharded."""
+    if not any(map(is_sharded, params.values())):
+        return
+    if budget.step_time is not None:
+        raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
+    if budget.memory_bytes is not None and not probed:
+        raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
+    if settings.reallocation.mode != "off":
+        raise refusal("sharded_moves", mode=settings.reallocation.mode)
 
 
 def only_narrow(planner: PlannerSettings) -> bool:

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
-from baoc.errors import BaocError, BudgetBreachedError, CheckpointError
+from baoc.errors import BadInputError, BaocError, BudgetBreachedError, CheckpointError
 from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
@@ -115,6 +115,14 @@ def make_strategy(
             log_reallocations(loggers, run_dir=recorder.run_dir)
 
     make = partial(BaocStrategy, device=device) if ranks() is ALONE else BaocDDPStrategy
+    if ranks() is ALONE and config.trainer.strategy != "auto":
+        raise BadInputError(
+            f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
+        )
+    if config.trainer.strategy == "fsdp":
+        from baoc.training.fully_sharded import BaocFSDPStrategy
+
+        make = partial(BaocFSDPStrategy, reshard_after_forward=config.trainer.reshard_after_forward)
     strategy = make(
         config.budget,
         settings=session_settings(config),

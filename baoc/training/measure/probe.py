@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from baoc.cache import cache_folder
 from baoc.errors import BadInputError, BaocError
+from baoc.optim.shards import local
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
@@ -123,7 +124,7 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
-        self._keeps = strategy.ranks.size > 1  # gradients, in buckets that are there all the time
+        self._keeps = strategy.keeps_gradients
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = num_samples(batch)
         self._batch = batch
@@ -201,7 +202,7 @@ class Probe:
         return time_specs(
             specs,
             device=device,
-            num_elements=sum(param.numel() for param in params),
+            num_elements=sum(local(param).numel() for param in params),
             num_tensors=len(params),
             rest_s=rest_s,
             upkeep_bytes=upkeep_bytes(clips=clips, averages=bool(self._ema)),

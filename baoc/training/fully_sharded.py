@@ -1,0 +1,153 @@
+"""The Lightning strategy of fully_shard (FSDP2) that trains inside a budget.
+
+Of Lightning's ModelParallelStrategy it takes processes and their mesh. The order is that of one device: a checkpoint is
+read into the whole module on the host, which is cut then, layer by layer, and planned for by what a rank measures. So
+checkpoints are the file of one device too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+
+from baoc.errors import BadInputError
+from baoc.models.switches import recomputable_layers
+from baoc.optim.shards import is_sharded, warm, whole_on_first
+from baoc.parallel import ranks, refusal
+from baoc.training.averages import averaging_callbacks
+from baoc.training.lightning import BudgetedStrategy
+from baoc.types import Budget
+
+
+class _OneFile(ModelParallelStrategy):
+    """Lightning's, with a mesh of one dimension and checkpoints as of one device, which rank 0 writes."""
+
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # By one dimension, so that messages are the default group's: each group has buffers of its own.
+        given = {"mesh_dim_names": ("data_parallel",)}
+        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size,), **given)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super(ModelParallelStrategy, self).setup(trainer)  # which asks for no configure_model
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return whole_on_first(self.lightning_module.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        if any(map(is_sharded, self.lightning_module.parameters())):
+            set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+        else:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return whole_on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return super(ModelParallelStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
+    """BaocStrategy over fully_shard: `L.Trainer(devices=2, strategy=BaocFSDPStrategy(budget="8gb"))`.
+
+    The budget is that of each device, and so are all bytes that are told: a rank holds its rows of weights, gradients
+    and states, and the layers that are gathered in full. A module that does not call `fully_shard` in its
+    `configure_model` is cut here: the repeated layers of each of its children, then the child. Under bf16-mixed layers
+    are gathered in bfloat16, and gradients are averaged in float32.
+
+    `budget` and the named arguments are BaocStrategy's, without `device`; others are those of ModelParallelStrategy.
+
+    Args:
+        reshard_after_forward: False keeps layers in full between forward and backward, which takes more memory and a
+            message per layer less.
+    """
+
+    strategy_name = "baoc_fsdp"
+    name_told = "BaocFSDPStrategy"
+
+    def __init__(
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        reshard_after_forward: bool = True,
+        **settings: Any,
+    ):
+        super().__init__(budget, save_distributed_checkpoint=False, **settings)
+        self.reshard_after_forward = reshard_after_forward
+
+    def _join(self) -> None:
+        self.ranks = ranks()
+        warm(self.root_device)
+
+    def model_to_device(self) -> None:
+        """Cuts the module where it is, so that no device ever holds it in full."""
+        module = self.lightning_module
+        assert module is not None
+        params = list(module.parameters())
+        if not any(map(is_sharded, params)):
+            self.ranks.share([*params, *module.buffers()])
+            self._shard(module)
+        left = [name for name, param in module.named_parameters() if not is_sharded(param)]
+        if left:
+            raise refusal("left_whole", names=", ".join(left[:3]))
+        module.to(self.root_device)
+
+    def _shard(self, module: L.LightningModule) -> None:
+        mixed = module.trainer.precision == "bf16-mixed"
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+        given: dict[str, Any] = {"mesh": self.device_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
+        for child in module.children():
+            if not any(True for _ in child.parameters()):
+                continue
+            for layer in recomputable_layers(child):
+                fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **given)
+            fully_shard(child, **given)
+
+    def evaluator(self) -> SingleDeviceStrategy:
+        return _Staying(self.root_device)
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise BadInputError(
+                "the module sets automatic_optimization=False: BaocFSDPStrategy trains one AdamW in automatic "
+                "optimization. Use that, or BaocStrategy in one process"
+            )
+        if averaging := averaging_callbacks(trainer):
+            raise BadInputError(
+                f"{', '.join(averaging)} averages weights, of which a rank has only rows under fully_shard: leave "
+                "averages out, or use BaocDDPStrategy"
+            )
+
+
+class _Staying(SingleDeviceStrategy):
+    """Evaluates a module that is on its device, in every rank at once, and leaves it there."""
+
+    def model_to_device(self) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+
+StrategyRegistry.register(BaocFSDPStrategy.strategy_name, BaocFSDPStrategy, "trains inside budget=auto", override=True)
