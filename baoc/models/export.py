@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.models.adapters import merged
+from baoc.optim.shards import local
 
 
 def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
