@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from baoc.errors import BadInputError
@@ -28,8 +28,8 @@ from baoc.types import Budget
 class _OneFile(ModelParallelStrategy):
     """Lightning's, with a mesh of one dimension and checkpoints as of one device, which rank 0 writes."""
 
-    restore_checkpoint_after_setup = False
-    lightning_restore_optimizer = True
+    restore_checkpoint_after_setup: bool = False  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+    lightning_restore_optimizer: bool = True  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
@@ -38,8 +38,8 @@ class _OneFile(ModelParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # By one dimension, so that messages are the default group's: each group has buffers of its own.
-        given = {"mesh_dim_names": ("data_parallel",)}
-        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size,), **given)
+        kind = self.root_device.type
+        self._device_mesh = init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -106,7 +106,6 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         assert module is not None
         params = list(module.parameters())
         if not any(map(is_sharded, params)):
-            self.ranks.share([*params, *module.buffers()])
             self._shard(module)
         left = [name for name, param in module.named_parameters() if not is_sharded(param)]
         if left:
@@ -114,15 +113,20 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         module.to(self.root_device)
 
     def _shard(self, module: L.LightningModule) -> None:
-        mixed = module.trainer.precision == "bf16-mixed"
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
-        given: dict[str, Any] = {"mesh": self.device_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
+        """Each part comes to the device as rank 0 has it."""
+        policy = MixedPrecisionPolicy()
+        if module.trainer.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for child in module.children():
-            if not any(True for _ in child.parameters()):
-                continue
-            for layer in recomputable_layers(child):
-                fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **given)
-            fully_shard(child, **given)
+            layers = recomputable_layers(child) if any(True for _ in child.parameters()) else []
+            for part in (*layers, child):
+                part.to(self.root_device)
+                self.ranks.share(tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor))
+                if any(True for _ in part.parameters()):
+                    again = self.reshard_after_forward if part is not child else None
+                    fully_shard(part, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=again)
+            if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward
+                register_fsdp_forward_method(child, "features")
 
     def evaluator(self) -> SingleDeviceStrategy:
         return _Staying(self.root_device)
