@@ -36,8 +36,15 @@ def local(tensor: Any) -> Tensor:
 
 
 def whole(param: Any) -> Tensor:
-    """All of a parameter, which of a DTensor all ranks get together."""
-    return param.detach().full_tensor() if is_sharded(param) else param
+    """All of a parameter or a state, which of a DTensor all ranks get together; as bytes, since not every backend of
+    messages knows every type."""
+    if not is_sharded(param):
+        return param
+    part = local(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*param.shape, param.element_size()))
+    given = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    bytes_ = _tensors().DTensor.from_local(part, param.device_mesh, param.placements, **given)
+    return bytes_.full_tensor().view(param.dtype).squeeze(-1)
 
 
 def whole_on_first(state: Any) -> Any:
@@ -48,7 +55,7 @@ def whole_on_first(state: Any) -> Any:
         return type(state)(whole_on_first(value) for value in state)
     if not is_sharded(state):
         return state
-    found: Tensor = state.full_tensor()
+    found = whole(state)
     return found.cpu() if ranks().rank == 0 else None
 
 

@@ -3,6 +3,8 @@
 The loop stays as it is; the optimizer plans when it is built, watches gradients inside `step()`, and reallocates there.
 """
 
+import gc
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import SPECS, on_device
@@ -44,8 +47,10 @@ from baoc.training.session import (
 )
 from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
 from baoc.types import Budget, Plan, profile_from_plain
+from baoc.units import format_bytes
 
 PLAIN_WARMUP_STEPS = 100
+log = logging.getLogger(__name__)
 
 
 class BaocOptimizer(BlockwiseOptimizer):
@@ -179,6 +184,8 @@ class BaocOptimizer(BlockwiseOptimizer):
             self.register_step_post_hook(_learn_footprint)
         self.reallocator.attach()
         self.narrator.conclude_with(self)
+        self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
+        self.register_step_post_hook(_warn_of_copies)
         if unknown and verbose:
             say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
         else:
@@ -308,6 +315,22 @@ def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -
     if len(whole) < len(pairs):
         warm(device)
     return whole
+
+
+def _warn_of_copies(optimizer: Any, *_: object) -> None:
+    """After the first step: warns of DistributedDataParallel that keeps gradients twice, which no plan counts."""
+    if not optimizer._counts_once:
+        return
+    optimizer._counts_once = False
+    mine = {param for group in optimizer.param_groups for param in group["params"]}
+    for found in [each for each in gc.get_objects() if type(each) is DistributedDataParallel]:
+        if not found.gradient_as_bucket_view and not mine.isdisjoint(found.parameters()):
+            num_bytes = sum(param.nbytes for param in found.parameters() if param.requires_grad)
+            log.warning(
+                "DistributedDataParallel keeps a second copy of the gradients (%s), which the budget does not count: "
+                "build it with gradient_as_bucket_view=True",
+                format_bytes(num_bytes),
+            )
 
 
 def measure_narrow(session: Session, probe: CallerProbe) -> None:

@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT)]
 
 from baoc import BaocDDPStrategy  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
+from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
@@ -190,6 +191,9 @@ def fresh(device: str) -> None:
 
 
 def baoc(budget: str, *, mode: str = "off") -> BaocDDPStrategy:
+    """`mode`: of reallocation, or adamw for fp32 AdamW everywhere, whose states are those of torch's."""
+    if mode == "adamw":
+        return BaocDDPStrategy(budget, recipe=Recipe(name="adamw", specs={"hidden": "adamw"}))
     reallocation = ReallocationSettings(mode=mode, warmup_steps=8, interval=10)
     return BaocDDPStrategy(budget, settings=SessionSettings(reallocation=reallocation))
 
@@ -213,7 +217,7 @@ class Steps:
         reference, limit = mean(found.ms), f"{int(found.peak * 0.8)}" if found.peak else "state_25"
         self._keep(network, "torch AdamW", "", found, reference=reference)
         del plain
-        for budget, mode in (("unlimited", "off"), (limit, "off"), (limit, "interval")):
+        for budget, mode in (("unlimited", "adamw"), ("unlimited", "off"), (limit, "off"), (limit, "interval")):
             if self.late:
                 return
             fresh(device)

@@ -49,7 +49,7 @@ SPEC = TextDataSpec(
 NETWORKS = {"350m": 8, "1b": 4}  # size -> sequences of a GPU
 TORCH = "torch AdamW, fused"
 MUON = "muon_int8, adamw_int8"  # hidden matrices, embedding and head
-OPTIMIZERS = (TORCH, "adamw", "adamw_int8", "adamw_int4", "lion_int8_root", "adamw_int8+split8", MUON)
+OPTIMIZERS = (TORCH, MUON, "adamw_int8", "adamw_int8+split8", "adamw", "adamw_int4", "lion_int8_root")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +191,8 @@ def main() -> None:
     out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
     place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
     rows: list[Row] = []
+    measured(TORCH, "350m", device=device)  # kept nowhere: a process is slow at first
+    fresh()
     for size in sys.argv[1:] or NETWORKS:
         reference = 0.0
         for name in OPTIMIZERS:

@@ -153,12 +153,13 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 3))
 
 
-def really_trained(rank: int, size: int) -> dict[str, Tensor]:
+def really_trained(rank: int, size: int, *, replicas: int = 1) -> dict[str, Tensor]:
     """Forward and backward by fully_shard, each rank on its share of two micro-batches."""
     module = layers()
+    mesh = init_device_mesh("cpu", (size,) if replicas == 1 else (replicas, size // replicas))
     for layer in module:
-        fully_shard(layer)
-    fully_shard(module)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
     optimizer = BlockwiseOptimizer(
         module, {name: WEIGHTS_RUN.get(name, "adamw") for name, _ in module.named_parameters()}
     )
@@ -251,6 +252,7 @@ def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dic
     with group(rank, size, store=store):
         found: dict[str, Any] = {"weights": all_specs(5 if size == 4 else 1), "clipped": clipped()}
         found["trained"] = really_trained(rank, size)
+        found["replicas"] = really_trained(rank, size, replicas=2) if size == 4 else found["trained"]
         found["planned"] = planned()
         found |= {policy: nonfinite(policy) for policy in POLICIES}
         found["saved"] = saved(folder)
@@ -372,7 +374,7 @@ def test_a_budget_of_memory_is_that_of_the_rank_which_has_most(alone: Any, two: 
         assert all(other[0] == specs and other[2] <= held for other in others)
 
 
-@pytest.mark.parametrize("run", ["clipped", "trained"])
+@pytest.mark.parametrize("run", ["clipped", "trained", "replicas"])
 def test_clipping_by_norm_and_accumulation(run: str, alone: Any, ranks: list[Any]) -> None:
     for each in ranks:
         for name, value in alone[run].items():

@@ -1,5 +1,6 @@
 """Two processes on gloo that plan together: one plan, the same samples, moves and weights, whatever one meets."""
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedErro
 from baoc.parallel import ALONE, check_same, ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import schedule
+from baoc.training import plain_loop
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from baoc.units import format_bytes
@@ -50,10 +52,12 @@ def other_probes(rank: int) -> dict[str, Any]:
     module = net()
     probe = lambda: module(torch.ones(512 + 200 * rank, 64)).sum()  # noqa: E731
     optimizer = BaocOptimizer(module, budget="1.5mb", probe=probe, settings=SessionSettings(reallocation=OFTEN))
-    footprint = optimizer.reallocator.planner.footprint
+    footprint, told = optimizer.reallocator.planner.footprint, list[str]()
+    logging.getLogger(plain_loop.__name__).addFilter(lambda record: told.append(record.getMessage()) or True)
     weights = trained(optimizer, DistributedDataParallel(module), rank=rank, steps=12)
     assert footprint is not None
-    return {"specs": optimizer.specs, "forward": footprint.forward_backward_bytes, "weights": weights}
+    found = {"specs": optimizer.specs, "forward": footprint.forward_backward_bytes, "weights": weights}
+    return {**found, "told": told}
 
 
 def other_clocks(rank: int) -> dict[str, Any]:
@@ -253,6 +257,11 @@ def same(tensors: list[list[Tensor]]) -> bool:
 def test_one_plan_by_what_the_rank_that_needs_most_has_measured(found: list[dict[str, Any]]) -> None:
     first, second = (each["probes"] for each in found)
     assert first["specs"] == second["specs"] and first["forward"] == second["forward"] > 712 * 64 * 4
+    assert (
+        first["told"] == second["told"]
+        and len(first["told"]) == 1
+        and "keeps a second copy of the grad" in first["told"][0]
+    )
     assert same([first["weights"], second["weights"]])
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nan
 
 from baoc.config.schema import CheckpointConfig, ModelConfig, OptimConfig, ReallocationConfig, RiskConfig
@@ -48,10 +49,13 @@ BEFALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def ran(folder: Path, *, ranks: int, steps: int = STEPS, resume: Path | None = None, **changes: Any) -> dict[str, Any]:
+def ran(
+    folder: Path, *, ranks: int, steps: int = STEPS, resume: Path | None = None, strategy: Any = "auto", **changes: Any
+) -> dict[str, Any]:
     """What a run says, how it ends, and its result on rank 0."""
     given = config(**{"batch_size": 64, "checkpoint": CheckpointConfig(every_n_steps=4, export=False), **changes})
-    trainer = replace(given.trainer, devices=ranks, max_steps=steps, val_check_interval=100, limit_val_batches=1)
+    lasting = {"devices": ranks, "strategy": strategy, "max_steps": steps}
+    trainer = replace(given.trainer, **lasting, val_check_interval=100, limit_val_batches=1)
     given = replace(given, trainer=trainer, resume=None if resume is None else str(resume))
     folder.mkdir(parents=True, exist_ok=True)
     told, ended, result = StringIO(), "", None
@@ -113,6 +117,12 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["two"] = ran(base / "two", **given)
         found["one_two"] = ran(base / "one_two", resume=shared / "one_two", **given)
         found["two_one, begun"] = ran(base / "two_one", steps=8, **given)
+        cut: dict[str, Any] = {**given, "strategy": "fsdp"}
+        export = CheckpointConfig(every_n_steps=4, export=True)
+        found["two_cut"] = ran(base / "two_cut", resume=shared / "two_one", **{**cut, "checkpoint": export})
+        found["cut_one, begun"] = ran(base / "cut_one", steps=8, **cut)
+        with befalling("budget file", rank=rank, folder=base / "cut, budget"):
+            found["cut, budget"] = ran(base / "cut, budget", steps=AT + 2, **cut)
         for kind, changes in BEFALLS.items():
             with befalling(kind, rank=rank, folder=base / kind):
                 found[kind] = ran(base / kind, ranks=2, **changes)
@@ -120,7 +130,11 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
             found[f"{kind}, resumed"] = ran(base / kind, ranks=2, resume=shared / kind, **BEFALLS[kind])
     if rank == 0:
         found["two_one"] = ran(base / "two_one", ranks=1, resume=base / "two_one", **ONE_CURVE)
-        found["losses"] = {name: losses(base / name) for name in ("one", "two", "one_two", "two_one", *BEFALLS)}
+        found["cut_one"] = ran(base / "cut_one", ranks=1, resume=base / "cut_one", **ONE_CURVE)
+        found["losses"] = {name: losses(base / name) for name in ("one", *CURVES, *BEFALLS)}
+        found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
+        saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
+        found["saved"] = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
     moves = base / "budget file" / files.REALLOCATIONS_FILE
     found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
     return found
@@ -135,12 +149,29 @@ def found() -> list[dict[str, Any]]:
     return in_processes(work)
 
 
-@pytest.mark.parametrize("name", ["two", "one_two", "two_one"])
+CURVES = ("two", "one_two", "two_one", "two_cut", "cut_one")  # `cut` by fully_shard
+
+
+@pytest.mark.parametrize("name", CURVES)
 def test_one_curve_at_any_number_of_ranks_and_across_a_resume(name: str, found: list[dict[str, Any]]) -> None:
     assert found[0][name]["ended"] == ""
     one, other = found[0]["losses"]["one"], found[0]["losses"][name]
     assert list(one) == list(other) == list(range(STEPS))
     assert max(abs(one[step] - other[step]) for step in one) <= 1e-5
+
+
+def test_a_run_under_fully_shard_tells_what_a_device_holds_and_leaves_the_files_of_one(found: list[Any]) -> None:
+    one, cut, saved = found[0]["one"]["result"], found[0]["two_cut"]["result"], found[0]["saved"]
+    assert 0.5 * one.state_bytes <= cut.state_bytes <= 0.55 * one.state_bytes
+    assert cut.state_bytes <= cut.state_bytes_predicted and cut.budget_met is not False
+    assert cut.num_ranks == 2 and max(cut.peak_by_rank) == cut.peak_bytes <= cut.peak_bytes_predicted < one.peak_bytes
+    assert found[0]["exported"].keys() == saved.keys()
+    assert all(torch.equal(found[0]["exported"][name], value) for name, value in saved.items())
+
+
+def test_a_new_budget_under_fully_shard(found: list[dict[str, Any]]) -> None:
+    assert [each["cut, budget"]["ended"] for each in found] == ["", ""]
+    assert found[0]["cut, budget"]["result"].budget["name"] == "state_10"
 
 
 def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
