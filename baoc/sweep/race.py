@@ -64,7 +64,7 @@ _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which 
 _OWN = (
     "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "profile", "checkpoint", "logger",
     "trainer.max_steps", "trainer.max_epochs", "trainer.val_check_interval", "trainer.check_val_every_n_epoch",
-    "optim.lr", "model.size", "budget.schedule", "budget.relaxation",
+    "optim.lr", "model.size", "budget.schedule", "budget.relaxation", "trainer.devices", "trainer.strategy",
 )  # fmt: skip
 _QUIET = (
     "mode=train", "name=race", "logger=jsonl", "checkpoint.export=false", "trainer.enable_progress_bar=false",
@@ -167,11 +167,12 @@ class _Race:
                 f"allocator={allocator} says what every block runs, and a race chooses it: leave one out; race.recipes "
                 "has recipes such as adamw"
             )
-        devices = getattr(self.config.trainer, "devices", 1)
-        if devices not in (None, 1):
+        trainer = self.config.trainer
+        if trainer.strategy == "fsdp" or (self.config.mode == "race" and trainer.devices > 1):
+            told = "trainer.strategy=fsdp" if trainer.strategy == "fsdp" else f"trainer.devices={trainer.devices}"
             raise BadInputError(
-                f"a race trains each of its runs on one device, and trainer.devices={devices}: leave it out; "
-                "race.workers run at once, one on each GPU"
+                f"a race trains each of its runs on one device, and {told} was given: leave it out; race.workers run "
+                "at once, one on each GPU"
             )
         self.field = self._find_field()
         self._check_setup()

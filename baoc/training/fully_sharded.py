@@ -31,12 +31,8 @@ class _OneFile(ModelParallelStrategy):
     restore_checkpoint_after_setup: bool = False  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
-    def _setup_distributed(self) -> None:
-        super()._setup_distributed()
-        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
-
     def setup_environment(self) -> None:
-        super().setup_environment()
+        self._setup_distributed()
         # By one dimension, so that messages are the default group's: each group has buffers of its own.
         kind = self.root_device.type
         self._device_mesh = init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))

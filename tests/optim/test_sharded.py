@@ -156,7 +156,8 @@ def layers() -> nn.Sequential:
 def really_trained(rank: int, size: int, *, replicas: int = 1) -> dict[str, Tensor]:
     """Forward and backward by fully_shard, each rank on its share of two micro-batches."""
     module = layers()
-    mesh = init_device_mesh("cpu", (size,) if replicas == 1 else (replicas, size // replicas))
+    sizes = (size,) if replicas == 1 else (replicas, size // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     for layer in module:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)

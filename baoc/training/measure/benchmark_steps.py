@@ -21,6 +21,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from baoc.optim import GradientRelease
+from baoc.optim.shards import is_sharded
+from baoc.parallel import ALONE, Ranks, ranks
 from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
 from baoc.training.callbacks.loss_guard import LossGuard
@@ -86,7 +88,8 @@ def _rehearsed(
     few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
     clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
     releasing = GradientRelease(**clips) if release else None
-    clock, guard = _Clock(max_s=max_s, warm=warm), LossGuard()
+    group = ranks() if any(map(is_sharded, params)) else ALONE  # who send each other messages in forward
+    clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
     guard.tell = lambda _: None  # these are no steps of the run
     cuda = device.type == "cuda"
     with (
@@ -156,11 +159,11 @@ class _Still(torch.optim.Optimizer):
 
 
 class _Clock(StepMonitor):
-    """Ends the loop when the time is up, long steps after fewer warm ones."""
+    """Ends the loop when the time is up, of `group` by rank 0's clock, long steps after fewer warm ones."""
 
-    def __init__(self, *, max_s: float, warm: int):
+    def __init__(self, *, max_s: float, warm: int, group: Ranks):
         super().__init__(warmup_steps=warm, batch_size=1)
-        self._max_s = max_s
+        self._max_s, self._group = max_s, group
         self._began = perf_counter()
         self._inner: list[list[tuple[Any, Any]]] = []  # micro-batches but for the first and the last, by counted step
 
@@ -189,7 +192,7 @@ class _Clock(StepMonitor):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if accumulating(trainer):
             return
-        late = perf_counter() - self._began > self._max_s
+        late = self._group.first_number(perf_counter() - self._began > self._max_s) > 0
         if self._num_seen > self.warmup_steps:
             trainer.should_stop = late
         elif late or self._num_seen == self.warmup_steps:
