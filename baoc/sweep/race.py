@@ -306,10 +306,8 @@ class _Race:
             write_json(file, read_json(self.folder / "plan" / FILE))
         found = read_field(file)
         for one in found.racers:
-            if (
-                replace(one.recipe, share=None) != replace(RECIPES.get(one.name, one.recipe), share=None)
-                or one.recipe.blocks
-            ):
+            known = RECIPES.get(one.name)
+            if known is None or replace(one.recipe, share=None) != replace(known, share=None):
                 text = yaml.safe_dump(recipe_node(one.recipe), sort_keys=False)
                 write_text(self.folder / "recipes" / f"{one.name}.yaml", text)
         return found
