@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
+from baoc.core.recipes import Tuned
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
@@ -17,10 +18,23 @@ from baoc.optim.checkpoint import Saved, alike, by_row
 from baoc.optim.codecs import Kept
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
+from baoc.optim.rules import RULES
 from baoc.optim.shards import whole
-from baoc.optim.state import FIRST_BETAS, LiveBlock, Part, Slot, State, allocate, new_match, slot_under, whole_slot
+from baoc.optim.state import (
+    FIRST_BETAS,
+    LiveBlock,
+    Part,
+    Slot,
+    State,
+    allocate,
+    make_slot,
+    new_match,
+    slot_under,
+    whole_slot,
+)
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
+from baoc.planning.candidates import works_across
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
@@ -83,7 +97,7 @@ def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> Saved:
     in the storage that goes with being sharded or not, where the checkpoint is of the other kind."""
     states = dict(saved.states)
     for slot in slots:
-        if slot.name in saved.specs:
+        if slot.name in saved.specs and not _is_of_whole(slot, spec=saved.specs[slot.name]):
             states[slot.name] = _fitted_state(slot, states[slot.name], spec=saved.specs[slot.name])
     return replace(saved, states=states)
 
@@ -199,7 +213,7 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
     tuned = saved.tuned.get(slot.name)
-    source = slot_under(slot, spec=spec, tuned=tuned)
+    source = _source(slot, spec=spec, tuned=tuned)
     wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))
@@ -218,6 +232,19 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
             )
     _check_values(source, saved.states[name])
     return source
+
+
+def _is_of_whole(slot: Slot, *, spec: OptimizerSpec) -> bool:
+    """Whether the spec keeps of a tensor that is cut what no rank has a part of."""
+    return slot.shard is not None and works_across(RULES[spec.rule].info, param=slot.info)
+
+
+def _source(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None) -> Slot:
+    if not _is_of_whole(slot, spec=spec):
+        return slot_under(slot, spec=spec, tuned=tuned)
+    param = torch.empty(slot.owner.shape, dtype=slot.param.dtype, device="cpu")
+    info = replace(slot.info, shape=tuple(param.shape), whole=None)
+    return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=tuned)
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
@@ -291,15 +318,13 @@ def _load_block(
             _zero(own)
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
-                rms.append(migration.last_rms(before, state={slot.param: old}, param_groups=groups))
-            betas = slot.betas(groups)
-            fresh, seeded = saved.num_steps == 0, not unseeded
-            unseeded = migration.convert(
-                source, slot, old, state, betas=betas, moments=None, report=report, fresh=fresh, seeded=seeded
-            )
+                rms.append(migration.last_rms(before, state={source.param: old}, param_groups=groups))
+            how = {"betas": slot.betas(groups), "fresh": saved.num_steps == 0, "seeded": not unseeded, "report": report}
+            unseeded = _convert(slot, source, old, state, spec=live.spec, how=how)
         if unseeded:
             live.unseeded.add(slot.name)
-        _load_weights(slot, state, kept=spec.weights, correction=given.get(weights.CORRECTION), report=report)
+        correction = _rows_of(slot, given, key=weights.CORRECTION, source=source)
+        _load_weights(slot, state, kept=spec.weights, correction=correction, report=report)
     _load_match(live, saved=saved, registry=registry, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:
         return None
@@ -313,6 +338,30 @@ def _load_block(
         bytes_after=registry.block_bytes(live),
         why="the checkpoint was saved under another plan",
     )
+
+
+def _convert(
+    slot: Slot, source: Slot, old: State, state: State, *, spec: OptimizerSpec, how: Mapping[str, Any]
+) -> bool:
+    """`migrate.convert` by `how`, of the whole tensor where `source` is of that and the slot of some rows."""
+    if source.shard is slot.shard:
+        return migration.convert(source, slot, old, state, moments=None, **how)
+    info = replace(slot.info, shape=tuple(source.param.shape))
+    target = make_slot(slot.name, source.param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)
+    (new,) = allocate([target])
+    unseeded = migration.convert(source, target, old, new, moments=None, **how)
+    for key, value in state.items():
+        if key != weights.CORRECTION and (rows := _rows_of(slot, new, key=key, source=source)) is not None:
+            value.copy_(rows)
+    return unseeded
+
+
+def _rows_of(slot: Slot, given: State, *, key: str, source: Slot) -> Tensor | None:
+    """What the slot has of a state that is as `source` keeps it; None where there is none."""
+    value = given.get(key)
+    if value is None or slot.shard is source.shard or slot.shard is None or key == "step":
+        return value
+    return slot.shard.taken(value, shape=slot.param.shape if key == weights.CORRECTION else _shape(slot, key))
 
 
 def _zero(tensors: Iterable[Tensor]) -> None:

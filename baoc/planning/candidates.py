@@ -20,6 +20,7 @@ from baoc.types import (
     LatencyTable,
     LinkRates,
     OptimizerSpec,
+    ParamInfo,
     Placement,
     Profile,
     Risk,
@@ -79,18 +80,23 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
             f"that makes {wide[0].name} bfloat16, and fully_shard has it already as {wide[0].dtype}. Cast the module "
             "to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
         )
-    along = {decl.layout for decl in rule.states}
     spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
     if spectral and len(cut) < len(block.params):
         return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
-    turned = [param for param in cut if param.transposed and rule.needs_matrix and not spectral]
-    by_column = StateLayout.PER_COLUMN in along or rule.scaling is Scaling.COLUMN
-    if by_column or turned:
+    if any(works_across(rule, param=param) for param in cut):
         return (
             f"{rule.name} works on columns of {name}, whose rows fully_shard gives to several ranks. Rules by element "
             "or by row can, such as adamw, lion, adamw_shared_in and foam_l1, and muon"
         )
     return None
+
+
+def works_across(rule: RuleInfo, *, param: ParamInfo) -> bool:
+    """Whether a step of some rows of the tensor, as it is stored, takes what the others are."""
+    if rule.scaling is Scaling.SPECTRAL:
+        return False
+    by_column = rule.scaling is Scaling.COLUMN or any(s.layout is StateLayout.PER_COLUMN for s in rule.states)
+    return by_column or (param.transposed and rule.needs_matrix)
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
