@@ -4,9 +4,8 @@ Batches are `{"tokens", "targets", "positions"}`, int64 (B, T). Targets are the 
 the token is none of an answer. Positions begin at 0 with each conversation, by which attention keeps them apart.
 """
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 
 from baoc.data.base import NumberedDataModule, check_fraction, held_out
+from baoc.data.parts import visible
 from baoc.data.sources import TensorRows
 from baoc.data.text import check_sizes, spread
+from baoc.data.text_files import JSON, json_lines
 from baoc.errors import BadInputError
 from baoc.models.chat import ChatTokenizer, Conversation
 from baoc.types import TextDataSpec
@@ -43,8 +44,9 @@ class ChatDataModule(NumberedDataModule):
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
         check_fraction(val_fraction)
+        files = _files(Path(path).expanduser())  # a wrong path is told before a tokenizer is looked for
         library = ChatTokenizer(tokenizer)
-        held = [library.encode(sample, where=where) for sample, where in _samples(Path(path).expanduser())]
+        held = [library.encode(sample, where=where) for sample, where in _samples(files)]
         if len(held) < 2:
             raise BadInputError(
                 f"dataset.path={path} holds {len(held)} conversation: at least 2 are needed, one to validate"
@@ -73,24 +75,21 @@ class ChatDataModule(NumberedDataModule):
         )
 
 
-def _samples(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Objects of a file of JSON lines, or of each such file of a folder, and where each is."""
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(JSON)]
+        if found := visible(path, files):
+            return found
         raise BadInputError(f"dataset.path={path} holds no JSON lines: give FILE.jsonl, or a folder of such files")
+    if not path.is_file():
+        raise BadInputError(f"dataset.path={path} does not exist: give FILE.jsonl, or a folder of such files")
+    return [path]
+
+
+def _samples(files: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects of files of JSON lines, and where each is."""
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInputError(f"{file} cannot be read: {error}") from error
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"line {number} of {file}"
-            try:
-                sample = json.loads(line)
-            except ValueError as error:
-                raise BadInputError(f"{where} is no JSON ({error})") from error
+        for sample, where in json_lines(file):
             if not isinstance(sample, Mapping):
                 raise BadInputError(f"{where} is a {type(sample).__name__}: it must be an object with `messages`")
             yield sample, where

@@ -4,6 +4,7 @@ All randomness comes from a generator that the caller seeds, so a batch can be r
 """
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -46,15 +47,25 @@ def open_image(content: bytes | Path, *, where: str) -> "Image":
     return _opaque(_eight_bits(image, where=where))
 
 
-def mode_and_size(content: bytes | Path, *, where: str) -> tuple[bool, int]:
-    """(whether an image is grey, pixels of its shorter side), from its header alone."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """`side`: pixels of the shorter one. Of `animated` images and several pages the first is read."""
+
+    grey: bool
+    side: int
+    animated: bool
+
+
+def header_of(content: bytes | Path, *, where: str) -> Header:
+    """What an image's header tells, without decoding it."""
     pillow = require_pillow()
     try:
         with pillow.Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
-            return image.mode in (*_GREY_MODES, *_SIXTEEN, "I", "F"), min(image.size)
+            grey = image.mode in (*_GREY_MODES, *_SIXTEEN, "I", "F")
+            return Header(grey, min(image.size), bool(getattr(image, "is_animated", False)))
     except Exception:  # Pillow raises what its decoders do; `open_image` reads the whole image or says what is wrong
         opened = open_image(content, where=where)
-        return is_grey(opened), min(opened.size)
+        return Header(is_grey(opened), min(opened.size), animated=False)
 
 
 def _eight_bits(image: "Image", *, where: str) -> "Image":

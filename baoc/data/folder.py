@@ -49,8 +49,8 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     labels: list[int] = []
     left_out = 0
     for entry in folders:
-        held = [file for file in entry.rglob("*") if file.is_file()]
-        found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES]
+        held = [file for file in entry.rglob("*") if not file.is_dir()]
+        found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES and file.is_file()]
         left_out += len(held) - len(found)
         if not found:
             allowed = " ".join(sorted(SUFFIXES))
@@ -60,5 +60,5 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     if len(names) < 2:
         raise BadInputError(f"{folder} holds one class, {folders[0].name}: there is nothing to tell apart; {_HOW}")
     if left_out:
-        log.warning("%s: %d hidden files and files that are no images are left out", folder, left_out)
+        log.warning("%s: %d hidden files, files that are no images and links to nothing are left out", folder, left_out)
     return Listing(files=tuple(files), labels=tuple(labels), classes=names)

@@ -7,11 +7,15 @@ from pathlib import Path, PurePath
 # Words by which parts are called, the best for holding images back first.
 TRAIN = ("train", "training")
 HELD = (("validation", "val", "valid", "dev", "eval"), ("test", "testing"))
-_NO_DATA = frozenset({"__macosx"})  # what macOS puts into archives beside the files
+_NO_DATA = (
+    frozenset(  # what archives of macOS, and shares and disks of Synology, QNAP, Windows and Linux hold beside files
+        ("__macosx", "@eadir", "@recycle", "#recycle", "$recycle.bin", "system volume information", "lost+found")
+    )
+)
 
 
 def is_hidden(within: PurePath) -> bool:
-    """True for a path inside a set that its owner does not see: .ipynb_checkpoints, ._1.png, __MACOSX."""
+    """True for a path inside a set that its owner does not see: .ipynb_checkpoints, ._1.png, __MACOSX, @eaDir."""
     return any(part.startswith(".") or part.lower() in _NO_DATA for part in within.parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-from baoc.data.decode import Augment, fit, mode_and_size, open_image, random_fit, to_tensor, vary
+from baoc.data.decode import Augment, fit, header_of, open_image, random_fit, to_tensor, vary
 from baoc.data.sources import Batch
 from baoc.units import MIB
 
@@ -141,11 +141,13 @@ def _survey(items: Items, *, image_size: int | None) -> tuple[int, int]:
     """(pixels per side, channels) for a set; says so where its images differ."""
     rows = torch.linspace(0, len(items) - 1, min(len(items), SURVEYED)).long().tolist()
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda row: mode_and_size(items[row][0], where=items[row][1]), rows))
-    num_grey, sides = sum(grey for grey, _ in found), sorted(side for _, side in found)
+        found = list(threads.map(lambda row: header_of(items[row][0], where=items[row][1]), rows))
+    num_grey, sides = sum(header.grey for header in found), sorted(header.side for header in found)
     size = image_size or min(sides[len(sides) // 2], LARGEST)
     channels = 1 if num_grey == len(found) else 3
     of = f"of {len(found)} images" + (" that were looked at" if len(found) < len(items) else "")
+    if animated := sum(header.animated for header in found):
+        log.warning("%s %d have several frames or pages: the first is read", of, animated)
     if 0 < num_grey < len(found):
         log.warning("%s %d are grey and %d in colour: all are read in colour", of, num_grey, len(found) - num_grey)
     if sides[0] != sides[-1] and image_size is None:

@@ -8,6 +8,7 @@ import codecs
 import gzip
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from baoc.data.parts import is_hidden
 from baoc.data.tables import require_datasets
 from baoc.errors import BadInputError, first_line
 
+log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
-_TEXT = (".txt", ".text", ".md")
-_JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
+_BROKEN = (OSError, EOFError, zlib.error)  # of a file, or of what gzip has in it
+_TEXT = (".txt", ".text", ".md", ".txt.gz", ".text.gz", ".md.gz")
+JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _PARQUET = (".parquet",)
 _HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
 
@@ -44,7 +47,7 @@ class TextFiles:
     def chunks(self) -> Iterator[TextChunk]:
         for file in self.files:
             name = file.name.lower()
-            if not name.endswith(_PARQUET + _JSON):
+            if not name.endswith(_PARQUET + JSON):
                 yield from _plain_text(file)
                 continue
             read = _parquet_documents if name.endswith(_PARQUET) else _json_documents
@@ -86,12 +89,14 @@ def find(path: str | Path, *, pattern: str | None = None, text_column: str = "te
     within = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
     within = [file for file in within if not is_hidden(file)]
     held = [path / file for file in within if (path / file).is_file()]
-    known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + _JSON + _PARQUET)]
+    known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + JSON + _PARQUET)]
     if not known:
         others = sorted({file.suffix or file.name for file in held})[:8]
         holds = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
         beside = f", only {', '.join(others)}: dataset.pattern='*{others[0]}' reads those as text" if others else ""
         raise BadInputError(f"dataset.path={path} {holds}{beside}; {_HOW}")
+    if left := len(held) - len(known):
+        log.warning("%s: %d files that are no text by their endings are left out", path, left)
     return TextFiles(name=path.resolve().name, files=tuple(known), text_column=text_column)
 
 
@@ -156,7 +161,11 @@ def _plain_text(file: Path) -> Iterator[TextChunk]:
     held, read = b"", 0
     with _opened(file) as stream:
         while True:
-            new = stream.read(CHUNK_BYTES)
+            try:
+                new: bytes = stream.read(CHUNK_BYTES)
+            except _BROKEN as error:
+                raise BadInputError(f"{file} cannot be read after {read} bytes: {error}") from error
+            new = new if read else new.removeprefix(codecs.BOM_UTF8)
             try:
                 decoder.decode(new, final=not new)
             except UnicodeDecodeError as error:
@@ -192,16 +201,23 @@ def _chunks_of(document: bytes) -> Iterator[TextChunk]:
 
 
 def _json_documents(file: Path, *, column: str) -> Iterator[str]:
+    for row, where in json_lines(file):
+        yield _text_of(row, column=column, where=where)
+
+
+def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
+    """Each value of a file of JSON lines, blank ones left out, and where it is. BadInputError names a bad line."""
     number = 0
-    try:
-        with gzip.open(file) if file.name.lower().endswith(".gz") else _opened(file) as stream:
+    with _opened(file) as stream:
+        try:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _text_of(json.loads(line), column=column, where=f"{file}, line {number}")
-    except UnicodeDecodeError as error:
-        raise _undecodable(file, error) from error
-    except (json.JSONDecodeError, OSError, EOFError, zlib.error) as error:
-        raise BadInputError(f"{file}, line {number}: no JSON object per line can be read there ({error})") from error
+                    yield json.loads(line), f"{file}, line {number}"
+        except UnicodeDecodeError as error:
+            raise _undecodable(file, error) from error
+        except (json.JSONDecodeError, *_BROKEN) as error:
+            where = f"{file}, line {number}"
+            raise BadInputError(f"{where}: no JSON object per line can be read there ({error})") from error
 
 
 def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
@@ -243,6 +259,6 @@ def _undecodable(file: Path, error: UnicodeDecodeError, *, read: int = 0, pendin
 
 def _opened(file: Path) -> Any:
     try:
-        return file.open("rb")
+        return gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb")
     except OSError as error:
         raise BadInputError(f"{file} cannot be read: {error.strerror}") from error

@@ -122,17 +122,32 @@ class TestMixedSets:
         assert f"the shorter sides have {min(odd, 16)} to {max(odd, 16)} pixels: all become 16 x 16" in caplog.text
 
 
+@pytest.mark.parametrize("ending", ["gif", "webp", "tif", "png"])
+def test_of_several_frames_the_first_is_read_and_said(
+    tmp_path: Path, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_folder(tmp_path, size=(8, 8))
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green")]
+    frames[0].save(tmp_path / "cat" / f"moves.{ending}", save_all=True, append_images=frames[1:])
+    images(tmp_path)
+    assert "of 25 images 1 have several frames or pages: the first is read" in caplog.text
+    first = open_image(tmp_path / "cat" / f"moves.{ending}", where="").convert("RGB").getpixel((0, 0))
+    assert first[0] > 200 > 50 > first[1], "red"
+
+
 class TestStrayFiles:
     def test_they_are_left_out_and_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write_folder(tmp_path, size=(16, 16))
-        for folder in (tmp_path / "cat" / ".ipynb_checkpoints", tmp_path / "__MACOSX", tmp_path / ".git"):
+        shares = (tmp_path / name for name in ("@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found"))
+        for folder in (tmp_path / "cat" / ".ipynb_checkpoints", tmp_path / "__MACOSX", tmp_path / ".git", *shares):
             folder.mkdir()
             picture().save(folder / "01-checkpoint.png")
         (tmp_path / "cat" / "._1.png").write_bytes(b"\0\5\26\7")
         (tmp_path / "dog" / "Thumbs.db").write_bytes(b"x")
+        (tmp_path / "dog" / "gone.png").symlink_to(tmp_path / "nowhere.png")
         data = images(tmp_path)
         assert data.spec.num_train + data.spec.num_val == 24 and data.spec.num_classes == 2
-        assert "3 hidden files and files that are no images are left out" in caplog.text
+        assert "4 hidden files, files that are no images and links to nothing are left out" in caplog.text
 
     def test_of_tables_texts_and_latents_too(self, tmp_path: Path) -> None:
         rows = [{"image": {"bytes": encoded(picture(size=(8, 8))), "path": None}, "label": n % 2} for n in range(6)]

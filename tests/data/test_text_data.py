@@ -164,6 +164,17 @@ def test_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path)
 ROWS = [{"text": "first Zoë"}, {"text": ""}, {"text": "second\nline"}, {"text": "x" * 50, "other": 1}]
 
 
+def test_zipped_texts_and_marks_of_byte_order_are_read_and_others_counted(tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone ")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbftwo"))
+    (tmp_path / "c.pdf").write_bytes(b"%PDF")
+    assert joined(find(tmp_path).chunks()) == b"one two"
+    assert "1 files that are no text by their endings are left out" in caplog.text
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two" * 500)[:-12])
+    with pytest.raises(BadInputError, match=r"b\.txt\.gz cannot be read after \d+ bytes"):
+        joined(find(tmp_path).chunks())
+
+
 def write_rows(folder: Path, kind: str) -> Path:
     path = folder / f"rows.{kind}"
     lines = "\n".join(json.dumps(row) for row in ROWS)

@@ -1,5 +1,6 @@
 """model=hf: stored causal and masked language models and image classifiers are fine-tuned on text, chat and images."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -122,8 +123,8 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2 of .* is no JSON"),
-        ("[1]", "line 2 of .* is a list"),
+        ("{", "bad.jsonl, line 2: no JSON object per line"),
+        ("[1]", "bad.jsonl, line 2 is a list"),
         ('{"text": "a"}', "has neither `messages` nor the texts `prompt` and `completion`, but text"),
         ('{"messages": "a"}', "`messages` must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
@@ -135,6 +136,19 @@ def test_a_faulty_line_is_named(line, said, stored, tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n" + line)
     with pytest.raises(BadInputError, match=said):
         chat(tmp_path / "bad.jsonl", stored)
+
+
+def test_lines_are_read_as_people_have_them(stored, tmp_path):
+    """Marks of byte order, blank lines, line separators in texts, gzip, hidden files; a wrong path is told first."""
+    answer = {"role": "assistant", "content": "c\u2028d"}
+    line = json.dumps({"messages": [CHAT[0], answer]}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line}\n\n{line}\n".encode())
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(f"{line}\n".encode()))
+    (tmp_path / ".c.jsonl").write_text("no JSON")
+    data = chat(tmp_path, stored, val_fraction=0.5)
+    assert len(data.train_source) == len(data.val_source) == 1, "of four conversations"
+    with pytest.raises(BadInputError, match=r"gone\.jsonl does not exist: give FILE\.jsonl"):
+        chat(tmp_path / "gone.jsonl", Path("no tokenizer there"))
 
 
 def chat(path: Path, stored: Path, **options):
