@@ -93,9 +93,8 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:
-    """The error for a name that a registry does not hold: what was given, the nearest one, and what there is."""
+    """The error for a name that a registry does not hold: what was given, the nearest one, and all that there are."""
     names = list(allowed)
-    listed = ", ".join(names if len(names) <= 48 else [*names[:24], f"... ({len(names)} in all)"])
     close = get_close_matches(str(given), names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return BadInputError(f"there is no {what} {given!r}{hint}; choose from: {listed}")
+    return BadInputError(f"there is no {what} {given!r}{hint}; choose from: {', '.join(names)}")

@@ -153,6 +153,16 @@ def removed(name: str) -> str:
     )
 
 
+def unknown_spec(name: str, *, what: str = "called", also: str = "") -> BadInputError:
+    """The error for a name that no row has: what was removed and what is in its place, or the nearest rows."""
+    if told := removed(name):
+        return BadInputError(told)
+    close = ", ".join(get_close_matches(name, SPECS, n=3)) or "none is close"
+    return BadInputError(
+        f"no optimizer spec is {what} {name!r} (close: {close}): `python run.py --list specs` shows every row{also}"
+    )
+
+
 def on_device(name: str) -> str:
     """The name of the row that keeps the same states on the device."""
     return name.partition("@")[0]
@@ -256,12 +266,6 @@ def _selected(patterns: tuple[str, ...]) -> Mapping[str, OptimizerSpec]:
     for pattern in patterns:
         matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}
         if not matched:
-            if told := removed(pattern):
-                raise BadInputError(told)
-            close = ", ".join(get_close_matches(pattern, SPECS, n=3)) or "none is close"
-            raise BadInputError(
-                f"no optimizer spec is called or matches {pattern!r} (close: {close}): "
-                "`python run.py --list specs` shows every row; globs such as foam_* are allowed"
-            )
+            raise unknown_spec(pattern, what="called or matches", also="; globs such as foam_* are allowed")
         found |= matched
     return {name: spec for name, spec in SPECS.items() if name in found}

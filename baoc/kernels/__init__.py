@@ -1,7 +1,7 @@
 """Fused optimizer steps in Triton: one launch per spec for all its tensors. Triton is imported by the first step.
 
-An `Engine` holds one `FusedTable` per spec and steps them together; `fused_step` steps one alone. The eager twin is
-`baoc.optim.rules` with `baoc.optim.codecs`.
+An `Engine` holds one `FusedTable` per spec and steps them together. The eager twin is `baoc.optim.rules`
+with `baoc.optim.codecs`.
 """
 
 import os
@@ -12,12 +12,11 @@ import torch
 from baoc.kernels.triton import matrix_kinds as _matrix_kinds  # noqa: F401 (registers its families)
 from baoc.kernels.triton.engine import Engine, capturing
 from baoc.kernels.triton.kinds import FAMILIES, Call, Cut, Family, Kind, RuleKind, Shape, register
-from baoc.kernels.triton.step import fused_step, launch, prepare
 from baoc.kernels.triton.table import FusedTable, fits
 
 __all__ = [
     "FAMILIES", "Call", "Cut", "Engine", "Family", "FusedTable", "Kind", "RuleKind", "Shape", "available", "capturing",
-    "fits", "fused_step", "interpreting", "launch", "prepare", "register",
+    "fits", "interpreting", "register",
 ]  # fmt: skip
 
 

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from baoc.core.catalogue import CODECS, PLACEMENTS, SPECS, STORAGES, WEIGHT_DTYPES, WEIGHTS, base_name, removed
+from baoc.core.catalogue import (
+    CODECS,
+    PLACEMENTS,
+    SPECS,
+    STORAGES,
+    WEIGHT_DTYPES,
+    WEIGHTS,
+    base_name,
+    removed,
+    unknown_spec,
+)
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES
 from baoc.optim.shards import described
@@ -96,9 +106,10 @@ def to_groups(params: Any, *, held: Sequence[Mapping[str, Any]] = ()) -> list[di
     where a name repeats, or where nothing was given.
     """
     seen: dict[Tensor, tuple[str, dict[str, Any]]] = {}
-    naming = _Naming(held)
+    taken = {name for group in held for name in group["param_names"]}
+    first = len(taken)
     groups = [
-        _group(group, seen=seen, naming=naming, index=index)
+        _group(group, seen=seen, taken=taken, first=first, index=index)
         for index, group in enumerate(raw_groups(params), start=len(held))
     ]
     if not seen:
@@ -128,32 +139,26 @@ def is_made_up(name: str) -> bool:
     return name.startswith("param") and name.removeprefix("param").isdecimal()
 
 
-class _Naming:
-    """Names for tensors that come without: paramN, N counted over all parameters, past what is taken."""
-
-    def __init__(self, held: Sequence[Mapping[str, Any]]):
-        self._taken = {name for group in held for name in group["param_names"]}
-        self._first = len(self._taken)
-
-    def name(self, given: str | None, *, count: int) -> str:
-        number = self._first + count
-        while given is None and f"param{number}" in self._taken:
-            number += 1
-        name = f"param{number}" if given is None else given
-        self._taken.add(name)
-        return name
-
-
 def _group(
-    raw: Mapping[str, Any], *, seen: dict[Tensor, tuple[str, dict[str, Any]]], naming: _Naming, index: int
+    raw: Mapping[str, Any],
+    *,
+    seen: dict[Tensor, tuple[str, dict[str, Any]]],
+    taken: set[str],
+    first: int,
+    index: int,
 ) -> dict[str, Any]:
-    """One group in plain types; `seen` maps the parameters of this and the groups before to name and settings."""
+    """One group in plain types; `seen` maps the parameters of this and the groups before to name and settings. One that
+    comes without a name is called paramN, N counted over all parameters from `first` on, past names that are taken."""
     settings = {key: plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
     params, names = [], []
     for given, param in members_of(raw, index=index):
         if given is None and isinstance(param, Tensor) and param in seen:
             given = seen[param][0]
-        name = naming.name(given, count=len(seen))
+        number = first + len(seen)
+        while given is None and f"param{number}" in taken:
+            number += 1
+        name = f"param{number}" if given is None else given
+        taken.add(name)
         check_param(param, name=name)
         if param in seen:
             _check_duplicate(name, owner=seen[param], settings=settings)
@@ -278,9 +283,7 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     """A row by name, or a row of the user's own, checked."""
     if isinstance(spec, str):
         if spec not in SPECS:
-            if told := removed(spec):
-                raise BadInputError(told)
-            raise unknown_name(spec, what="optimizer spec (`python run.py --list specs` has all)", allowed=SPECS)
+            raise unknown_spec(spec)
         spec = SPECS[spec]
     if spec.rule not in RULES:
         if told := removed(spec.name) or removed(spec.rule):

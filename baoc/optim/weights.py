@@ -10,7 +10,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from baoc.optim.codecs import lanes
+from baoc.optim.codecs import add_lanes_, lanes
 from baoc.types import ParamInfo
 
 _LEVELS = 127
@@ -165,19 +165,11 @@ def split_weights_(near: Tensor, correction: Tensor, *, values: Tensor, threshol
         near.copy_(rounded)
         correction.copy_((rest.abs() + 0.5).floor_().copysign_(rest))
         return
-    codes = _add_pattern_(rest, 1 - thresholds.to(rest.device)).floor_().clamp_(max=_LEVELS).to(torch.int8)
+    add_lanes_(rest.view(-1), 1 - thresholds.to(rest.device))
+    codes = rest.floor_().clamp_(max=_LEVELS).to(torch.int8)
     changed = values != merge_weights(near, correction)
     near.copy_(torch.where(changed, rounded, near))
     correction.copy_(torch.where(changed, codes, correction))
-
-
-def _add_pattern_(values: Tensor, pattern: Tensor) -> Tensor:
-    """Adds `pattern` over and over along the elements of a contiguous tensor."""
-    flat, length = values.view(-1), len(pattern)
-    whole = flat.numel() // length * length
-    flat[:whole].view(-1, length).add_(pattern)
-    flat[whole:].add_(pattern[: flat.numel() - whole])
-    return values
 
 
 def merge_weights(near: Tensor, correction: Tensor) -> Tensor:

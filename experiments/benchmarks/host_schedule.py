@@ -7,19 +7,19 @@ and copies take nothing from kernels. It tells what of the link a schedule hides
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP  # noqa: E402
+from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP, Lanes  # noqa: E402
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES  # noqa: E402
 from tests.support.placing import rings  # noqa: E402
 
@@ -29,7 +29,7 @@ FINAL = ("down", "up", "gate", "norm_out", "o", "v", "k", "q", "norm_in")  # in 
 KERNEL_S = 0.15e-3  # of a piece: 16M parameters at 0.9 ms per 100M
 
 
-class Clock:
+class Clock(Lanes):
     """Lanes whose work is done at once, and takes the time on the clock that its bytes do."""
 
     def __init__(self, *, rate: float):
@@ -50,15 +50,6 @@ class Clock:
 
     def wait(self, lane: str, mark: Any) -> None:
         self.now[lane] = max(self.now[lane], mark or 0.0)
-
-    def wait_here(self, mark: Any) -> None:
-        pass
-
-    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def shapes() -> dict[str, tuple[int, ...]]:

@@ -14,8 +14,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from baoc.kernels import Cut, launch, prepare  # noqa: E402
+from baoc.kernels import Cut  # noqa: E402
 from baoc.optim.codecs import lanes  # noqa: E402
+from tests.support.fused_step import launch, prepare  # noqa: E402
 from tests.support.kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
 from tests.support.matrix_cases import SHAPES, MatrixTwin, check_close, matrix_cases  # noqa: E402
 

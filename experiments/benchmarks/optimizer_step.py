@@ -30,9 +30,10 @@ from kernel_check import CUTS, text_of  # noqa: E402
 from peers import installed  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import Cut, FusedTable, Kind, fused_step, launch  # noqa: E402
+from baoc.kernels import Cut, FusedTable, Kind  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
+from tests.support.fused_step import fused_step, launch  # noqa: E402
 from tests.support.kernel_cases import Options  # noqa: E402
 
 STEPS = 15

@@ -6,8 +6,9 @@ import weakref
 import pytest
 import torch
 
-from baoc.kernels import Cut, fused_step, launch
+from baoc.kernels import Cut
 from baoc.kernels.usable import usable
+from tests.support.fused_step import fused_step, launch
 from tests.support.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
 
 SMALL = ((3, 160, False), (9, 7, False), (8, 6, True))

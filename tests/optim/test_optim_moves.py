@@ -51,7 +51,7 @@ def test_moves_come_in_the_order_of_blocks() -> None:
     ("specs", "text"),
     [
         ({"a": "sign", "x": "sign"}, "no block 'x'"),
-        ({"a": "sign", "b": "adamm"}, "no optimizer spec 'adamm'"),
+        ({"a": "sign", "b": "adamm"}, "no optimizer spec is called 'adamm'"),
         ({"a": "sign", "b": "foam_l1"}, "block b cannot run foam_l1"),
     ],
 )

@@ -130,7 +130,7 @@ def test_unknown_specs_rules_and_storages() -> None:
     for nothing in (None, ["adamw"]):
         with pytest.raises(BadInputError, match=r"specs is .*: give the name of one for all blocks, or a dict of"):
             build(make_params(SHAPES), nothing)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(BadInputError, match=r"no optimizer spec 'adamw_int9' \(did you mean adamw_int8"):
+    with pytest.raises(BadInputError, match=r"no optimizer spec is called 'adamw_int9' \(close: adamw_int8"):
         build(make_params(SHAPES), "adamw_int9")
     with pytest.raises(BadInputError, match="no update rule 'adam'"):
         build(make_params(SHAPES), OptimizerSpec(name="mine", description="", rule="adam"))

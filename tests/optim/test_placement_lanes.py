@@ -14,7 +14,7 @@ from torch import Tensor
 from baoc import BaocOptimizer
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
-from baoc.optim.offload import Inline, streaming
+from baoc.optim.offload import Lanes, streaming
 from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
@@ -45,9 +45,7 @@ def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     return {f"{name}.{key}": value.clone() for name, state in saved.items() for key, value in state.items()}
 
 
-def streamed(
-    lanes: LateLanes | Inline, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> Run:
+def streamed(lanes: Lanes, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Run:
     """The same where backward, forward and what follows run in the caller's lane, which is as late as the others."""
     params = make_params(shapes)
     gradients, seen = Gradients(params), []
@@ -87,8 +85,8 @@ def agree(a: Run, b: Run) -> bool:
     return True
 
 
-@pytest.mark.parametrize("spec", ["adamw_int8+split8", "lion_int8"])
-def test_every_order_that_the_marks_allow_gives_the_same_bits(spec: str) -> None:
+def test_every_order_that_the_marks_allow_gives_the_same_bits() -> None:
+    spec = "adamw_int8+split8"
     expected = on_the_device(spec)
     for order in ORDERS:
         assert agree(streamed(LateLanes(), spec, order), expected), order
@@ -105,7 +103,7 @@ def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """As in a backward whose order is not known yet, and where some parameters get no gradient."""
     chance = Random(seed)
@@ -119,7 +117,7 @@ def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HostedBackend, "__call__", call)
     monkeypatch.setattr(sys.modules[__name__], "STEPS", len(turns))
-    expected = streamed(Inline(), "adamw_int8", (), shapes=MIXED)
+    expected = streamed(Lanes(), "adamw_int8", (), shapes=MIXED)
     for deaf in ((), ((IN, OUT),)):
         found = []
         for order in ORDERS:

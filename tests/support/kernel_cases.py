@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.kernels import Cut, FusedTable, Kind, Shape, fused_step
+from baoc.kernels import Cut, FusedTable, Kind, Shape
 from baoc.kernels.triton.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable
 from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
 from baoc.optim.rules import RULES, RuleContext
 from baoc.optim.weights import merge_weights, round_at_random_, split_weights_
 from baoc.types import StateLayout
+from tests.support.fused_step import fused_step
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
 SMALL_CUT = Cut(chunk=512, warps=1)
@@ -73,18 +74,21 @@ def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | N
     return _finished(cases, device=device, sizes=sizes, cut=cut)
 
 
-def paired_cases() -> list[Case]:
-    """Of `all_cases` those among which every pair of rule, storage and type of parameters is there.
+def few_elementwise_cases() -> list[Case]:
+    """Of `all_cases` those among which a rule meets every codec of its states, types of parameters alternating.
 
-    The types alternate over rules and storages as the colours of a chessboard do: each pair (rule, storage) comes once,
-    each pair of either with a type at least once. The interpreter takes half the time.
+    AdamW has m and v in every storage; what others share with it, they have in two storages, one of each type.
     """
+    others = {
+        "rmsprop": ("fp32", "int8_root"),
+        "lion": ("bf16", "int8"),
+        "signum": ("int4", "int8_log"),
+        "sign": ("fp32",) * 2,
+    }
     cases = []
-    for row, rule in enumerate(ELEMENTWISE.rules):
-        # sign keeps no state: the storages stand for the types alone
-        storages = STORAGES if rule != "sign" else ("fp32", "fp32")
-        for column, storage in enumerate(storages):
-            dtype = (torch.float32, torch.bfloat16)[(row + column) % 2]
+    for rule in ELEMENTWISE.rules:
+        for column, storage in enumerate(others.get(rule, STORAGES)):
+            dtype = (torch.float32, torch.bfloat16)[column % 2]
             cases.append(Case(rule=rule, storage=storage, param=dtype, grad=dtype))
     return _finished(cases, device="cpu", sizes=SIZES, cut=SMALL_CUT)
 

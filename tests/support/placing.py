@@ -29,7 +29,7 @@ def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, lanes: Lanes | None 
         yield
 
 
-class LateLanes:
+class LateLanes(Lanes):
     """Nothing is done before somebody waits for it; `drain` then does all that may be done, `first` lanes first.
 
     `deaf`: pairs of lanes of which the first does not wait for the second, to see what then goes wrong.

@@ -5,6 +5,7 @@ Adafactor two vectors, and m if it has one; column norms nothing; Muon m; FOAM o
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from baoc.kernels.triton.kinds import (
     M_CODECS,
@@ -58,14 +59,6 @@ def adafactor_row(options: Options, step: int, *, has_m: bool) -> Row:
     return (decay, options.lr, 1 - beta1, 0.0, step**-_DECAY, correction, 0.0, 1.0)
 
 
-def _plain_adafactor_row(options: Options, step: int) -> Row:
-    return adafactor_row(options, step, has_m=False)
-
-
-def _momentum_adafactor_row(options: Options, step: int) -> Row:
-    return adafactor_row(options, step, has_m=True)
-
-
 def _m_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
     return codec_bytes(kind.m, shape.numel, name="m") if kind.traits.has_m else {}
 
@@ -106,10 +99,6 @@ def _chunks(shape: Shape, cut: Cut) -> int:
     return -(-shape.numel // (cut.chunk * cut.repeat))
 
 
-def _no_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
-    return {}
-
-
 def _programs(rule: str) -> Callable[[Shape, Cut], int]:
     return lambda shape, cut: -(-stored(shape)[0] // cut.repeat) if whole_lines(rule, shape) else _chunks(shape, cut)
 
@@ -141,7 +130,7 @@ register(
         v=(),
         weights=WEIGHTS,
         columns={},
-        sizes=_no_sizes,
+        sizes=lambda kind, shape: {},
         programs=_programs("column_norm"),
         cut=_cut,
     )
@@ -151,8 +140,8 @@ register(
     Family(
         module="baoc.kernels.triton.matrix",
         rules={
-            "adafactor": RuleKind(has_m=False, has_v=False, counts_steps=True, row=_plain_adafactor_row),
-            "adafactor_momentum": RuleKind(has_m=True, has_v=False, counts_steps=True, row=_momentum_adafactor_row),
+            name: RuleKind(has_m=has_m, has_v=False, counts_steps=True, row=partial(adafactor_row, has_m=has_m))
+            for name, has_m in (("adafactor", False), ("adafactor_momentum", True))
         },
         m=M_CODECS,
         v=(),

@@ -6,13 +6,12 @@ from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
 from baoc.optim.offload.arrival import arrival_bytes, drop_stale, fill, make_room
-from baoc.optim.offload.lanes import Inline, Lanes
+from baoc.optim.offload.lanes import Lanes
 from baoc.optim.offload.streaming import Streaming
 from baoc.optim.state import LiveBlock, State
 
 __all__ = [
     "HostArena",
-    "Inline",
     "Lanes",
     "Pipelines",
     "Streaming",

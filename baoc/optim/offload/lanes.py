@@ -1,12 +1,12 @@
 """Lanes, in which copies and steps of streamed blocks run beside the caller.
 
-On a GPU a lane is a CUDA stream (`Streams`); elsewhere work is done at once, in the caller's order (`Inline`). Within a
+On a GPU a lane is a CUDA stream (`Streams`); elsewhere work is done at once, in the caller's order (`Lanes`). Within a
 lane work is done in order. Between lanes it is ordered by marks alone: a mark, a CUDA event, is taken when a lane has
 come so far, and another lane waits for it. `MAIN` is the caller's own lane, in which forward and backward run.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,55 +15,30 @@ MAIN, IN, STEP, OUT = "main", "in", "step", "out"
 _OWN = (IN, STEP, OUT)
 
 
-class Lanes(Protocol):
+class Lanes:
+    """Those of the CPU, where nothing runs beside anything: work is done at once, in the caller's order."""
+
     def run(self, lane: str, work: Callable[[], object]) -> None:
         """Does `work` in the lane, now or when the lane comes to it."""
-        ...
-
-    def mark(self, lane: str) -> Any:
-        """How far the lane has been given work by now."""
-        ...
-
-    def wait(self, lane: str, mark: Any) -> None:
-        """What the lane is given from now on waits for the mark."""
-        ...
-
-    def wait_here(self, mark: Any) -> None:
-        """The calling thread waits for the mark."""
-        ...
-
-    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-        """The memory of tensors that the caller lets go of is not used again before the lane has come so far."""
-        ...
-
-    def finish(self) -> None:
-        """The calling thread waits for all lanes but its own."""
-        ...
-
-
-class Inline:
-    """All work is done at once, in the caller's order: on the CPU, where nothing runs beside anything."""
-
-    def run(self, lane: str, work: Callable[[], object]) -> None:
         work()
 
     def mark(self, lane: str) -> Any:
-        return None
+        """How far the lane has been given work by now."""
 
     def wait(self, lane: str, mark: Any) -> None:
-        pass
+        """What the lane is given from now on waits for the mark."""
 
     def wait_here(self, mark: Any) -> None:
-        pass
+        """The calling thread waits for the mark."""
 
     def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-        pass
+        """The memory of tensors that the caller lets go of is not used again before the lane has come so far."""
 
     def finish(self) -> None:
-        pass
+        """The calling thread waits for all lanes but its own."""
 
 
-class Streams:
+class Streams(Lanes):
     """Lanes that are CUDA streams; marks are events, so no lane keeps the calling thread."""
 
     def __init__(self, device: torch.device):
@@ -102,4 +77,4 @@ class Streams:
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    return Streams(device) if device.type == "cuda" else Inline()
+    return Streams(device) if device.type == "cuda" else Lanes()

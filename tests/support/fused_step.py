@@ -9,9 +9,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from baoc.kernels import Call, FusedTable
 from baoc.kernels.triton import engine
-from baoc.kernels.triton.kinds import Call, Options
-from baoc.kernels.triton.table import FusedTable
+from baoc.kernels.triton.kinds import Options
+
+Mode = Literal["step", "measure", "repair"]
 
 
 def fused_step(
@@ -20,19 +22,16 @@ def fused_step(
     options: Sequence[Options],
     thresholds: Iterable[float] | None = None,
     phase: int = 0,
-    matched: bool = False,
-    track: bool = False,
-    mode: Literal["step", "measure", "repair"] = "step",
-    marked: bool = False,
+    mode: Mode = "step",
+    **call: bool,
 ) -> Tensor | None:
     """Steps every tensor of the table that has a gradient.
 
-    `options`: settings by parameter group, of which lr, betas, eps and weight_decay are read. `thresholds`: the codecs'
-    lanes of this step's `phase`, fp32 [32] on the CPU. The rest is what `kinds.Call` says. With `track`, returns the
-    sums of squares of each tensor's own update (fp32 [tensors], deterministic).
+    `thresholds`: the codecs' lanes of this step's `phase`, fp32 [32] on the CPU. `call` is what `kinds.Call` says. With
+    `track`, returns the sums of squares of each tensor's own update (fp32 [tensors], deterministic).
     """
     prepare(table, options=options, thresholds=thresholds, phase=phase, advance=mode == "step")
-    return launch(table, matched=matched, track=track, mode=mode, marked=marked)
+    return launch(table, mode=mode, **call)
 
 
 def prepare(
@@ -47,17 +46,9 @@ def prepare(
     table.engine.stage(options, thresholds=thresholds, phase=phase, advance=advance)
 
 
-def launch(
-    table: FusedTable,
-    *,
-    matched: bool = False,
-    track: bool = False,
-    mode: Literal["step", "measure", "repair"] = "step",
-    marked: bool = False,
-) -> Tensor | None:
+def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **call: bool) -> Tensor | None:
     """Only kernels."""
-    call = Call(mode=mode, matched=matched, track=track, marked=marked)
-    engine.launch(table, call)
+    engine.launch(table, Call(mode=mode, track=track, **call))
     if not track:
         return None
     table.engine.sum()
