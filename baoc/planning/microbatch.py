@@ -11,7 +11,6 @@ from itertools import product
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.cost import grouped_bytes, native_bytes
-from baoc.planning.limits import saved_by
 from baoc.planning.messages import more_specs, too_small_host
 from baoc.planning.planner import Planner
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, PeakInterval, Plan
@@ -271,16 +270,12 @@ def make_option(
     num_layers: int,
     latency: LatencyTable,
     release: bool = False,
-    spared_s: float = 0.0,
-    spared_bytes: int = 0,
     propose: Callable[[], Plan] | None = None,
 ) -> Option:
     """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not.
     `propose`: what to ask for it, once the planner has footprint and latency; else the planner itself.
 
     `latency.base_step_s` is all of a step but the optimizer's part, `reference_step_s` what step_time is a ratio to.
-    `spared_s`: what it is less where weights have `spared_bytes` less than native ones; an allocation that saves a part
-    of these bytes takes as large a part of these seconds less.
     """
     micro_batch = footprint.micro_batch
     planner.footprint, planner.latency = footprint, latency
@@ -308,9 +303,7 @@ def make_option(
         why = f"too slow: {error.least_step_s * 1e3:.3g} ms, {allowed_s * 1e3:.3g} ms allowed"
         return replace(option, peak_bytes=error.least_feasible_bytes, fastest_s=error.least_step_s, why=why)
     choices = plan.allocation.choices
-    saved = sum(saved_by(choices, blocks=planner.blocks, specs=planner.specs).values())
-    spared_s *= saved / spared_bytes if spared_bytes else 0.0
-    step_s = planner.step_seconds(choices) - spared_s
+    step_s = planner.step_seconds(choices)
     formats = sorted({planner.specs[spec].weights for spec in choices.values()})
     return replace(
         option,
@@ -319,7 +312,6 @@ def make_option(
         state_bytes=plan.allocation.state_bytes,
         samples_per_s=batch_size / step_s if step_s > 0 else math.nan,
         step_s=step_s,
-        spared_s=spared_s,
         risk=plan.allocation.risk,
     )
 

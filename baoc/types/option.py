@@ -10,10 +10,9 @@ class Option:
 
     `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
     ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
-    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in; `spared_s`:
-    what those of 16 bits take off `step_s`. `fastest_s`: where only seconds are missing, those of its fastest
-    allocation; `reference_s`: of a step with fused AdamW, to which step_time is a ratio. `least_host_bytes`: where
-    pinned memory of the host is missing, how much would do. `compared`: two of its own steps were timed; `tried`: its
+    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in.
+    `fastest_s`: where only seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused
+    AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of the host is missing, how much would do. `compared`: two of its own steps were timed; `tried`: its
     bytes and whole steps were measured as in training; else both follow from other options. `chosen` marks the row that
     is run. `compiled`: layers run by torch.compile.
     """
@@ -29,7 +28,6 @@ class Option:
     samples_per_s: float
     risk: float | None
     step_s: float = math.nan
-    spared_s: float = 0.0
     fastest_s: float = math.nan
     reference_s: float = math.nan
     least_host_bytes: int | None = None

@@ -162,26 +162,6 @@ def table(base_s: float) -> LatencyTable:
     )
 
 
-def test_weights_of_16_bits_spare_a_step_their_casts_as_far_as_a_plan_has_them():
-    room = Budget(name="m", memory_bytes=4 * MIB + 8 * MIB + ADAMW)
-    none = Budget(name="t", memory_bytes=12 * MIB - ADAMW // 16)
-    settings = PlannerSettings(specs=("*", "*+split8"), keep_fp32_roles=())
-    found = {}
-    for budget in (room, none):
-        planner = Planner(PARAMS, budget=budget, settings=settings, footprint=footprint(8))
-        whole = sum(2 * param.numel for param in PARAMS)
-        given = {
-            "footprint": footprint(8),
-            "batch_size": 240,
-            "recomputed": 0,
-            "num_layers": 4,
-            "latency": table(240 * 0.1),
-        }
-        found[budget.name] = make_option(planner, **given, spared_s=6.0, spared_bytes=whole)
-    assert found["m"].spared_s == 0.0 and found["m"].step_s == pytest.approx(25.0), "weights in full"
-    assert 0 < found["t"].spared_s <= 6.0 and found["t"].step_s == pytest.approx(25.0 - found["t"].spared_s)
-
-
 def test_a_limit_on_time_rules_options_out_and_says_what_they_take():
     """A fifth more than 20 seconds: 22 of forward and backward leave room for the optimizer's one, 24 do not."""
     budget = Budget(name="m", memory_bytes=64 * MIB, step_time=1.2)

@@ -220,16 +220,6 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path):
         run(tmp_path / "day" / "part", micro_batch=5)
 
 
-def test_what_16_bit_weights_spare_lies_between_the_smallest_and_the_largest_that_was_timed():
-    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
-    axes = Axes(micro_batches=(1, 4, 16, 32), recomputed=(0,))
-    tryouts = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given)
-    assert tryouts.spared_s((4, False, False)) == 0.0, "not known"
-    tryouts.spared = {False: {1: 0.4, 16: 0.1}}
-    found = [tryouts.spared_s((size, False, False)) for size in axes.micro_batches]
-    assert found == pytest.approx([32 * 0.4, 8 * 0.34, 2 * 0.1, 0.1])
-
-
 class Card:
     """Trials whose seconds are flat up to 8 samples and whose bytes are 10 and 1 per sample, with room for `room`."""
 

@@ -69,7 +69,6 @@ class Tryouts:
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
         self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
         self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
-        self.spared: dict[int, dict[int, float]] = {}  # by size, seconds that 16-bit weights spare a micro-batch
 
     def switch(self, recomputed: int) -> None:
         disable_checkpointing(self.task.model)
@@ -154,15 +153,6 @@ class Tryouts:
         """How many times as long steps took in the training loop as where they were compared; 1 where not known."""
         known = [self.rehearsed[way] / self.compared[way] for way in self.rehearsed if way in self.compared]
         return median(known) if known and not release else 1.0
-
-    def spared_s(self, way: Way) -> float:
-        """Seconds of a step that it takes less where every weight that may be is of 16 bits; 0 where not known."""
-        known = sorted(self.spared.get(self.end(way[1]), {}).items())
-        if not known:
-            return 0.0
-        (low, at_low), (high, at_high) = known[0], known[-1]
-        share = 1.0 if high == low else min(1.0, (way[0] - low) / (high - low))
-        return self.config.batch_size // way[0] * (at_low + share * (at_high - at_low))
 
     @property
     def any_room(self) -> bool:
@@ -256,20 +246,6 @@ class Tryouts:
         saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.less else 0
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
 
-    def time_narrow(self, recomputed: int) -> None:
-        """Learns what weights of 16 bits spare, which autocast need not cast: for the smallest micro-batch, where
-        launches count, and for the largest that was tried."""
-        self.spared[recomputed] = {}
-        if recomputed in self.narrowed or not self.narrow or self.compiled:  # that would be compiled for it alone
-            return
-        self.switch(recomputed)
-        known = sorted(self.tried[recomputed], key=lambda trial: trial.micro_batch)
-        with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow):
-            for trial in {trial.micro_batch: trial for trial in (known[0], known[-1])}.values():
-                per_step = self.config.batch_size // trial.micro_batch
-                seconds = self.trials.timed(trial.micro_batch, per_step=per_step)
-                self.spared[recomputed][trial.micro_batch] = max(0.0, trial.seconds - seconds)
-
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
         self.rehearsed[way] = self._rehearsed(way, blocks=blocks, specs=specs)
@@ -343,14 +319,9 @@ class Tryouts:
             clear_cache(self.where)
         self.no_room.add(way)
 
-    def end(self, recomputed: int) -> int:
-        """The number of recomputed layers of which several micro-batches are tried, that goes for this one: of those
-        between the most, which takes least."""
-        return recomputed if recomputed in self.tried else max(self.tried, default=recomputed)
-
     def _is_narrowed(self, recomputed: int) -> bool:
-        """Whether trials have weights of 16 bits."""
-        return self.end(recomputed) in self.narrowed
+        """Whether trials have weights of 16 bits: between none and all layers as with all, which takes least."""
+        return (recomputed if recomputed in self.tried else max(self.tried, default=recomputed)) in self.narrowed
 
     def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
         """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""

@@ -339,7 +339,7 @@ class Decision:
             chosen=chosen,
             options=tuple(choice.options),
             footprint=self.footprints[chosen.way],
-            latency=self.latency(chosen.way, spared_s=chosen.spared_s),
+            latency=self.latency(chosen.way),
             run_s=run_s,
             in_16_bits=chosen.way in self.tryouts.in_16_bits,
         )
@@ -411,19 +411,15 @@ class Decision:
             self.tryouts.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
         return replace(table, reference_step_s=table.reference_step_s + self.tryouts.seconds(way))
 
-    def latency(self, way: Way, *, spared_s: float = 0.0) -> LatencyTable:
-        """The table with all but the optimizer's part of a step of this option, less what its plan's weights spare."""
-        return replace(self.table, base_step_s=self.table.base_step_s + self.tryouts.seconds(way) - spared_s)
+    def latency(self, way: Way) -> LatencyTable:
+        """The table with all but the optimizer's part of a step of this option."""
+        return replace(self.table, base_step_s=self.table.base_step_s + self.tryouts.seconds(way))
 
     def options(self) -> list[Option]:
         options = self.made()
         if not any(option.fits for option in options) and self.tryouts.narrow_down():
             options = self.made()
-        narrow = {self.tryouts.end(o.recomputed) for o in options if o.fits and o.weights != "native"}
-        for recomputed in narrow - self.tryouts.spared.keys():
-            self.tryouts.time_narrow(recomputed)
-            options = []
-        return options or self.made()
+        return options
 
     def made(self) -> list[Option]:
         self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
@@ -488,8 +484,6 @@ class Decision:
             num_layers=self.axes.num_layers,
             latency=self.latency(way),
             release=way[2],
-            spared_s=self.tryouts.spared_s(way),
-            spared_bytes=sum(self.tryouts.less.values()),
             propose=partial(self._proposed, way),
         )
         tried = way in self.tryouts.rehearsed and self.tryouts.knows(way)
