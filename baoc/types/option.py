@@ -12,9 +12,10 @@ class Option:
     ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
     `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in.
     `fastest_s`: where only seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused
-    AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of the host is missing, how much would do. `compared`: two of its own steps were timed; `tried`: its
-    bytes and whole steps were measured as in training; else both follow from other options. `chosen` marks the row that
-    is run. `compiled`: layers run by torch.compile.
+    AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of the host is missing, how much
+    would do. `compared`: two of its own steps were timed; `tried`: its bytes and whole steps were measured as in
+    training; else both follow from other options. `chosen` marks the row that is run. `compiled`: layers run by
+    torch.compile.
     """
 
     micro_batch: int
