@@ -101,9 +101,11 @@ def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = F
     """Has the network's `checkpoint_units` run by torch.compile in training, or no more; returns their number. A
     network that names none is one unit.
 
-    Layers of one class share what is compiled, whether their activations are recomputed or kept; in evaluation they run
-    as they are. It is compiled for each size of a batch, or with `any_batch` once for all but single samples. Kernels
-    are chosen without timing them: with the same versions and size, every process computes the same bits.
+    Layers of one class share what is compiled, those that recompute their activations and those that keep them apart;
+    in evaluation they run as they are. It is compiled for each size of a batch, or with `any_batch` once for all but
+    single samples. What is kept are results of products: norms, activation functions and casts are computed again, in
+    the kernels of backward. Kernels are chosen without timing them: with the same versions and size, every process
+    computes the same bits.
     """
     units = recomputable_layers(model) or [model]
     for unit in units:
@@ -114,7 +116,7 @@ def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = F
 _RECOMPUTES, _COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
 _ONE, _ANY = "one", "any"  # what is compiled is for one size of a batch, or for any
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-_compiled: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
+_compiled: dict[tuple[type[nn.Module], str, bool], Callable[..., Any]] = {}
 _VARIANTS = 64  # of what is compiled of a class at most: by size, and by the types of its weights
 
 
@@ -132,43 +134,61 @@ def _kept_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name whose forward pass in training is `torch.utils.checkpoint`, compiled, or both: then
-    what is compiled runs twice, so that it is the same for layers that keep their activations."""
+    """A subclass of the same name whose forward pass in training is `torch.utils.checkpoint`, compiled, or both."""
     if cls not in _classes:
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.training:
                 return cls.forward(self, *args, **kwargs)
+            recomputes = _RECOMPUTES in self.__dict__
             modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-            run = partial(_under, modes, cls.forward) if modes else cls.forward
             if not modes and (size := self.__dict__.get(_COMPILES)):
-                run = _compiled_forward(cls, size, args)
-            if _RECOMPUTES not in self.__dict__:
-                return run(self, *args, **kwargs)
-            return checkpoint(run, self, *args, use_reentrant=False, **kwargs)
+                return _compiled_forward(cls, size, recomputes, args)(self, *args, **kwargs)
+            run = partial(_under, modes, cls.forward) if modes else cls.forward
+            return (
+                checkpoint(run, self, *args, use_reentrant=False, **kwargs)
+                if recomputes
+                else run(self, *args, **kwargs)
+            )
 
         names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[cls] = type(cls.__name__, (cls,), names)
     return _classes[cls]
 
 
-def _compiled_forward(cls: type[nn.Module], size: str, args: Sequence[Any]) -> Callable[..., Any]:
-    if (cls, size) not in _compiled:
+def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: Sequence[Any]) -> Callable[..., Any]:
+    key = cls, size, recomputes
+    if key not in _compiled:
         from torch import _dynamo
 
         _dynamo.config.recompile_limit = max(_VARIANTS, _dynamo.config.recompile_limit)
-        forward = cls.forward
-        own = FunctionType(  # torch knows what it compiled by the code: that for any size would serve one too
-            forward.__code__.replace(co_name=f"{forward.__name__}_{size}"),
-            forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__,
-        )  # fmt: skip
-        own.__kwdefaults__ = forward.__kwdefaults__
-        _compiled[cls, size] = torch.compile(own, dynamic=False, options={"deterministic": True})
+        # Else weights that were narrowed in place since are taken for what they were.
+        _dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+        _dynamo.config.use_recursive_dict_tags_for_guards = False
+
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if recomputes:
+                return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
+            return cls.forward(self, *args, **kwargs)
+
+        # torch knows what it compiled by the code: that for any size would serve one too.
+        code = run.__code__.replace(co_name=f"{cls.__name__}_{size}_{'recomputed' if recomputes else 'kept'}")
+        own = FunctionType(code, run.__globals__, closure=run.__closure__)
+        _compiled[key] = torch.compile(own, dynamic=False, backend=_kernels)
     if size == _ANY:
         for value in args:
             if isinstance(value, Tensor) and value.ndim > 1:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-    return _compiled[cls, size]
+    return _compiled[key]
+
+
+def _kernels(graph: Any, inputs: Any) -> Any:
+    """What torch's inductor makes of a graph, see `set_compiled`."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(aggressive_recomputation=True):
+        return compile_fx(graph, inputs, config_patches={"deterministic": True})
 
 
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,10 +22,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         traced.append(len(graph.graph.nodes))
         return graph.forward
 
-    compile_as = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, dynamic, options: compile_as(f, dynamic=dynamic, backend=backend)
-    )
+    monkeypatch.setattr(switches, "_kernels", backend)
     monkeypatch.setattr(switches, "_compiled", {})
     yield traced
     torch._dynamo.reset()
@@ -37,7 +34,7 @@ def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs:
     net, inputs = Net(), {size: torch.randn(size, 3) for size in (5, 7, 9)}
     expected = {size: gradients(net, batch) for size, batch in inputs.items()}
     assert set_compiled(net, any_batch=any_batch) == 4 and not graphs
-    for count in (0, 2, 4, 1):
+    for count in (0, 2, 1):
         disable_checkpointing(net)
         if count:
             enable_checkpointing(net, name="net", count=count)
@@ -45,7 +42,7 @@ def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs:
         for size, batch in inputs.items():
             found = gradients(net, batch)
             assert all(torch.equal(a, b) for a, b in zip(found, expected[size], strict=True))
-        assert len(graphs) == (1 if any_batch else 3)
+        assert len(graphs) == (1 if any_batch else 3) * (2 if count else 1), "kept ones, and recomputed ones"
     set_compiled(net, False)
     assert [type(layer) is Layer for layer in net.layers] == [False, True, True, True], "one is recomputed still"
 

@@ -57,7 +57,8 @@ class Tryouts:
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped, self.compiled = capped, compiled
-        self._ready: dict[tuple[int, bool], float] = {}  # seconds of compiling, by size (0: any) and whether in 16 bits
+        # Seconds of compiling, by size (0: any), whether weights have 16 bits, and whether layers are recomputed.
+        self._ready: dict[tuple[int, bool, bool], float] = {}
         self.less = less
         # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
         self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
@@ -76,19 +77,21 @@ class Tryouts:
             enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
         set_compiled(self.task.model, self.compiled, any_batch=True)
 
-    def compile(self, size: int, *, narrow: bool, exactly: bool = False) -> None:
+    def compile(self, way: Way, *, narrow: bool, exactly: bool = False) -> None:
         """What runs next is compiled, if it is to be; `exactly` as training has it, else for any micro-batch."""
         if not self.compiled:
             return
         set_compiled(self.task.model, any_batch=not exactly)
-        kind = size if exactly or size == 1 else 0, narrow
-        if kind not in self._ready:
-            self._ready[kind] = self.trials.compile(size)
+        size = way[0] if exactly or way[0] == 1 else 0
+        parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
+        missing = {(size, narrow, part) for part in parts or {False}} - self._ready.keys()
+        if missing:
+            self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]))
 
     def compiling_s(self, size: int) -> float:
         """About what is still to be compiled takes, to try this micro-batch as training has it."""
-        known = self.compiled and not any(other == size for other, _ in self._ready)
-        return max(self._ready.values(), default=0.0) if known else 0.0
+        known = not self.compiled or size in {kind[0] for kind in self._ready}
+        return 0.0 if known else max(self._ready.values(), default=0.0)
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class Tryouts:
         """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
         run = partial(
             self._compiled_run,
-            size,
+            (size, recomputed, False),
             accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
             context_bytes=context_bytes(self.where),
             per_step=self.config.batch_size // size,
@@ -234,9 +237,9 @@ class Tryouts:
         clear_cache(self.where)
         raise _TooTight
 
-    def _compiled_run(self, size: int, *, narrowed: Mapping[str, int] | None = None, **given: Any) -> Trial:
-        self.compile(size, narrow=narrowed is not None)
-        return self.trials.run(size, narrowed=narrowed, **given)
+    def _compiled_run(self, way: Way, *, narrowed: Mapping[str, int] | None = None, **given: Any) -> Trial:
+        self.compile(way, narrow=narrowed is not None)
+        return self.trials.run(way[0], narrowed=narrowed, **given)
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
@@ -312,7 +315,7 @@ class Tryouts:
                 break
             look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
-                self.compile(way[0], narrow=narrow, exactly=exactly)
+                self.compile(way, narrow=narrow, exactly=exactly)
                 measure(narrow)
                 self.in_16_bits |= {way} if narrow else set()
                 return
