@@ -25,12 +25,12 @@ EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
 
 
 @contextmanager
-def brief() -> Iterator[None]:
-    """Inside, the smallest vision transformer has two layers in place of four, and steps are timed for a moment: what
-    tests hold depends on neither, what they cost does."""
+def brief(*, depth: int = 2) -> Iterator[None]:
+    """Inside, the smallest vision transformer has `depth` layers in place of four, and steps are timed for a moment:
+    what tests hold depends on neither, what they cost does."""
     settings: Any = family_of("vit").sizes["tiny"].settings
     with (
-        mock.patch.dict(settings, depth=2),
+        mock.patch.dict(settings, depth=depth),
         mock.patch.dict(REHEARSED_S, cpu=0.05),
         mock.patch("baoc.training.measure.microbatch_search.FUSED_S", 0.05),
         mock.patch("baoc.training.session.RECORDING_S", 0.05),

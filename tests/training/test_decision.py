@@ -28,7 +28,7 @@ from baoc.training.session import make_profiler
 from baoc.types import RunResult
 from tests.support.planners import footprint
 from tests.support.tiny import LIGHTNING_NOISE
-from tests.support.training_runs import config
+from tests.support.training_runs import brief, config
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +39,10 @@ TIGHT = "4.2mb"  # AdamW fits with 8 samples at once, and not with 16
 
 
 @pytest.fixture(autouse=True, scope="module")
-def trains_briefly() -> None:
-    """Not here: the bytes of these tests are those of four layers."""
+def trains_briefly() -> Iterator[None]:
+    """The bytes of these tests are those of four layers."""
+    with brief(depth=4):
+        yield
 
 
 def run(run_dir: Path, **changes: Any) -> RunResult:

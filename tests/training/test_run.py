@@ -130,10 +130,10 @@ def test_shadow_risk_accumulation_and_bf16(tmp_path):
     result = run(
         tmp_path / "day" / "shadow",
         risk=RiskConfig(name="shadow"),
-        micro_batch=8,
-        trainer=replace(config().trainer, precision="bf16-mixed", val_check_interval=28),
+        micro_batch=16,
+        trainer=replace(config().trainer, precision="bf16-mixed", max_steps=8, val_check_interval=16),
     )
-    assert result.budget_met and result.num_steps == 14
+    assert result.budget_met and result.num_steps == 8
     profile = json.loads((tmp_path / "day" / "shadow" / "profile.json").read_text())
     assert profile["shadow"]
 
