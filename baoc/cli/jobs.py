@@ -171,7 +171,7 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
 
     command = command_of(overrides)
     import_torchmetrics()
-    from baoc.training.race.records import settle_recipe
+    from baoc.racing.records import settle_recipe
     from baoc.training.run import run
 
     write_environment(run_dir / "env.json", command=command, argv=STATE.argv, device=config.device)

@@ -1,6 +1,6 @@
 """Runs a race: each of its runs is a trial of one study in the race's folder, under the study's workers and storage.
 
-`baoc.training.race.course` says which runs come next from the scores so far. Those of a stage are appended to the
+`baoc.racing.course` says which runs come next from the scores so far. Those of a stage are appended to the
 study as fixed overrides, and `run_study` works until they have ended; so retries, hangs, GPUs, kills and several
 processes are the study's. The same command goes on with a race that was killed: the course asks for the same runs
 again, and finds those that had ended in the storage.
@@ -24,17 +24,8 @@ from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetErro
 from baoc.frontier.build import build_report
 from baoc.frontier.runs import INCIDENTAL
 from baoc.models import family_of
-from baoc.sweep.early_stopping import violates_constraint
-from baoc.sweep.gpu_slots import find_gpus
-from baoc.sweep.storage import differences, setting_text
-from baoc.sweep.study import run_study, study_folder
-from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
-from baoc.tracking import files
-from baoc.tracking.console import make_console, make_table, say
-from baoc.tracking.files import read_json, write_json, write_text
-from baoc.training.race import records
-from baoc.training.race.course import (
+from baoc.racing import records
+from baoc.racing.course import (
     DIVERGED,
     DONE,
     FAILED,
@@ -47,8 +38,17 @@ from baoc.training.race.course import (
     Settings,
     course,
 )
-from baoc.training.race.entrants import FILE, Field, Racer, read_field
-from baoc.training.race.records import EPOCHS_APART, Measured, epochs, stage_name
+from baoc.racing.entrants import FILE, Field, Racer, read_field
+from baoc.racing.records import EPOCHS_APART, Measured, epochs, stage_name
+from baoc.sweep.early_stopping import violates_constraint
+from baoc.sweep.gpu_slots import find_gpus
+from baoc.sweep.storage import differences, setting_text
+from baoc.sweep.study import run_study, study_folder
+from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
+from baoc.tracking import files
+from baoc.tracking.console import make_console, make_table, say
+from baoc.tracking.files import read_json, write_json, write_text
 from baoc.types import to_plain
 from baoc.units import format_bytes
 

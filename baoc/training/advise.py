@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig, TaskConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
+from baoc.data.batches import MadeBatch, tensors_in
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
-from baoc.training.batches import MadeBatch, tensors_in
-from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from baoc.callbacks.generators import RngState, check_rng
+from baoc.callbacks.sources import changed
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files, load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
-from baoc.training.callbacks.resume import RngState, check_rng
-from baoc.training.callbacks.sources import changed
 from baoc.types import LatencyTable, Option, latency_from_plain
 
 DECISION = "decision.json"

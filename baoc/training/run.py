@@ -30,6 +30,7 @@ from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
+from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
@@ -37,7 +38,6 @@ from baoc.tracking import console, files, log_reallocations, log_summary, make_l
 from baoc.tracking.loggers import finishing
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
 from baoc.training.measure.microbatch_search import Decided, decide, take_over
-from baoc.training.race.entrants import leave_entrants
 from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain

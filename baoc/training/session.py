@@ -37,11 +37,11 @@ from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
+from baoc.racing.entrants import network_of
+from baoc.racing.records import find_raced_network, is_asked
 from baoc.tracking.console import say
 from baoc.training.measure.step_temporaries import step_temporaries
 from baoc.training.measure.step_time import soon_timed, with_link
-from baoc.training.race.entrants import network_of
-from baoc.training.race.records import find_raced_network, is_asked
 from baoc.training.reallocation.reallocator import Reallocator
 from baoc.training.reallocation.triggers import ReallocationSettings
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan

@@ -15,6 +15,19 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loggers import Logger
 
+from baoc.callbacks import (
+    TRACKED_STEPS,
+    FinalPictures,
+    LossGuard,
+    MemoryMonitor,
+    Preemption,
+    RngState,
+    SafeCheckpoint,
+    Sources,
+    StepMonitor,
+    StepVote,
+    progress_bar,
+)
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
@@ -29,20 +42,7 @@ from baoc.profiling.shadow import BURN_IN
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
 from baoc.tracking.checkpoints import REMEDY
-from baoc.training.callbacks import (
-    TRACKED_STEPS,
-    BudgetControl,
-    FinalPictures,
-    LossGuard,
-    MemoryMonitor,
-    Preemption,
-    RngState,
-    SafeCheckpoint,
-    Sources,
-    StepMonitor,
-    StepVote,
-    progress_bar,
-)
+from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
 from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings

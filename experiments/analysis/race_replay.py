@@ -2,7 +2,7 @@
 
     python -m experiments.analysis.race_replay [--races 1000] [--csv FILE]
 
-The course is that of `mode=race` (`baoc.training.race.course`), and scores are looked up instead of trained. Two sets
+The course is that of `mode=race` (`baoc.racing.course`), and scores are looked up instead of trained. Two sets
 of raw rows serve, which differ in what they can show:
 
 - `sampler_race_{tasks,fresh}_trials.csv`: plans at 25, 10 and 3 % of the state, random feasible allocations and three
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from baoc.racing.course import DONE, Ended, Outcome, Run, Settings, course
+from baoc.racing.rules import Entrant
 from baoc.tracking.files import write_csv
-from baoc.training.race.course import DONE, Ended, Outcome, Run, Settings, course
-from baoc.training.race.rules import Entrant
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LEVEL = 0.9

@@ -130,7 +130,7 @@ def run_case(name: str, *, out: Path, seconds: float, timed: bool, turn: str, ov
 
 def measured(trials: Any, batch: Any, *, size: int, cuda: Any) -> dict[str, Any]:
     """Seconds of the micro-batch, and the most bytes allocated."""
-    from baoc.training.batches import resized
+    from baoc.data.batches import resized
     from baoc.training.measure.probe import silent
 
     moved = trials._moved(resized(batch, size))
@@ -168,7 +168,7 @@ def measured(trials: Any, batch: Any, *, size: int, cuda: Any) -> dict[str, Any]
 def leave_host_profile(trials: Any, batch: Any, *, size: int, path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    from baoc.training.batches import resized
+    from baoc.data.batches import resized
     from baoc.training.measure.probe import silent
 
     moved = trials._moved(resized(batch, size))

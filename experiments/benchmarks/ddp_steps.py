@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from baoc import BaocDDPStrategy  # noqa: E402
+from baoc.callbacks import RngState  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402
@@ -48,7 +49,6 @@ from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes, context_now  # noqa: E402
 from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
-from baoc.training.callbacks import RngState  # noqa: E402
 from baoc.training.lightning import checksum  # noqa: E402
 from baoc.training.reallocation import ReallocationSettings  # noqa: E402
 from baoc.training.session import SessionSettings  # noqa: E402

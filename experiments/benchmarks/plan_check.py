@@ -26,10 +26,10 @@ from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
+from baoc.data.batches import resized  # noqa: E402
 from baoc.models.switches import disable_checkpointing, enable_checkpointing  # noqa: E402
 from baoc.profiling.tracker import MemoryTracker  # noqa: E402
 from baoc.training import run as training  # noqa: E402
-from baoc.training.batches import resized  # noqa: E402
 from baoc.training.measure.absent_card import fake_, fake_batch  # noqa: E402
 from baoc.training.measure.microbatches import Trials  # noqa: E402
 from baoc.training.measure.probe import silent  # noqa: E402

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from baoc.callbacks import RngState
 from baoc.data import build_data
 from baoc.data.vision import VisionDataModule
 from baoc.errors import CheckpointError
 from baoc.models import build_model
 from baoc.tasks.settings import OptimizerSettings
 from baoc.tasks.vision import VisionTask
-from baoc.training.callbacks import RngState
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]

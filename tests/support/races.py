@@ -9,7 +9,7 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, Recipe, recipe_node
-from baoc.training.race.entrants import FILE
+from baoc.racing.entrants import FILE
 
 # A run in milliseconds: recipe, rate, seed and steps decide its score, and each attempt leaves a line.
 STUB = """

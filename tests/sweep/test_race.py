@@ -17,10 +17,10 @@ from baoc.cli.jobs import with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
+from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
 from baoc.sweep import race as race_module
 from baoc.sweep.race import kept_words, race_before, run_race
 from baoc.tracking.files import read_json
-from baoc.training.race.records import RACE_FILE, family_of, find_raced, settle_recipe
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from baoc.callbacks import FinalPictures, SafeCheckpoint
 from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models import build_model
@@ -22,7 +23,6 @@ from baoc.tasks.conclusion import grid_labels, samples_at_once
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
 from baoc.tasks.frechet import FeatureNet, frechet_distance
 from baoc.tasks.pictures import write_grid
-from baoc.training.callbacks import FinalPictures, SafeCheckpoint
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

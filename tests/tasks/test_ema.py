@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from baoc.callbacks import SafeCheckpoint
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import split_weights_
 from baoc.tasks import build_task
 from baoc.tasks import ema as ema_module
 from baoc.tasks.ema import EmaWeights
-from baoc.training.callbacks import SafeCheckpoint
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from baoc.callbacks.generators import capture_rng
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.checkpoints import newest_first
-from baoc.training.callbacks.resume import capture_rng
 from baoc.training.resume import find_checkpoint
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from baoc.callbacks import AsideCheckpointIO
 from baoc.errors import CheckpointError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.checksum import checksum_matches
-from baoc.training.callbacks import AsideCheckpointIO
 
 
 def save(path: Path, *, step: int) -> Path:

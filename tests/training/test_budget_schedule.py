@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from baoc.callbacks.growth import grown
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
-from baoc.training.callbacks.growth import grown
 from baoc.training.reallocation import BudgetChange, BudgetSchedule, RelaxationSettings
 from baoc.training.reallocation.budget_schedule import check_order
 from baoc.training.reallocation.relaxation import calm_blocks, lowered, offers

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from baoc.callbacks import RngState, SafeCheckpoint
+from baoc.callbacks import generators as resume_callbacks
+from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.tracking import load_checked, read_metrics, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
-from baoc.training.callbacks import RngState, SafeCheckpoint
-from baoc.training.callbacks import resume as resume_callbacks
-from baoc.training.callbacks.resume import capture_rng, restore_rng
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from baoc.callbacks import RngState
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task
-from baoc.training.callbacks import RngState
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]

@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint
 from baoc.errors import BadInputError
 from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
-from baoc.training.callbacks import MemoryMonitor, RngState, SafeCheckpoint
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer

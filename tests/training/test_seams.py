@@ -14,7 +14,7 @@ from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
-from baoc.training.callbacks.budget_control import BudgetControl
+from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe

@@ -20,14 +20,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
 from torchmetrics import Metric
 
+from baoc.callbacks.loss_guard import LossGuard
+from baoc.callbacks.steps import StepMonitor
+from baoc.callbacks.trainer_state import accumulating
 from baoc.optim import GradientRelease
 from baoc.optim.shards import is_sharded
 from baoc.parallel import ALONE, Ranks, ranks
 from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
-from baoc.training.callbacks.loss_guard import LossGuard
-from baoc.training.callbacks.steps import StepMonitor
-from baoc.training.callbacks.trainer_state import accumulating
 from baoc.training.measure.proxy_blocks import SmallBlocks
 from baoc.types import OptimizerSpec
 

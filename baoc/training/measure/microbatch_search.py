@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from baoc.cache import cache_folder
+from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
@@ -44,7 +45,6 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, visiting
-from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.measurements import Tryouts, Way

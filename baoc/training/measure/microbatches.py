@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
+from baoc.data.batches import MadeBatch, resized
 from baoc.errors import BadInputError
 from baoc.parallel import ALONE, ranks
 from baoc.planning.microbatch import Trial, footprint_at, seconds_at
@@ -24,7 +25,6 @@ from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
 from baoc.profiling.latency import series_seconds, wait
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
-from baoc.training.batches import MadeBatch, resized
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
 from baoc.types import Footprint, OptimizerSpec

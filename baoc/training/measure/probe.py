@@ -18,14 +18,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from baoc.cache import cache_folder
+from baoc.callbacks.generators import capture_rng, restore_rng
+from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
 from baoc.optim.shards import local
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
 from baoc.tasks.ema import EmaWeights
-from baoc.training.batches import num_samples
-from baoc.training.callbacks.resume import capture_rng, restore_rng
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec

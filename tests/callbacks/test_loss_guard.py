@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from baoc import BaocStrategy
+from baoc.callbacks import AsideCheckpointIO, LossGuard, SafeCheckpoint
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking import load_checked
 from baoc.training import trainer as training
-from baoc.training.callbacks import AsideCheckpointIO, LossGuard, SafeCheckpoint
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings

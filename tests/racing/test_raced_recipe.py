@@ -20,9 +20,9 @@ from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models import build_model
 from baoc.profiling import describe
+from baoc.racing.entrants import network_of
+from baoc.racing.records import LIBRARY, family_of, settle_recipe
 from baoc.tracking.files import write_json
-from baoc.training.race.entrants import network_of
-from baoc.training.race.records import LIBRARY, family_of, settle_recipe
 from tests.support.tiny import tiny_trainer
 
 CHOSEN = "foam8_lean"  # which no door takes by itself at this budget

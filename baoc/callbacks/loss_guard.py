@@ -12,12 +12,12 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.trainer_state import accumulating
+from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tracking import load_checked, resolve_resume
 from baoc.tracking.console import say
-from baoc.training.callbacks.checkpoint import SafeCheckpoint
-from baoc.training.callbacks.trainer_state import accumulating
-from baoc.training.callbacks.vote import StepVote, ranks_of
 
 KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; of several ranks' the last one counts
 POLICIES = ("skip", "rewind", "stop")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from baoc.callbacks import SafeCheckpoint, checkpoint
 from baoc.tracking import load_checked, resolve_resume
-from baoc.training.callbacks import SafeCheckpoint, checkpoint
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -7,8 +7,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from baoc.training.batches import resized
-from baoc.training.callbacks.resume import capture_rng, restore_rng
+from baoc.callbacks.generators import capture_rng, restore_rng
+from baoc.data.batches import resized
 from baoc.types import Footprint
 
 

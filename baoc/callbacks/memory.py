@@ -14,13 +14,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
+from baoc.callbacks.trainer_state import logs_now
+from baoc.callbacks.vote import ranks_of
+from baoc.data.batches import tensors_in
 from baoc.errors import BudgetBreachedError
 from baoc.parallel import ALONE, Ranks
 from baoc.profiling.memory import context_now
 from baoc.profiling.tracker import MemoryTracker
-from baoc.training.batches import tensors_in
-from baoc.training.callbacks.trainer_state import logs_now
-from baoc.training.callbacks.vote import ranks_of
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baoc.callbacks.vote import ranks_of
 from baoc.data.loader import seed_of
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.jsonl import JsonlLogger
-from baoc.training.callbacks.vote import ranks_of
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from baoc.core.recipes import FALLBACK, RECIPES, Recipe, find_recipe, recipe_fro
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
+from baoc.racing.rules import Entrant
 from baoc.tracking import console, files
-from baoc.training.race.rules import Entrant
 from baoc.types import DataSpec, ParamInfo
 from baoc.units import format_bytes
 

@@ -8,12 +8,12 @@ import lightning as L
 import pytest
 import torch
 
+from baoc.callbacks import AsideCheckpointIO, SafeCheckpoint
+from baoc.callbacks.checkpoint import unplain
 from baoc.errors import BadInputError, CheckpointError, OutputError
 from baoc.tracking import load_checked, read_metrics
 from baoc.tracking.files import read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
-from baoc.training.callbacks import AsideCheckpointIO, SafeCheckpoint
-from baoc.training.callbacks.checkpoint import unplain
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
@@ -58,7 +58,7 @@ def test_minutes_count_from_the_newest_one(tmp_path: Path, monkeypatch: pytest.M
             now[0] += 180
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("baoc.training.callbacks.checkpoint.monotonic", lambda: now[0])
+    monkeypatch.setattr("baoc.callbacks.checkpoint.monotonic", lambda: now[0])
     fit(SafeCheckpoint(tmp_path, every_minutes=10, keep=9), module=Slow(), max_steps=11)
     assert names(tmp_path) == ["last.ckpt", "step_00000004.ckpt", "step_00000008.ckpt"]
 

@@ -14,16 +14,16 @@ from typing import Any
 import lightning as L
 import torch
 
+from baoc.callbacks.growth import grown, saved_by_forward
+from baoc.callbacks.memory import MemoryMonitor
+from baoc.callbacks.vote import StepVote
 from baoc.core.budgets import AUTO, resolve_auto
+from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
-from baoc.training.batches import num_samples
-from baoc.training.callbacks.growth import grown, saved_by_forward
-from baoc.training.callbacks.memory import MemoryMonitor
-from baoc.training.callbacks.vote import StepVote
 from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
 from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.types import Budget, Footprint, Plan, to_plain

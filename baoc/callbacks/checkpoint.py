@@ -20,6 +20,15 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from baoc.callbacks.trainer_state import (
+    accumulating,
+    fast_dev_run,
+    is_final_batch,
+    logs_now,
+    validation_follows,
+    values_to_log,
+)
+from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import BadInputError, CheckpointError
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.checkpoints import (
@@ -37,15 +46,6 @@ from baoc.tracking.checkpoints import (
 from baoc.tracking.checksum import ChecksumFile
 from baoc.tracking.files import NO_ROOM, FolderGuard, atomic_write
 from baoc.tracking.jsonl import JsonlLogger
-from baoc.training.callbacks.trainer_state import (
-    accumulating,
-    fast_dev_run,
-    is_final_batch,
-    logs_now,
-    validation_follows,
-    values_to_log,
-)
-from baoc.training.callbacks.vote import StepVote, ranks_of
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from baoc.callbacks.trainer_state import accumulating, logs_now
 from baoc.tracking.console import attach_live, detach_live, make_console, say
-from baoc.training.callbacks.trainer_state import accumulating, logs_now
 
 SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocStrategy
+from baoc.callbacks import MemoryMonitor
+from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.errors import BudgetBreachedError
-from baoc.training.callbacks import BudgetControl, MemoryMonitor
-from baoc.training.callbacks.growth import grown, saved_by_forward
+from baoc.training.budget_control import BudgetControl
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer

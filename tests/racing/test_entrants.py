@@ -11,7 +11,7 @@ from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.training.race.entrants import FILE, leave_entrants, read_field
+from baoc.racing.entrants import FILE, leave_entrants, read_field
 from baoc.types import ImageDataSpec, ParamInfo, Role
 
 DATA = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=1438, num_val=359)

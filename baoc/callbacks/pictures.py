@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning as L
 
+from baoc.callbacks.trainer_state import fast_dev_run
 from baoc.tracking.console import say
 from baoc.tracking.loggers import log_picture
-from baoc.training.callbacks.trainer_state import fast_dev_run
 
 
 class FinalPictures(L.Callback):

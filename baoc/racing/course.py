@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.training.race.rules import Entrant, Verdict, best_rate, challenger, clearly_behind, incumbent, verdict
+from baoc.racing.rules import Entrant, Verdict, best_rate, challenger, clearly_behind, incumbent, verdict
 
 FRESH = "fresh"  # the stage on seeds that chose nothing
 DONE, DIVERGED, NO_FIT, FAILED = "done", "diverged", "does not fit", "failed"
@@ -136,7 +136,7 @@ class _State:
 
 
 def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
-    """The course of a race between `entrants`, by the rules of `baoc.training.race.rules`.
+    """The course of a race between `entrants`, by the rules of `baoc.racing.rules`.
 
     Raises:
         BadInputError: none of them fits the budget.

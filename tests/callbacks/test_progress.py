@@ -9,8 +9,8 @@ import lightning as L
 import pytest
 import torch
 
+from baoc.callbacks import RunProgress, progress_bar
 from baoc.tracking.console import make_console
-from baoc.training.callbacks import RunProgress, progress_bar
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

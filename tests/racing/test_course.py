@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.training.race.course import (
+from baoc.racing.course import (
     DIVERGED,
     DONE,
     FRESH,
@@ -20,7 +20,7 @@ from baoc.training.race.course import (
     Settings,
     course,
 )
-from baoc.training.race.rules import Entrant
+from baoc.racing.rules import Entrant
 
 ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
 FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import lightning as L
 
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.trainer_state import forget_sigterm
+from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import PreemptedError
-from baoc.training.callbacks.checkpoint import SafeCheckpoint
-from baoc.training.callbacks.trainer_state import forget_sigterm
-from baoc.training.callbacks.vote import StepVote, ranks_of
 
 # USR1 and USR2 come from `#SBATCH --signal=USR1@90`; Windows has neither.
 NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")

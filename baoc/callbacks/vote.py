@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning as L
 
+from baoc.callbacks.trainer_state import accumulating
 from baoc.parallel import ALONE, Ranks
-from baoc.training.callbacks.trainer_state import accumulating
 
 
 class StepVote(L.Callback):

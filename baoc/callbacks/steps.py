@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from baoc.training.batches import num_samples
-from baoc.training.callbacks.trainer_state import accumulating, logs_now
+from baoc.callbacks.trainer_state import accumulating, logs_now
+from baoc.data.batches import num_samples
 
 
 class StepMonitor(L.Callback):

@@ -18,9 +18,9 @@ from baoc.core.own_code import short
 from baoc.core.recipes import RACED, Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
+from baoc.racing.course import FRESH, Outcome
+from baoc.racing.entrants import Field
 from baoc.tracking import console, files
-from baoc.training.race.course import FRESH, Outcome
-from baoc.training.race.entrants import Field
 from baoc.types import Budget, to_plain
 
 RACE_FILE, RUNS_FILE = "race.json", "race.csv"
