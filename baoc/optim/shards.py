@@ -108,11 +108,10 @@ class Shards:
             return list(numbers)
         return self.total_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
 
-    def exchange(self, parts: Tensor, *, into: Tensor | None = None) -> Tensor:
-        """Part i of the first dimension goes to rank i; what came from rank i is part i."""
-        came = torch.empty_like(parts) if into is None else into
-        torch.distributed.all_to_all_single(came, parts, group=self.group)
-        return came
+    def exchange(self, parts: Tensor, *, into: Tensor) -> Tensor:
+        """Part i of the first dimension goes to rank i; what came from rank i is part i of `into`."""
+        torch.distributed.all_to_all_single(into, parts, group=self.group)
+        return into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +130,10 @@ class Shard:
             value = value.full_tensor()
         begin = self.first * value.numel() // max(self.owner.numel(), 1)
         return value.reshape(-1)[begin : begin + prod(shape)].reshape(tuple(shape))
+
+    def gathered(self, value: Tensor) -> Tensor:
+        """All of a tensor that is cut as the parameter is, of which this rank has `value`."""
+        return whole(self.shown(value, shape=tuple(self.owner.shape)))
 
     def shown(self, value: Tensor, *, shape: Sequence[int]) -> Any:
         """A state of this rank as a DTensor of `shape`, which is cut as the parameter is."""

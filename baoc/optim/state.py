@@ -20,7 +20,7 @@ from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.shards import Shard
 from baoc.optim.weights import CORRECTION
 from baoc.planning.cost import aligned
-from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, StateLayout
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, StateLayout
 
 State = dict[str, Tensor]
 FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
@@ -69,6 +69,12 @@ class Slot:
     def owner(self) -> Tensor:
         """The parameter as the parameter groups have it."""
         return self.param if self.shard is None else self.shard.owner
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its rule needs whole matrices of which this rank has some rows."""
+        spectral = self.rule.info.scaling is Scaling.SPECTRAL
+        return spectral and self.shard is not None and self.shard.shards.size > 1
 
     @property
     def slab_bytes(self) -> int:

@@ -92,7 +92,8 @@ def test_memory_that_runs_out_on_one_rank_has_its_exit_code(tmp_path: Path) -> N
 
 def test_torchrun_trains_one_run(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    code, told = done(tmp_path / "day" / "run", "budget=state_25", "trainer.max_steps=4", launcher=launcher)
+    words = ("budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
+    code, told = done(tmp_path / "day" / "run", *words, launcher=launcher)
     assert code == 0, told
     assert [entry.name for entry in (tmp_path / "day").iterdir() if entry.is_dir()] == ["run"]
     code, told = done(tmp_path / "day" / "other", "trainer.max_stps=2", launcher=launcher)

@@ -19,7 +19,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nan
 
-from baoc.config.schema import CheckpointConfig, ModelConfig, OptimConfig, ReallocationConfig, RiskConfig
+from baoc.config.schema import (
+    CatalogueConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimConfig,
+    ReallocationConfig,
+    RiskConfig,
+)
 from baoc.core.budgets import parse_budget
 from baoc.tasks.vision import VisionTask
 from baoc.tracking import files, read_metrics
@@ -37,7 +44,9 @@ ONE_CURVE = {
     "risk": RiskConfig(name="prior"),  # Muon's products are in bf16
     "reallocation": ReallocationConfig(),
     "optim": OptimConfig(schedule="constant", warmup_fraction=0.0),
+    "catalogue": CatalogueConfig(specs=("adamw*", "lion*", "signum*")),
 }
+BY_COLUMN = {**ONE_CURVE, "catalogue": CatalogueConfig(specs=("adamw_shared_out", "adafactor*", "adamw_int8", "lion"))}
 BEFALLS: dict[str, dict[str, Any]] = {
     "nan": {},
     "slow": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
@@ -112,6 +121,7 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     if rank == 0:
         found["one"] = ran(base / "one", ranks=1, **ONE_CURVE)
         found["one_two, begun"] = ran(base / "one_two", ranks=1, steps=8, **ONE_CURVE)
+        ran(base / "by column", ranks=1, steps=4, **BY_COLUMN)
     with as_launched(rank, size), group(rank, size, store=store):
         given: dict[str, Any] = {"ranks": 2, **ONE_CURVE}
         found["two"] = ran(base / "two", **given)
@@ -121,8 +131,9 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         export = CheckpointConfig(every_n_steps=4, export=True)
         found["two_cut"] = ran(base / "two_cut", resume=shared / "two_one", **{**cut, "checkpoint": export})
         found["cut_one, begun"] = ran(base / "cut_one", steps=8, **cut)
-        with befalling("budget file", rank=rank, folder=base / "cut, budget"):
-            found["cut, budget"] = ran(base / "cut, budget", steps=AT + 2, **cut)
+        with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
+            resumed = {"resume": shared / "by column", "strategy": "fsdp", "steps": AT + 2}
+            found["cut, budget"] = ran(folder, ranks=2, **resumed, **BY_COLUMN)
         for kind, changes in BEFALLS.items():
             with befalling(kind, rank=rank, folder=base / kind):
                 found[kind] = ran(base / kind, ranks=2, **changes)
@@ -156,15 +167,15 @@ CURVES = ("two", "one_two", "two_one", "two_cut", "cut_one")  # `cut` by fully_s
 def test_one_curve_at_any_number_of_ranks_and_across_a_resume(name: str, found: list[dict[str, Any]]) -> None:
     assert found[0][name]["ended"] == ""
     one, other = found[0]["losses"]["one"], found[0]["losses"][name]
-    assert list(one) == list(other) == list(range(STEPS))
-    assert max(abs(one[step] - other[step]) for step in one) <= 1e-5
+    assert list(one) == list(range(STEPS)) and list(other) == [*one][8 if name == "two_cut" else 0 :]
+    assert max(abs(one[step] - other[step]) for step in other) <= 1e-5
 
 
 def test_a_run_under_fully_shard_tells_what_a_device_holds_and_leaves_the_files_of_one(found: list[Any]) -> None:
     one, cut, saved = found[0]["one"]["result"], found[0]["two_cut"]["result"], found[0]["saved"]
-    assert 0.5 * one.state_bytes <= cut.state_bytes <= 0.55 * one.state_bytes
+    assert 0.45 * one.state_bytes <= cut.state_bytes <= 0.55 * one.state_bytes
     assert cut.state_bytes <= cut.state_bytes_predicted and cut.budget_met is not False
-    assert cut.num_ranks == 2 and max(cut.peak_by_rank) == cut.peak_bytes <= cut.peak_bytes_predicted < one.peak_bytes
+    assert cut.num_ranks == 2 and max(cut.peak_by_rank) <= cut.peak_bytes <= cut.peak_bytes_predicted < one.peak_bytes
     assert found[0]["exported"].keys() == saved.keys()
     assert all(torch.equal(found[0]["exported"][name], value) for name, value in saved.items())
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
 from baoc.optim.backends.eager import EagerBackend, changed
+from baoc.optim.backends.exchanged import ExchangedBackend
 from baoc.optim.backends.fused import FusedBackend
-from baoc.optim.backends.gathered import ExchangedBackend, GatheredBackend, needs_gathering
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
 from baoc.optim.offload import Pipelines
@@ -34,7 +34,6 @@ BACKENDS: dict[str, type[Backend]] = {
     "fused": FusedBackend,
     "native": NativeBackend,
     "exchanged": ExchangedBackend,
-    "gathered": GatheredBackend,
 }
 _AUTO = ("fused",)  # in order of preference; eager steps what none of them takes
 # Elements of all blocks together from which `auto` steps natively on the CPU. Smaller networks step in milliseconds
@@ -60,13 +59,12 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
     to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
     the rest is eager too, and the log says so.
-    Matrices that need other ranks' rows of them are `exchanged` by kernels, else `gathered`, whatever was asked for.
+    Matrices that need other ranks' rows of them are `exchanged` by kernels, else eager.
     Where states are placed makes no difference.
     """
-    if needs_gathering(block):
-        by_kernels = name in ("auto", "fused") and not ExchangedBackend.refusal(block)
-        return Choice(backend=(ExchangedBackend if by_kernels else GatheredBackend).name)
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
+    if any(slot.gathers for slot in block.slots):
+        candidates = (ExchangedBackend.name if name in ("auto", "fused") else "eager",)
     refused = []
     for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)

@@ -36,7 +36,7 @@ class EagerBackend(Backend):
                     _step_matched(block, inputs)
                 else:
                     for slot in block.slots:
-                        if slot.param.grad is not None and slot.param.numel():
+                        if slot.param.grad is not None:
                             _step_plain(slot, inputs)
 
     @property
@@ -52,6 +52,8 @@ def changed(slot: Slot) -> bool:
 
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     """A function, so that nothing of one tensor's step is there in that of the next: a plan counts one of them."""
+    if not slot.param.numel():
+        return _join(slot)
     finite = inputs.masks.get(slot.param)
     apply_(slot, advance(slot, inputs, finite=finite), inputs=inputs, finite=finite)
 
@@ -78,6 +80,7 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
 def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
     finite = inputs.masks.get(slot.param)
     if not slot.param.numel():  # others have the parts of it
+        _join(slot)
         norm, count = over_ranks(slot, norm=0.0, count=0)
         measure.add(norm, factor=factor(match, norm=norm, count=count), count=count)
         return
@@ -91,9 +94,16 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Mea
     apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
 
 
+def _join(slot: Slot) -> None:
+    """Of a tensor that others have all rows of: takes part in what they do together."""
+    if slot.gathers and slot.shard is not None:
+        slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
+
+
 def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
     finite = inputs.masks.get(slot.param)
     if not slot.param.numel():
+        _join(slot)
         return over_ranks(slot, norm=0.0, count=0)
     direction = advance(slot, inputs, finite=finite, store=False)
     norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
@@ -143,6 +153,7 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
         finite=finite,
         matrix=slot.matrix,
         transposed=slot.info.transposed,
+        shard=slot.shard if slot.gathers else None,
     )
     direction = slot.rule.direction(grad, states=states, ctx=ctx)
     if store:

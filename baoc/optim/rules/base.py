@@ -4,7 +4,7 @@ Rules know nothing of storage, parameter groups, matching or weight decay; those
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class RuleContext:
     finite: Tensor | None = None
     matrix: tuple[int, int] | None = None
     transposed: bool = False
+    shard: Any = None  # an `optim.shards.Shard` where the rule needs a whole matrix, of which these are some rows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,13 +3,15 @@
 The polar factor is approached by five Newton-Schulz steps, see `baoc.kernels.polar`.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.polar import STEPS, A, B, C
 from baoc.optim.rules.base import Direction, Rule, RuleContext
-from baoc.optim.rules.matrix import as_matrix, finite_matrix, from_matrix
+from baoc.optim.rules.matrix import as_matrix, from_matrix
 
 _TINY = 1e-30
 
@@ -60,13 +62,25 @@ class Muon(Rule):
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
         m = states["m"].lerp_(grad, 1 - ctx.beta1)
-        matrix, finite = as_matrix(grad.lerp(m, ctx.beta1), ctx), finite_matrix(ctx)
-        if finite is not None:
-            matrix = torch.where(finite, matrix, 0.0)
-        rows, cols = matrix.shape
-        dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
-        update = orthogonalized(matrix, dtype=dtype).mul_(max(1.0, rows / cols) ** 0.5)
-        return Direction(numerator=from_matrix(update, ctx, shape=tuple(grad.shape)))
+        ahead = grad.lerp(m, ctx.beta1)
+        if ctx.finite is not None:
+            ahead = torch.where(ctx.finite, ahead, 0.0)
+        if ctx.shard is None:
+            return Direction(numerator=_update(ahead, ctx))
+        assert ctx.matrix is not None
+        ahead = ctx.shard.gathered(ahead)
+        length = ctx.matrix[0 if ctx.transposed else 1]
+        lines = ahead.numel() // length
+        whole = replace(ctx, matrix=(length, lines) if ctx.transposed else (lines, length))
+        return Direction(numerator=ctx.shard.taken(_update(ahead, whole), shape=grad.shape))
+
+
+def _update(ahead: Tensor, ctx: RuleContext) -> Tensor:
+    matrix = as_matrix(ahead, ctx)
+    rows, cols = matrix.shape
+    dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
+    update = orthogonalized(matrix, dtype=dtype).mul_(max(1.0, rows / cols) ** 0.5)
+    return from_matrix(update, ctx, shape=tuple(ahead.shape))
 
 
 RULES = (Muon(RULE_INFOS["muon"]),)

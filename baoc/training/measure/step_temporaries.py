@@ -12,8 +12,8 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
+from baoc.optim.backends.exchanged import temporary_bytes as exchanged_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
-from baoc.optim.backends.gathered import temporary_bytes as gathered_bytes
 from baoc.optim.shards import is_sharded, local
 from baoc.profiling import step_temporary_bytes
 from baoc.profiling.footprint import StepProbe
@@ -34,9 +34,9 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     given, params = list(specs), list(params)
     found = _of_rows(device_rows(given), params=[local(param) for param in params])
     if any(is_sharded(param) for param in params):
-        gathered = gathered_bytes(params)
+        exchanged = exchanged_bytes(params)
         found |= {
-            spec.name: gathered for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
+            spec.name: exchanged for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
         }
     return {spec.name: found[on_device(spec.name)] for spec in given}
 
