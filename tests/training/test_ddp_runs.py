@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nan
 
 from baoc.config.schema import (
-    CatalogueConfig,
+    AllocatorConfig,
     CheckpointConfig,
     ModelConfig,
     OptimConfig,
@@ -28,6 +28,7 @@ from baoc.config.schema import (
     RiskConfig,
 )
 from baoc.core.budgets import parse_budget
+from baoc.core.recipes import Recipe
 from baoc.tasks.vision import VisionTask
 from baoc.tracking import files, read_metrics
 from baoc.training import run as training
@@ -41,12 +42,16 @@ STEPS, AT = 12, 6
 MORE_BYTES = 256 << 20
 ONE_CURVE = {
     "model": ModelConfig(),
-    "risk": RiskConfig(name="prior"),  # Muon's products are in bf16
     "reallocation": ReallocationConfig(),
     "optim": OptimConfig(schedule="constant", warmup_fraction=0.0),
-    "catalogue": CatalogueConfig(specs=("adamw*", "lion*", "signum*")),
+    "allocator": AllocatorConfig(name="recipe"),
+    "recipe": Recipe(
+        name="alike on any device", specs={"mlp": "lion", "attention": "adamw_shared_in", "head": "rmsprop"}
+    ),
+    "budget": parse_budget("state_75"),
 }
-BY_COLUMN = {**ONE_CURVE, "catalogue": CatalogueConfig(specs=("adamw_shared_out", "adafactor*", "adamw_int8", "lion"))}
+OWN = {key: value for key, value in ONE_CURVE.items() if key not in ("allocator", "recipe", "budget")}
+BY_COLUMN = {**OWN, "risk": RiskConfig(name="prior")}  # which takes rules by column, too
 BEFALLS: dict[str, dict[str, Any]] = {
     "nan": {},
     "slow": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
@@ -145,7 +150,7 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["losses"] = {name: losses(base / name) for name in ("one", *CURVES, *BEFALLS)}
         found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
         saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
-        found["saved"] = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
+        found["saved"] = {name.removeprefix("model.net."): value for name, value in saved["state_dict"].items()}
     moves = base / "budget file" / files.REALLOCATIONS_FILE
     found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
     return found
