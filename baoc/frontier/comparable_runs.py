@@ -109,7 +109,7 @@ def hypervolume_shares(
         for group in dict.fromkeys(groups):
             own = [entry for entry, name in zip(points, groups, strict=True) if name == group]
             part = build_frontier(own, objectives=objectives, reference=whole.reference)
-            share = 100 * (part.hypervolume or 0.0) / whole.hypervolume if whole.hypervolume else None
+            share = 100 * part.hypervolume / whole.hypervolume if whole.hypervolume else None
             rows.append({"axis": axis, "family": group, "points": len(own), "share": share})
     return rows
 

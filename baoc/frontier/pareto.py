@@ -51,12 +51,12 @@ class Objective:
 class Frontier:
     """Points with their `dominated` flags, in the given order. `reference` is in the objectives' own units and order.
     `hypervolume` is measured from the reference along `Objective.gain`, with at most MAX_DOUBLINGS per axis of bytes or
-    samples/s; None for more than three objectives."""
+    samples/s."""
 
     points: tuple[FrontierPoint, ...]
     objectives: tuple[Objective, ...]
     reference: tuple[float, ...]
-    hypervolume: float | None
+    hypervolume: float
 
     @property
     def best(self) -> tuple[FrontierPoint, ...]:
@@ -86,13 +86,13 @@ def build_frontier(
     if reference is None:
         worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(objectives)
         reference = [-value if o.higher_is_better else value for o, value in zip(objectives, worst, strict=True)]
-    inside = [point for point, ok in zip(points, finite, strict=True) if ok]
-    relative_costs = [_relative_cost(point, objectives=objectives, reference=reference) for point in inside]
+    best = [point for point, bad in zip(points, dominated, strict=True) if not bad]
+    relative_costs = [_relative_cost(point, objectives=objectives, reference=reference) for point in best]
     return Frontier(
         points=tuple(replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)),
         objectives=tuple(objectives),
         reference=tuple(float(value) for value in reference),
-        hypervolume=hypervolume(relative_costs, reference=[0.0] * len(objectives)) if len(objectives) <= 3 else None,
+        hypervolume=hypervolume(relative_costs, reference=[0.0] * len(objectives)),
     )
 
 
@@ -123,34 +123,19 @@ def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Exact volume that the points dominate up to `reference`, in one to three dimensions (minimised). Three dimensions
-    are swept along the last axis: between neighbouring values lies a two-dimensional area times a height. Points that
-    are not better than the reference in every dimension add nothing."""
-    inside = sorted({tuple(cost) for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))})
-    if not 1 <= len(reference) <= 3:
-        raise BadInputError(f"a hypervolume is measured in 1 to 3 dimensions, not {len(reference)}")
+    """Exact volume that the points dominate up to `reference` (minimised), swept along the last axis: between two
+    values lies a slice of one dimension less times a height. Points that are not better than the reference in every
+    dimension add nothing. Give the front alone where there are many points."""
+    inside = [cost for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))]
     if not inside:
         return 0.0
+    heights = sorted({cost[-1] for cost in inside})
     if len(reference) == 1:
-        return reference[0] - inside[0][0]
-    if len(reference) == 2:
-        return _area(inside, reference=reference)
-    heights = sorted({point[2] for point in inside})
-    volume = 0.0
-    for level, above in zip(heights, [*heights[1:], reference[2]], strict=True):
-        below = [point[:2] for point in inside if point[2] <= level]
-        volume += _area(below, reference=reference[:2]) * (above - level)
-    return volume
-
-
-def _area(points: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Area under a staircase of points that are better than the reference in both dimensions."""
-    area, ceiling = 0.0, reference[1]
-    for x, y in sorted((point[0], point[1]) for point in points):
-        if y < ceiling:
-            area += (reference[0] - x) * (ceiling - y)
-            ceiling = y
-    return area
+        return reference[0] - heights[0]
+    return sum(
+        hypervolume([cost[:-1] for cost in inside if cost[-1] <= level], reference=reference[:-1]) * (above - level)
+        for level, above in zip(heights, [*heights[1:], reference[-1]], strict=True)
+    )
 
 
 def hypervolume_history(

@@ -1,10 +1,10 @@
 """The planned frontier of a multirun with mode=plan: the predictions for each budget, without any run."""
 
 import json
-from operator import le
 from pathlib import Path
 from typing import Any
 
+from baoc.frontier.pareto import pareto
 from baoc.frontier.runs import find_runs, setting_labels
 from baoc.tracking import console, files
 
@@ -21,12 +21,11 @@ def plans_of(folder: Path) -> list[dict[str, Any]]:
     labels = {run.path: label for run, label in zip(runs, setting_labels(runs), strict=True)}
     for path, plan in zip(paths, found, strict=True):
         plan["settings"] = labels.get(path.parent, "")
-    costs = [(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in found]
-    for plan, cost in zip(found, costs, strict=True):
-        plan["dominated"] = any(
-            other["device"] == plan["device"] and other_cost != cost and all(map(le, other_cost, cost))
-            for other, other_cost in zip(found, costs, strict=True)
-        )
+    for device in {plan["device"] for plan in found}:
+        own = [plan for plan in found if plan["device"] == device]
+        kept = pareto([(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in own])
+        for plan, best in zip(own, kept, strict=True):
+            plan["dominated"] = not best
     return sorted(found, key=lambda plan: (plan["name"].rpartition("_")[0], plan["peak_bytes"]))
 
 

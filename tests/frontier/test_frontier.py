@@ -38,18 +38,12 @@ def test_pareto_keeps_equal_points_and_drops_what_is_worse_somewhere_and_better_
         ([], (4, 4), 0),
         ([(0, 0, 0)], (1, 2, 3), 6),
         ([(0, 0, 1), (1, 1, 0)], (2, 2, 2), 4 + 1 * 1 * 1),
+        ([(0, 0, 0, 0), (1, 0, 0, 0)], (2, 1, 3, 1), 6),
         ([(0, 1, 2), (1, 2, 0), (2, 0, 1)], (3, 3, 3), 6 + 6 + 6 - 2 - 2 - 2 + 1),
     ],
 )
 def test_hypervolume(costs: list[tuple[float, ...]], reference: tuple[float, ...], volume: float):
     assert hypervolume(costs, reference=reference) == pytest.approx(volume)
-
-
-def test_more_than_three_dimensions_are_refused_or_left_out():
-    with pytest.raises(BadInputError, match="1 to 3 dimensions, not 4"):
-        hypervolume([(0, 0, 0, 0)], reference=(1, 1, 1, 1))
-    four = [LOSS, STATE, SPEED, Objective(name="peak_bytes")]
-    assert build_frontier([point("a", 0.1, 8)], objectives=four).hypervolume is None
 
 
 def test_a_frontier_marks_dominated_runs_in_the_given_order():

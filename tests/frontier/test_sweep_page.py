@@ -136,7 +136,9 @@ def test_the_page_says_what_each_plan_rests_on(tmp_path: Path):
     }
     (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
     assert {point["budget"]: point["basis"] for point in kind["points"]} == told
-    assert {row["basis"] for row in csv.DictReader((tmp_path / "frontier.csv").open())} == set(told.values())
+    assert {row["basis"] for row in csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines())} == set(
+        told.values()
+    )
 
 
 def test_several_studies_become_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
