@@ -9,7 +9,6 @@ from baoc.errors import BadInputError
 
 log = logging.getLogger(__name__)
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
-_HOW = "a folder of images has one folder per class, such as cats/1.png and dogs/2.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +32,23 @@ def find_parts(path: Path) -> tuple[Path, Path | None]:
 
 
 def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> Listing:
-    """Every image below each class's folder; `classes` are those of the training part, for a validation part.
+    """Every image below each class's folder; those of a folder without folders are of one class. `classes` are those of
+    the training part, for a validation part.
 
     BadInputError names a folder without classes, a class without images, or one that training does not have.
     """
     folders = visible(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
+    loose = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not folders:
-        loose = sum(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
-        held = f"{loose} images and no folders" if loose else "no folders"
-        raise BadInputError(f"{folder} holds {held}: {_HOW}")
+        if found := visible(folder, loose):
+            return Listing(files=tuple(found), labels=(0,) * len(found), classes=classes or (folder.name,))
+        raise BadInputError(f"{folder} holds no folders and no images: a folder of images has one folder per class")
     if classes is not None and (foreign := [entry for entry in folders if entry.name not in classes]):
         raise BadInputError(f"{foreign[0]} is a class that the training images do not have: {', '.join(classes[:10])}")
     names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
     files: list[Path] = []
     labels: list[int] = []
-    left_out = 0
+    left_out = len(loose)
     for entry in folders:
         held = [file for file in entry.rglob("*") if not file.is_dir()]
         found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES and file.is_file()]
@@ -57,8 +58,6 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
             raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
         files += found
         labels += [names.index(entry.name)] * len(found)
-    if len(names) < 2:
-        raise BadInputError(f"{folder} holds one class, {folders[0].name}: there is nothing to tell apart; {_HOW}")
     if left_out:
         log.warning("%s: %d hidden files, files that are no images and links to nothing are left out", folder, left_out)
     return Listing(files=tuple(files), labels=tuple(labels), classes=names)

@@ -98,15 +98,12 @@ def _check_labels(labels: NDArray[Any], *, num_images: int, path: Path) -> tuple
     return check_labels(labels, of=str(path))
 
 
-def check_labels(
-    labels: NDArray[Any], *, of: str, declared: int | None = None, for_training: bool = True
-) -> tuple[NDArray[np.int64], int]:
+def check_labels(labels: NDArray[Any], *, of: str, declared: int | None = None) -> tuple[NDArray[np.int64], int]:
     """(labels as int64, number of classes).
 
     Args:
         of: what holds them, for messages.
         declared: classes that the set itself names.
-        for_training: False for a part that is held back, which may have images of one class only.
     """
     if labels.dtype.kind not in "ui":
         raise BadInputError(f"labels of {of} have dtype {labels.dtype}; they must be integers, 0 for the first class")
@@ -119,6 +116,4 @@ def check_labels(
             f"label {low if low < 0 else high} of image {row} in {of} is out of range: labels count classes from 0, "
             f"below {allowed}"
         )
-    if low == high and for_training:
-        raise BadInputError(f"every label of {of} is {low}: there is nothing to tell apart with one class")
     return labels.astype(np.int64), declared or high + 1

@@ -176,7 +176,7 @@ def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | No
         values = [number_of[value] for value in values]
     declared = len(names) if names else None
     numbers = np.asarray(values, dtype=np.int64)
-    labels, num_classes = check_labels(numbers, of=name, declared=declared, for_training=classes is None)
+    labels, num_classes = check_labels(numbers, of=name, declared=declared)
     return torch.from_numpy(labels), list(names or map(str, range(num_classes)))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baoc.data.base import NumberedDataModule, held_out
 from baoc.data.scaling import Scaling, standardise, unit_range
@@ -54,6 +55,7 @@ class VisionDataModule(NumberedDataModule):
     ):
         """`batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
         super().__init__(**batches)
+        require_classes(images.train.labels, of=images.name, task=task)
         self.train_source, self.val_source = images.train, images.val or images.train
         self.train_rows, self.val_rows = torch.arange(len(self.train_source)), torch.arange(len(self.val_source))
         if images.val is None:
@@ -79,6 +81,15 @@ class VisionDataModule(NumberedDataModule):
             if isinstance(source, EncodedImages):
                 source.image_size = image_size
         self.transform = replace(self.transform, size=image_size)
+
+
+def require_classes(labels: Tensor, *, of: str, task: str) -> None:
+    """Raises BadInputError where images are to be told apart, and all are of one class."""
+    if task == "vision" and bool((labels == labels[0]).all()):
+        raise BadInputError(
+            f"every label of {of} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
+            "images has one folder per class, such as cats/1.png and dogs/2.png"
+        )
 
 
 def _workers(asked: int | None, *, encoded: bool) -> int:

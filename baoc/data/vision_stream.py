@@ -22,6 +22,7 @@ from baoc.data.sources import Batch
 from baoc.data.stored import EncodedImages
 from baoc.data.stream import StreamLoader
 from baoc.data.tables import Columns, TableItems, find_columns, require_datasets, split_of, undecoded
+from baoc.data.vision import require_classes
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
@@ -83,8 +84,9 @@ class StreamedImages(DataModule):
             self._held.labels.numpy(),
             of=f"the first {len(self._held)} images of {name}",
             declared=len(declared) if declared else MOST_CLASSES,
-            for_training=not declared,
         )
+        if not declared:
+            require_classes(self._held.labels, of=f"the first {len(self._held)} images of {name}", task=task)
         self.spec = ImageDataSpec(
             dataset=name,
             image_size=image_size,

@@ -87,10 +87,16 @@ def test_a_model_gets_images_of_its_size(tmp_path):
     ("make", "text"),
     [
         (lambda root: root / "nowhere", r"nowhere does not exist: it must be a folder with one folder per class"),
-        (lambda root: root, r"holds no folders: a folder of images has one folder per class"),
-        (lambda root: picture().save(root / "1.png") or root, r"holds 1 images and no folders"),
+        (lambda root: root, r"holds no folders and no images: a folder of images has"),
+        (
+            lambda root: picture().save(root / "1.png") or root,
+            r"every label of .* is 0: .* images has one folder per class",
+        ),
         (lambda root: (root / "a").mkdir() or root, r"a holds no image \(.bmp .*\): remove the folder"),
-        (lambda root: write_folder(root, classes=("a",)), r"holds one class, a: there is nothing to tell apart"),
+        (
+            lambda root: write_folder(root, classes=("a",)),
+            r"every label of .* is 0: there is nothing to tell apart",
+        ),
         (
             lambda root: ((root / "x.tar").write_text("") and root / "x.tar") or root / "x.tar",
             r"x.tar holds no label",

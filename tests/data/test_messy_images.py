@@ -278,6 +278,26 @@ def test_idx_files_of_one_class_too(tmp_path: Path) -> None:
         build_data("fashion_mnist", task="vision", batch_size=2, path=str(tmp_path))
 
 
+@pytest.mark.parametrize("form", ["flat", "one folder", "npz", "parquet"])
+def test_one_class_is_enough_where_nothing_is_told_apart(tmp_path: Path, form: str) -> None:
+    values = [np.asarray(picture(size=(8, 8))) for _ in range(6)]
+    if form == "npz":
+        np.savez(path := tmp_path / "x.npz", images=np.stack(values), labels=np.zeros(6, int))
+    elif form == "parquet":
+        rows = [{"image": {"bytes": encoded(picture(size=(8, 8))), "path": None}, "label": 0} for _ in range(6)]
+        write_parquet(path := tmp_path / "x.parquet", rows=rows)
+    else:
+        (path := tmp_path / "own").mkdir()
+        inner = path if form == "flat" else path / "faces"
+        inner.mkdir(exist_ok=True)
+        for number in range(6):
+            picture(size=(8, 8)).save(inner / f"{number}.png")
+    data = build_data("images", task="diffusion", batch_size=2, path=str(path))
+    assert data.spec.num_classes == 1 and len(next(iter(data.train_dataloader()))["images"]) == 2
+    with pytest.raises(BadInputError, match=r"every label of .* is 0: there is nothing to tell apart"):
+        images(path)
+
+
 def test_a_held_back_part_may_be_of_one_class(tmp_path: Path) -> None:
     def rows(labels: list[int]) -> list[dict[str, Any]]:
         return [{"image": {"bytes": encoded(picture(size=(8, 8))), "path": None}, "label": n} for n in labels]
