@@ -7,8 +7,8 @@ OUT/layers.csv has a row per (kind, weights, micro-batch, recomputed layers), wr
 (compiled once for all micro-batches, as decisions compare), one (for each, as runs are trained), with --timed also
 timed (kernels chosen by timing them). `first_s`: of the first micro-batch, which compiles. `ms`: of a later one.
 `host_ms`: until the host has queued it, the device being idle before. `loop_ms`: in Lightning's loop, for some.
-`bytes`: forward and backward as probed, states apart. OUT/host_NAME.txt: the operators on which the host spends most,
-for one eager and small micro-batch.
+`bytes`: forward and backward as probed, states apart. OUT/host_*.txt: the operators on which the host spends most,
+for a micro-batch of the size that comes first.
 """
 
 import argparse
@@ -36,11 +36,11 @@ LOOPED = 2  # micro-batches, the first ones of a case, that are also timed in th
 def ways(sizes: tuple[int, ...], *, layers: int, timed: bool) -> Iterator[tuple[str, str, int, int]]:
     """(kind, weights, micro-batch, recomputed layers), those that tell most first."""
     most, first = max(sizes), sizes[0]
-    for kind in ("eager", "any"):
-        yield from ((kind, "native", size, 0) for size in sizes[:3])
-        yield from ((kind, "native", size, layers) for size in (most, first))
-    yield from (("one", "native", first, number) for number in (0, layers // 2))
-    yield "one", "native", most, layers
+    for kind in ("eager", "one"):
+        yield from ((kind, "native", size, number) for size, number in ((first, 0), (most, layers), (first, layers)))
+    yield from (("any", "native", size, 0) for size in sizes[:3])
+    yield from (("any", "native", size, layers) for size in (most, first))
+    yield from (("eager", "native", size, 0) for size in sizes[1:3])
     yield from (("eager", "bf16", size, number) for size, number in ((first, 0), (most, layers)))
     yield from (("any", "bf16", size, number) for size, number in ((first, 0), (most, layers)))
     for kind in ("eager", "any"):
@@ -119,13 +119,12 @@ def run_case(name: str, *, out: Path, seconds: float, timed: bool, turn: str, ov
         except Exception as error:
             row["why"] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
         append(out / "layers.csv", row, columns=columns)
+        if (size, weights) == (sizes[0], "native") and not row["why"]:
+            path = out / f"host_{name}_{turn}_{kind}_{recomputed}.txt"
+            leave_host_profile(trials, batch, size=size, path=path)
         shown = (row.get(key, "-") for key in columns[:-2])
         print(" | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in shown), flush=True)
         cuda.empty_cache()
-    if turn == "cold":
-        set_compiled(task.model, False)
-        disable_checkpointing(task.model)
-        leave_host_profile(trials, batch, size=min(sizes), path=out / f"host_{name}.txt")
 
 
 def measured(trials: Any, batch: Any, *, size: int, cuda: Any) -> dict[str, Any]:
@@ -172,6 +171,9 @@ def leave_host_profile(trials: Any, batch: Any, *, size: int, path: Path) -> Non
     from baoc.training.measure.probe import silent
 
     moved = trials._moved(resized(batch, size))
+    with silent(trials.module):
+        for _ in range(2):  # what is done once is no part of it
+            trials._loss(moved).backward()
     with silent(trials.module), profile(activities=[ProfilerActivity.CPU]) as seen:
         trials._loss(moved).backward()
     path.write_text(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60))
