@@ -564,7 +564,8 @@ class Planner:
             why = (
                 "no measured recipe fits" if self.family is not None else "nothing was measured of this kind of network"
             )
-            text = f"{why}, so by {text}"
+            tried = "" if self.family is not None else "; mode=race tries what measured best on networks of other kinds"
+            text = f"{why}, so by {text}{tried}"
         return Basis(by=risk, text=text)
 
 
