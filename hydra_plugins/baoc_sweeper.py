@@ -3,6 +3,7 @@
 So nothing heavy is imported here, and annotations stay real objects (hydra 1.3.8 breaks on postponed ones).
 """
 
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from baoc.sweep.study_config import StudyConfig, read_study
 
 
 class BaocSweeper(Sweeper):
@@ -27,7 +30,6 @@ class BaocSweeper(Sweeper):
         from baoc.sweep.launch import launch_workers
         from baoc.sweep.space_check import check_space
         from baoc.sweep.study import refuse_all_failed, run_study, with_extra
-        from baoc.sweep.study_config import read_study
 
         assert self.config is not None and self.hydra_context is not None
         study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
@@ -55,24 +57,14 @@ class BaocSweeper(Sweeper):
         return composed
 
 
-# All that a study may be told, so that hydra.sweeper.KEY=VALUE works for each; a test holds it to StudyConfig
-SETTINGS = {
-    "fixed": [],
-    "baselines": [],
-    "repeats": [],
-    "sampler": "tpe",
-    "seed": 0,
-    "n_trials": 20,
-    "workers": 1,
-    "threads": 1,
-    "retries": 1,
-    "stall_s": 1800,
-    "early_stop": {},
-    "storage": None,
-    "gpus": "auto",
-    "per_gpu": 1,
-    "gpus_per_trial": 1,
-}
+def _plain(item: Field[Any]) -> Any:
+    """The default of a setting as a file writes it."""
+    value = item.default_factory() if item.default_factory is not MISSING else item.default
+    return {} if is_dataclass(value) else [] if value == () else value
+
+
+# All that a study may be told beside what its file must say, so that hydra.sweeper.KEY=VALUE works for each
+SETTINGS = {item.name: _plain(item) for item in fields(StudyConfig) if item.name not in ("name", "objectives", "space")}
 ConfigStore.instance().store(
     group="hydra/sweeper",
     name="baoc",

@@ -1,6 +1,5 @@
 """What all tests share: hypothesis without clocks, and a fresh interpreter for what must hold at import."""
 
-import multiprocessing.util
 import os
 import subprocess
 import sys
@@ -19,10 +18,6 @@ load_profile()
 
 # The native optimizer step is compiled into the checkout's own cache, not into the user's.
 os.environ.setdefault("BAOC_CACHE", str(ROOT / ".pytest_cache" / "baoc"))
-
-# multiprocessing keeps the folder of its sockets: the first test to start a server may have set a longer one than paths
-# of sockets may be.
-multiprocessing.util.get_temp_dir()
 
 # Workers side by side share the cores; each with threads for all of them would make every one slower.
 if "PYTEST_XDIST_WORKER" in os.environ:

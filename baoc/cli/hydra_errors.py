@@ -29,6 +29,11 @@ def translate_error(error: BaseException) -> BadInputError | None:
     """The BadInputError for an error of Hydra, OmegaConf or Lightning's Trainer arguments; None for any other error."""
     if isinstance(error, ValueError) and "Config group override must be" in str(error):
         return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
+    if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
+        return BadInputError(
+            "of -m, -r, --cfg, --info and --shell-completion one can be given: leave the others out; what a sweep is "
+            "made of is shown without -m: python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
+        )
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return BadInputError("a number of more than 4300 digits is given: no setting takes one, so write a smaller one")
     if isinstance(error, _UNRESOLVED):

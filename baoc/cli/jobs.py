@@ -30,7 +30,7 @@ from baoc.errors import BadInputError
 
 ERROR_FILE = "error.json"
 RACES = "baoc.sweep.race"  # named, not imported: a stage above this one runs races as studies
-SETUP_FILE = "race_setup.json"
+SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
 _EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
 
 

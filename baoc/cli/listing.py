@@ -1,7 +1,7 @@
 """`--list NAME`: the available names with one-line descriptions, in plain columns."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from importlib import import_module
 
 from baoc.config import assets
 from baoc.config.validate import did_you_mean
@@ -28,19 +28,23 @@ def _options(group: str) -> Callable[[], Rows]:
     return lambda: [(option, assets.description(file)) for option, file in assets.options(group).items()]
 
 
-def _described(registry: Mapping[str, Any], *, group: str = "") -> Rows:
-    """Rows of a registry; of those that the user may add to, also what packages declare, and how a file is named."""
-    rows = [(name, row.description) for name, row in registry.items()]
-    return rows + _own(group) if group else rows
+def _registry(name: str, *, group: str = "") -> Callable[[], Rows]:
+    """Rows of the registry `module.NAME`, imported when listed; of a `group` that users may add to also what packages
+    declare, and how a file is named."""
+    module, _, attribute = name.rpartition(".")
+
+    def rows() -> Rows:
+        found = getattr(import_module(module), attribute)
+        return [(name, row.description) for name, row in found.items()] + (_own(group) if group else [])
+
+    return rows
 
 
 def _own(group: str) -> Rows:
     declared = own_code.declared(f"baoc.{group}s")
     rows = [(name, f"{point.value}, declared by an installed package") for name, point in declared.items()]
-    return [
-        *rows,
-        ("FILE.py:NAME", f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"),
-    ]
+    named = f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"
+    return [*rows, ("FILE.py:NAME", named)]
 
 
 def _budgets() -> Rows:
@@ -67,18 +71,6 @@ def _models() -> Rows:
     return rows + _own("model")
 
 
-def _datasets() -> Rows:
-    from baoc.data import DATASETS
-
-    return _described(DATASETS, group="dataset")
-
-
-def _tasks() -> Rows:
-    from baoc.tasks import TASKS
-
-    return _described(TASKS, group="task")
-
-
 def _specs() -> Rows:
     """Specs with native weights and their state bytes per parameter, then the suffixes for weights and placement."""
     from baoc.core.catalogue import NATIVE, PLACEMENTS, WEIGHTS
@@ -92,18 +84,6 @@ def _specs() -> Rows:
     ]
     rows += [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]
     return rows + [(f"@{row.suffix}", f"states {row.description}") for row in PLACEMENTS.values() if row.suffix]
-
-
-def _storages() -> Rows:
-    from baoc.core.catalogue import STORAGES
-
-    return _described(STORAGES)
-
-
-def _allocators() -> Rows:
-    from baoc.planning.allocators import ALLOCATORS
-
-    return _described(ALLOCATORS)
 
 
 def _recipes() -> Rows:
@@ -127,27 +107,21 @@ def _risks() -> Rows:
     from baoc.planning.risk import RISKS
 
     presets = [row for row in _options("risk")() if row[0] not in RISKS]  # the same risk models with other weights
-    return [*_described(RISKS), *presets]
-
-
-def _rules() -> Rows:
-    from baoc.core.rule_tags import RULE_INFOS
-
-    return _described(RULE_INFOS)
+    return [*((name, row.description) for name, row in RISKS.items()), *presets]
 
 
 LISTS: dict[str, Callable[[], Rows]] = {
     "specs": _specs,
     "models": _models,
-    "datasets": _datasets,
-    "tasks": _tasks,
+    "datasets": _registry("baoc.data.DATASETS", group="dataset"),
+    "tasks": _registry("baoc.tasks.TASKS", group="task"),
     "budgets": _budgets,
     "experiments": _options("experiments"),
     "sweeps": _options("sweeps"),
-    "allocators": _allocators,
+    "allocators": _registry("baoc.planning.allocators.ALLOCATORS"),
     "recipes": _recipes,
     "risks": _risks,
-    "rules": _rules,
-    "storages": _storages,
+    "rules": _registry("baoc.core.rule_tags.RULE_INFOS"),
+    "storages": _registry("baoc.core.catalogue.STORAGES"),
     "lists": lambda: [(name, "") for name in LISTS],
 }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
+from hydra._internal.utils import get_args_parser
 
 import baoc
 from baoc.cli import jobs, ranks, usage
@@ -21,8 +22,6 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.parallel import ranks_here, refuse_ranks
 
-# Flags of Hydra that exclude each other
-_HYDRA_FLAGS = (("-m", "--multirun"), ("-r", "--run"), ("-c", "--cfg"), ("-i", "--info"), ("-sc", "--shell-completion"))
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exiting with 1
 
 
@@ -35,12 +34,9 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
         yield_where_shared()
     try:
         if not _print_information(given):
-            _refuse_conflicting_flags(given)
             given = jobs.with_race_folder(given)
-            if not _only_shows(given) and (told := ranks_here()) is not None:
-                _refuse_several(given)
-                if ranks.join(told):
-                    return ranks.serve()
+            if (told := ranks_here()) is not None and _runs(given) and ranks.join(told):
+                return ranks.serve()
             register(_overrides(given))
             given = with_made_options(given)
             if single:
@@ -75,35 +71,17 @@ def _print_information(given: Sequence[str]) -> bool:
     return True
 
 
-def _refuse_conflicting_flags(given: Sequence[str]) -> None:
-    """Raises BadInputError for Hydra flags that exclude each other, since Hydra's ValueError would count as a bug."""
-    flags = [word.split("=")[0] for word in given if word.startswith("-")]
-    requested = {names: flag for flag in reversed(flags) for names in _HYDRA_FLAGS if _is_flag(flag, *names)}
-    found = [requested[names] for names in _HYDRA_FLAGS if names in requested]
-    if len(found) > 1:
-        shown = "python run.py sweeps=NAME --cfg hydra -p hydra.sweeper"
-        rest = f"; what a sweep is made of is shown without -m: {shown}" if _HYDRA_FLAGS[0] in requested else ""
-        raise BadInputError(f"{' and '.join(found)} exclude each other: leave one out{rest}")
-
-
-def _refuse_several(given: Sequence[str]) -> None:
-    """Of what a launcher of ranks may start, one run alone is done by all of them."""
+def _runs(given: Sequence[str]) -> bool:
+    """Whether a command of several ranks runs something, or Hydra only prints. Raises BadInputError for many runs: of
+    what a launcher of ranks may start, one run alone is done by all of them."""
+    flags, _ = get_args_parser().parse_known_args(given)
+    if flags.cfg or flags.info or flags.shell_completion:
+        return False
     if any(word.startswith("sweeps=") for word in given):
         refuse_ranks("study")
-    if any(_is_flag(word.split("=")[0], "-m", "--multirun") for word in given if word.startswith("-")):
+    if flags.multirun:
         refuse_ranks("multirun")
-
-
-def _only_shows(given: Sequence[str]) -> bool:
-    """Whether Hydra only prints something and runs nothing."""
-    flags = [word.split("=")[0] for word in given if word.startswith("-")]
-    return any(_is_flag(flag, *names) for flag in flags for names in _HYDRA_FLAGS[2:])
-
-
-def _is_flag(flag: str, short: str, long: str) -> bool:
-    """Whether Hydra's parser reads `flag` as this one: it accepts the start of a long name, and -cjob for -c job."""
-    begun = len(flag) > 2 and long.startswith(flag)
-    return begun or flag == short or (short == "-c" and flag.removeprefix(short) in ("job", "hydra", "all"))
+    return True
 
 
 def _finish(code: int) -> int:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -91,29 +91,22 @@ def serve() -> int:
 
 
 def environment_of(told: Told) -> dict[str, str]:
+    """RANK, WORLD_SIZE and what else torch reads: as set by the launcher, or from variables of Slurm and submitit."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    get, found = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
     if told.told_by.startswith("srun") and "SLURM_NODELIST" in os.environ:
-        local = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_NTASKS_PER_NODE", ""))
-        given = {
-            "RANK": told.rank,
-            "WORLD_SIZE": str(told.size),
-            "LOCAL_RANK": os.environ.get("SLURM_LOCALID", told.rank),
-            "LOCAL_WORLD_SIZE": local.partition("(")[0] or str(told.size),
-            "MASTER_ADDR": first_host(os.environ["SLURM_NODELIST"]),
-            "MASTER_PORT": str(FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % PORTS),
-        }
-        found = {**given, **found}
-    if told.told_by.startswith("submitit"):  # its local executor, whose job is on this machine; under Slurm it is srun
-        job = os.environ.get("SUBMITIT_LOCAL_JOB_ID", "0")
-        given = {
-            "RANK": told.rank,
-            "WORLD_SIZE": str(told.size),
-            "LOCAL_RANK": os.environ.get("SUBMITIT_LOCAL_LOCALID", told.rank),
-            "MASTER_ADDR": ADDRESS,
-            "MASTER_PORT": str(FIRST_PORT + (int(job) if job.isdecimal() else 0) % PORTS),
-        }
-        found = {**given, **found}
+        of_node = get("SLURM_STEP_TASKS_PER_NODE", get("SLURM_NTASKS_PER_NODE", "")).partition("(")[0]
+        host, job = first_host(os.environ["SLURM_NODELIST"]), get("SLURM_JOB_ID", "0")
+        given = {"LOCAL_RANK": get("SLURM_LOCALID", told.rank), "LOCAL_WORLD_SIZE": of_node or str(told.size)}
+    elif told.told_by.startswith("submitit"):  # its local executor; under Slurm it is srun
+        host, job = ADDRESS, get("SUBMITIT_LOCAL_JOB_ID", "0")
+        given = {"LOCAL_RANK": get("SUBMITIT_LOCAL_LOCALID", told.rank)}
+    else:
+        host, job, given = None, "0", {}
+    if host is not None:
+        port = FIRST_PORT + (int(job) if job.isdecimal() else 0) % PORTS
+        own = {"RANK": told.rank, "WORLD_SIZE": str(told.size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        found = {**own, **given, **found}
     if any(name not in found for name in names):
         raise refusal("run", ranks=told)
     return found
@@ -198,9 +191,10 @@ class _Others:
         store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             ADDRESS, 0, self.size, is_master=True, wait_for_workers=False
         )
-        shared = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size, "MASTER_ADDR": ADDRESS}
-        shared |= {"MASTER_PORT": store.port}
-        self._set({**shared, "RANK": 0, "LOCAL_RANK": 0})
+        variables = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size, "MASTER_ADDR": ADDRESS}
+        variables |= {"MASTER_PORT": store.port, "RANK": 0, "LOCAL_RANK": 0}
+        self._variables = {key: os.environ.get(key) for key in variables}
+        os.environ.update({key: str(value) for key, value in variables.items()})
         paths = [str(Path(baoc.__file__).parents[1]), os.environ.get("PYTHONPATH")]
         given = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         try:
@@ -217,7 +211,8 @@ class _Others:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _leave_group()
-        self._end(ENDING_S if error is None or self.first is not None or not _is_alone(error) else 2.0)
+        knows = isinstance(error, Exception) and getattr(error, "exit_code", 0)  # of an error that all ranks have
+        self._end(ENDING_S if error is None or self.first is not None or knows else 2.0)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -264,17 +259,8 @@ class _Others:
                 process.kill()
             process.wait()
 
-    def _set(self, variables: Mapping[str, object]) -> None:
-        self._variables = {key: os.environ.get(key) for key in variables}
-        os.environ.update({key: str(value) for key, value in variables.items()})
-
 
 PARENT = "BAOC_RANK_0"  # process id of rank 0, without which the others end
-
-
-def _is_alone(error: BaseException) -> bool:
-    """Whether other ranks know nothing of an error, and wait."""
-    return not isinstance(error, Exception) or not getattr(error, "exit_code", 0)
 
 
 def _told(first: tuple[int, int] | None) -> str:

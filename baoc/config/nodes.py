@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from baoc.config import assets
 from baoc.config.options import own_keys
 from baoc.config.race import seconds_of
+from baoc.config.validate import plain_text
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
@@ -27,7 +28,6 @@ from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, is_file, reci
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
-MOST_SHOWN = 60  # characters of what was given
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")
 TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
@@ -44,7 +44,7 @@ def register(overrides: Sequence[str] = ()) -> None:
     files = [(group, *item) for group in COLLECTIONS for item in assets.options(group).items()]
     _register_fixed(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
     check_choices(overrides)
-    register_budgets(budget_values(overrides))
+    register_budgets(option_values(overrides, group="budget"))
     register_recipes(overrides)
     register_races(option_values(overrides, group="race"))
     for group in own_code.GROUPS:
@@ -96,19 +96,15 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
             f"recipe={asked[0]} and allocator={others[0]} exclude each other: a recipe says what every block runs, so "
             "that nothing is left to an allocator. Leave one out"
         )
-    keys = [text.lstrip("+").partition("=")[0].split(".")[1:] for text in overrides]
-    keys = [key for key, text in zip(keys, overrides, strict=True) if text.lstrip("+").startswith("recipe.")]
+    keys = _keys_below("recipe", overrides)
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
     for name in [*([*RECIPES, RACED] if keys else ()), *asked]:
         node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
-        for key in keys:
-            held = node
-            for part in key[:-1]:
-                held = held.setdefault(part, {})
-            held.setdefault(key[-1], None)  # which counts as not there
-        ConfigStore.instance().store(group="recipe", name=option_of(name), node=node, provider="baoc")
+        ConfigStore.instance().store(
+            group="recipe", name=option_of(name), node=_with_keys(node, keys=keys), provider="baoc"
+        )
 
 
 def register_races(options: Iterable[str]) -> None:
@@ -127,22 +123,29 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
     """
     asked = [value for value in option_values(overrides, group=group) if own_code.is_own(value)]
     asked += option_values(overrides, group=f"{group}.{TARGET}")
-    keys = [text.lstrip("+").partition("=")[0].split(".")[1:] for text in overrides if _is_below(text, group=group)]
     own = own_keys(group)  # which conf/ has already
+    keys = [key for key in _keys_below(group, overrides) if key[0] not in own and key != [TARGET]]
     for name in [*own_code.declared(f"baoc.{group}s"), *asked]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
-        for key in keys:
-            if key[0] in own or key == [TARGET]:
-                continue
-            held = node
-            for part in key[:-1]:
-                held = held.setdefault(part, {})
-            held.setdefault(key[-1], None)
-        ConfigStore.instance().store(group=group, name=own_option(name), node=node, provider="baoc")
+        ConfigStore.instance().store(
+            group=group, name=own_option(name), node=_with_keys(node, keys=keys), provider="baoc"
+        )
 
 
-def _is_below(text: str, *, group: str) -> bool:
-    return text.lstrip("+").startswith(f"{group}.") and "=" in text
+def _keys_below(group: str, overrides: Sequence[str]) -> list[list[str]]:
+    """The keys below a group that overrides set, each as its parts."""
+    keys = [text.lstrip("+").partition("=")[0].split(".") for text in overrides if "=" in text]
+    return [key[1:] for key in keys if key[0] == group and len(key) > 1]
+
+
+def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """`node` with a null, which counts as not there, at each of `keys` that it lacks."""
+    for *path, last in keys:
+        held = node
+        for part in path:
+            held = held.setdefault(part, {})
+        held.setdefault(last, None)
+    return node
 
 
 def own_option(name: str) -> str:
@@ -212,9 +215,8 @@ def check_choices(overrides: Sequence[str]) -> None:
         items = value if isinstance(value, list) else [] if override.is_sweep_override() else [value]
         names = all(isinstance(item, str | QuotedString | None) and "${" not in str(item) for item in items)
         if not names or (isinstance(value, list) and None in value) or (text.startswith("~") and value is None):
-            shown = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}..."
             raise BadInputError(
-                f"{group} cannot be {shown}: choose one of its options, such as {group}={next(iter(known))}"
+                f"{group} cannot be {plain_text(given)}: choose one of its options, such as {group}={next(iter(known))}"
             )
 
 
@@ -227,36 +229,25 @@ def _parsed(text: str) -> Override | None:
     return override
 
 
-def budget_values(overrides: Sequence[str]) -> list[str]:
-    """The options of the group `budget` that `overrides` select, those of a sweep one by one."""
-    return option_values(overrides, group="budget")
-
-
 def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
     """The options of a group that `overrides` select, those of a sweep one by one."""
     values: list[str] = []
     for text in overrides:
-        if not text.lstrip("+").startswith(f"{group}="):
+        override = _parsed(text) if text.lstrip("+").startswith(f"{group}=") else None
+        if override is None:
             continue
-        if (override := _parsed(text)) is not None:
-            values += _values(override)
-    return values
+        value = override.value()
+        if not override.is_sweep_override():
+            values += [] if value is None else [str(value)]
+        elif override.is_discrete_sweep() and not isinstance(value, Glob):  # a glob matches files only
+            values += override.sweep_string_iterator()
+    return [_unquoted(value) for value in values]
 
 
 def job_folder(num: int, summary: str) -> str:
     """`0_budget=4gb`: the folder name of a multirun's job, from its number and overrides, safe in any file system."""
     safe = "".join(char if char.isalnum() or char in "_.=,+-" else "-" for char in summary)
     return f"{num}_{safe[:80]}".rstrip("_.")
-
-
-def _values(override: Override) -> list[str]:
-    if override.is_sweep_override():
-        if not override.is_discrete_sweep() or isinstance(override.value(), Glob):  # a glob matches files only
-            return []
-        sweep = override.sweep_string_iterator()
-        return [_unquoted(value) for value in sweep]
-    value = override.value()
-    return [] if value is None else [_unquoted(str(value))]
 
 
 def _unquoted(text: str) -> str:
@@ -280,7 +271,7 @@ def _budgets_in(node: Any) -> Iterator[str]:
         if isinstance(value, dict | list):
             yield from _budgets_in(value)
         elif isinstance(value, str) and str(key).split("/")[-1].removeprefix("override ") == "budget":
-            yield from budget_values([f"budget={value}"])
+            yield from option_values([f"budget={value}"], group="budget")
 
 
 def _is_size_of(name: str, num_bytes: int | None) -> bool:

@@ -7,19 +7,24 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = "baoc.sweep.preload"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_MOST_FOLDER = 85  # bytes of the sockets' folder: a path has at most 107, and a name is as long as listener-XXXXXXXX
 ORPHAN_S = 120.0  # how long a trial waits for an earlier attempt that still holds its folder
 # A fork would lose the threads of numpy's pool; trials share cores with each other, so waiting threads sleep.
 _SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -45,7 +50,8 @@ def start(
         variables: added to its environment.
     """
     process = _CONTEXT.Process(target=_child_main, args=(body, str(log), str(lock), list(arguments), dict(variables)))
-    with _default_environment(_SERVER_VARIABLES), _hidden_main_module():
+    _shorten_socket_paths()
+    with _as_server_starts():
         process.start()
     return process
 
@@ -95,25 +101,25 @@ def _acquire_lock(lock: str) -> int:
             time.sleep(0.05)
 
 
+def _shorten_socket_paths() -> None:
+    """Has multiprocessing keep its sockets in a private folder of /tmp where TMPDIR is too long for a socket's path."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    folder = config.get("tempdir") or f"{tempfile.gettempdir()}/pymp-XXXXXXXX"
+    if len(os.fsencode(folder)) > _MOST_FOLDER:
+        config["tempdir"] = folder = tempfile.mkdtemp(prefix="baoc-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # as of multiprocessing's own
+
+
 @contextmanager
-def _hidden_main_module() -> Iterator[None]:
-    """Hides `__main__` from multiprocessing: the child would import the script and start the study again."""
-    main = sys.modules["__main__"]
+def _as_server_starts() -> Iterator[None]:
+    """Sets variables that the server inherits, unless they are set, and hides `__main__` from multiprocessing: the
+    child would import the script and start the study again."""
+    main, new = sys.modules["__main__"], [name for name in _SERVER_VARIABLES if name not in os.environ]
     sys.modules["__main__"] = ModuleType("__main__")
+    os.environ.update({name: _SERVER_VARIABLES[name] for name in new})
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextmanager
-def _default_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are not set, while the server starts and inherits them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if before[name] is None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        for name in new:
+            del os.environ[name]

@@ -39,8 +39,9 @@ class FrontierSampler(BaseSampler):
         self._residual_study: optuna.Study | None = None
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
-        if not _has_startup_trials(others):
+        others = _others(study, trial)
+        searched = [other for other in others if other.params and "overrides" not in other.user_attrs]
+        if sum(other.state in _ENDED for other in searched) < STARTUP:
             return {}
         self._residual_study = self._make_residual_study(others)
         return self._tpe.infer_relative_search_space(self._residual_study, NEW_TRIAL)
@@ -56,20 +57,12 @@ class FrontierSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """Draws the budget, and settings that no trial has had yet."""
-        drawn = self._random.sample_independent(study, trial, param_name, param_distribution)
-        if (
-            self._residual_study is not None
-            and param_name == BUDGET
-            and isinstance(param_distribution, FloatDistribution)
-        ):
-            others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
-            return self._budget(drawn, others, number=trial.number, space=param_distribution)
-        return drawn
-
-    def _budget(self, drawn: float, others: Sequence[FrozenTrial], *, number: int, space: FloatDistribution) -> float:
-        """Maps `drawn` from the whole range to the part that may hold a point of the front."""
-        low, high = budget_bounds(others, objectives=self.objectives, space=space)
-        high = space.high if number % FULL_RANGE_EVERY == 0 else high
+        drawn, space = self._random.sample_independent(study, trial, param_name, param_distribution), param_distribution
+        if self._residual_study is None or param_name != BUDGET or not isinstance(space, FloatDistribution):
+            return drawn
+        # From the whole range to the part that may hold a point of the front
+        low, high = budget_bounds(_others(study, trial), objectives=self.objectives, space=space)
+        high = space.high if trial.number % FULL_RANGE_EVERY == 0 else high
         scale = math.log if space.log else float
         share = (scale(drawn) - scale(space.low)) / (scale(space.high) - scale(space.low))
         value = scale(low) + share * (scale(high) - scale(low))
@@ -92,10 +85,8 @@ class FrontierSampler(BaseSampler):
         return study
 
 
-def _has_startup_trials(others: Sequence[FrozenTrial]) -> bool:
-    """Whether enough random trials have ended."""
-    searched = [other for other in others if other.params and "overrides" not in other.user_attrs]
-    return sum(other.state in _ENDED for other in searched) >= STARTUP
+def _others(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
+    return [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
 
 
 def _make_tpe(seed: int) -> TPESampler:

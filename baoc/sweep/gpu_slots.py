@@ -75,6 +75,18 @@ def filter_visible(gpus: Sequence[Gpu], asked: str | None) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in gpus if any(gpu.name == n or (gpu.uuid + " ").startswith(n) for n in names))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The GPUs of one trial, by name; the locks of `files` are its slots, and go with this process."""
+
+    names: tuple[str, ...] = ()
+    files: tuple[int, ...] = ()
+
+    def release(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
 class GpuSlots:
     """Assigns GPUs to trials, `per_trial` to each; all studies of a user on this machine agree through locked files. A
     GPU has `per_gpu` slots. Trials with known memory budgets share a GPU if their sum fits; a trial without one gets
@@ -90,17 +102,16 @@ class GpuSlots:
             )
         self.gpus, self.per_gpu, self.per_trial = tuple(gpus), per_gpu, per_trial
         self.folder = folder or Path(tempfile.gettempdir()) / f"baoc_cards_{os.getuid()}"
-        self._own_files: dict[str, list[int]] = {}  # gpu -> open files whose locks are this process's slots
 
-    def acquire(self, budget_bytes: int | None) -> tuple[str, ...] | None:
-        """Locks a slot of each of the GPUs with the fewest used slots that have room, and returns their names; None if
-        too few have room. Without GPUs there is nothing to take: ().
+    def acquire(self, budget_bytes: int | None) -> Held | None:
+        """Locks a slot of each of the GPUs with the fewest used slots that have room; None if too few have it. Without
+        GPUs there is nothing to hold.
 
         Args:
             budget_bytes: the trial's memory budget of each GPU; None if it has none, which takes the whole of them.
         """
         if not self.gpus:
-            return ()
+            return Held()
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -110,24 +121,10 @@ class GpuSlots:
             if len(fitting) < self.per_trial:
                 return None
             chosen = sorted(fitting, key=lambda gpu: len(held[gpu.name]))[: self.per_trial]
-            for gpu in chosen:
-                self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes)
-            return tuple(gpu.name for gpu in chosen)
+            files = [self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes) for gpu in chosen]
+            return Held(names=tuple(gpu.name for gpu in chosen), files=tuple(files))
         finally:
             os.close(lock)
-
-    def release(self, names: Sequence[str], budget_bytes: int | None) -> None:
-        """Frees the slots that `acquire` locked for this budget."""
-        for name in names:
-            self._release(name, budget_bytes)
-
-    def _release(self, name: str, budget_bytes: int | None) -> None:
-        total = next(gpu.total_bytes for gpu in self.gpus if gpu.name == name)
-        for file in self._own_files[name]:
-            if _read_slot(file) == (total if budget_bytes is None else budget_bytes):
-                self._own_files[name].remove(file)
-                os.close(file)
-                return
 
     def _fits(self, gpu: Gpu, budget_bytes: int | None, held: Sequence[int]) -> bool:
         if not held:
@@ -147,8 +144,8 @@ class GpuSlots:
                 os.close(opened)
         return sizes
 
-    def _lock_slot(self, gpu: Gpu, num_bytes: int) -> None:
-        """Locks the first free slot of the GPU; the caller holds the folder's lock."""
+    def _lock_slot(self, gpu: Gpu, num_bytes: int) -> int:
+        """The file of the first free slot of the GPU, locked; the caller holds the folder's lock."""
         for slot in count():
             file = os.open(self.folder / f"{gpu.name}_{slot}", os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -158,8 +155,8 @@ class GpuSlots:
                 continue
             os.ftruncate(file, 0)
             os.pwrite(file, str(num_bytes).encode(), 0)
-            self._own_files.setdefault(gpu.name, []).append(file)
-            return
+            return file
+        raise AssertionError("unreachable")
 
 
 def _read_slot(file: int) -> int:

@@ -1,7 +1,6 @@
 """A study's progress on the terminal: a bar, counts and the best values; in a log file, a line per ended trial."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 import optuna
@@ -35,9 +34,7 @@ class Progress:
             self.refresh(force=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self.refresh(force=True)
             self._live.stop()
@@ -64,11 +61,8 @@ class Progress:
 
 def render(status: Status, *, name: str) -> Group:
     """The bar, the counts and the best values."""
-    ended = status.done + status.pruned + status.failed
-    bar = Table.grid(padding=(0, 1))
-    share = Text(f"{100 * ended // max(status.total, 1)} %")
-    bar.add_row(Text(name), ProgressBar(total=max(status.total, 1), completed=ended, width=40), share)
-    lines = [Text(status.text)]
-    if status.best:
-        lines.append(Text("best: " + "; ".join(map(str, status.best)), style="dim"))
-    return Group(bar, *lines)
+    total, bar = max(status.total, 1), Table.grid(padding=(0, 1))
+    share = Text(f"{100 * status.ended // total} %")
+    bar.add_row(Text(name), ProgressBar(total=total, completed=status.ended, width=40), share)
+    best = [Text(f"best: {'; '.join(status.best)}", style="dim")] if status.best else []
+    return Group(bar, Text(status.text), *best)

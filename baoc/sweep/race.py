@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
+from rich.table import Column
 
+from baoc.cli.jobs import SETUP_FILE
 from baoc.config.from_hydra import to_conf
 from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, recipe_node
@@ -47,12 +49,11 @@ from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
 from baoc.tracking import files
-from baoc.tracking.console import make_console, make_table, say
+from baoc.tracking.console import figures, make_console, make_table, say
 from baoc.tracking.files import read_json, write_json, write_text
 from baoc.types import to_plain
 from baoc.units import format_bytes
 
-SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
 TAKEN_FILE = "taken.json"  # the earlier race that a run took, where nothing was raced before it
 SEEDS, FRESH_SEEDS = 100, 200  # added to the run's own seed
 TIMED_STEPS = 40  # of a run that is only timed
@@ -400,7 +401,9 @@ class _Race:
         networks of the family, then the network itself at half the steps and half again. `pace`: of the run's own."""
         race, found = self.config.race, self.field
         own = Measured(size=found.size, num_params=found.num_params, steps=race.steps or found.steps)
-        sizes = [found.size, *self._narrower()] if race.size is None else [race.size]
+        names = list(family_of(self.config.model.name).sizes)
+        narrower = names[: names.index(found.size)][::-1] if found.size in names else []
+        sizes = [found.size, *narrower] if race.size is None else [race.size]
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
             if self._spent_s() > cap_s / 4:
                 break
@@ -447,13 +450,9 @@ class _Race:
         done = [(run.steps, self._seconds(number)) for number, (run, _) in enumerate(self.asked)]
         if not done:
             return 0.0
-        shortest, longest = min(done), max(done)
-        mean_s = {steps: fmean(s for n, s in done if n == steps) for steps in {shortest[0], longest[0]}}
-        if longest[0] > shortest[0]:
-            step_s = max((mean_s[longest[0]] - mean_s[shortest[0]]) / (longest[0] - shortest[0]), 0.0)
-        else:
-            step_s = mean_s[longest[0]] / longest[0]
-        start_s = max(mean_s[shortest[0]] - step_s * shortest[0], 0.0)
+        steps, seconds = np.array(done).T
+        line = np.polyfit(steps, seconds, 1) if np.ptp(steps) else (seconds.mean() / steps[0], 0.0)
+        step_s, start_s = (max(float(part), 0.0) for part in line)
         return sum(start_s + step_s * run.steps for run in runs) / min(self.config.race.workers, max(len(runs), 1))
 
     def _spent_s(self) -> float:
@@ -498,12 +497,6 @@ class _Race:
         fastest = min(seconds.values())
         return {name: max(round(measured.steps * fastest / own), 4) for name, own in seconds.items()}
 
-    def _narrower(self) -> list[str]:
-        """Names of the family's sizes below the target's, the widest first."""
-        names = list(family_of(self.config.model.name).sizes)
-        at = names.index(self.field.size) if self.field.size in names else 0
-        return names[:at][::-1]
-
     # -- overrides and results ----------------------------------------------------------------------------------------
 
     def _words(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
@@ -520,12 +513,10 @@ class _Race:
         recipe = [f"recipe={quote(str(file)) if file.is_file() else racer.name}"]
         if racer.recipe.blocks and not same:  # blocks of another network: its plan is made anew at the same share
             budget, recipe = [f"budget=state_{100 * racer.entrant.state_bytes / self.field.state_bytes_adamw:.4g}"], []
-        lr = run.rate * (self.field.lr if same or self.config.optim.lr is not None else self._lr_of(measured.size))
+        sizes = family_of(self.config.model.name).sizes
+        lr = run.rate * (self.field.lr if same or self.config.optim.lr is not None else sizes[measured.size].lr)
         own = [f"optim.lr={lr:.6g}", f"seed={run.seed}", f"trainer.max_steps={run.steps}"]
         return (*self._fixed, *budget, f"model.size={measured.size}", *recipe, *own)
-
-    def _lr_of(self, size: str) -> float:
-        return family_of(self.config.model.name).sizes[size].lr
 
     def _rows(self) -> list[dict[str, Any]]:
         """race.csv: one row a run."""
@@ -562,14 +553,11 @@ class _Race:
 
 def show(content: Mapping[str, Any]) -> None:
     """Prints the table of a race, the verdict and the claim."""
-    table = make_table(f"Race by {content['quality']}, mean (sd) over seeds")
     stages = list(dict.fromkeys(stage for row in content["entrants"] for stage in row["stages"]))
-    for header in ("recipe", "state", "rate"):
-        table.add_column(header, no_wrap=True, justify="left" if header == "recipe" else "right")
-    for stage in stages:
-        table.add_column(stage, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold", ratio=1, min_width=24)
-    for row in sorted(content["entrants"], key=lambda row: (-len(row["stages"]), _last_mean(row))):
+    words = Column("", overflow="fold", ratio=1, min_width=24)
+    columns = (Column("recipe", no_wrap=True), *figures("state", "rate", *stages), words)
+    table = make_table(f"Race by {content['quality']}, mean (sd) over seeds", *columns)
+    for row in sorted(content["entrants"], key=_rank):
         chosen = row["name"] == content["choice"]
         kind = "chosen" if chosen else "a control, never chosen" if row["control"] and not row["left"] else row["left"]
         cells = [_cell(row["stages"].get(stage)) for stage in stages]
@@ -578,7 +566,14 @@ def show(content: Mapping[str, Any]) -> None:
     make_console().print(table)
     for line in (content["told"], content["verdict"]["reason"], content["claim"]):
         say(line)
-    say(f"the race took {content['seconds']:.0f} s of runs for {format_bytes(_state_of(content))} of state")
+    state_bytes = next(row["state_bytes"] for row in content["entrants"] if row["name"] == content["choice"])
+    say(f"the race took {content['seconds']:.0f} s of runs for {format_bytes(state_bytes)} of state")
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[int, float]:
+    """Who was in more stages comes first, then who was better in the last one."""
+    means = [stage["mean"] for stage in row["stages"].values()]
+    return -len(means), math.inf if not means or means[-1] is None else means[-1]
 
 
 def _cell(stage: Mapping[str, Any] | None) -> str:
@@ -587,12 +582,3 @@ def _cell(stage: Mapping[str, Any] | None) -> str:
     if stage["mean"] is None:
         return "diverged"
     return f"{stage['mean']:.4g}" + ("" if stage["sd"] is None else f" ({stage['sd']:.2g})")
-
-
-def _last_mean(row: Mapping[str, Any]) -> float:
-    means = [stage["mean"] for stage in row["stages"].values()]
-    return math.inf if not means or means[-1] is None else means[-1]
-
-
-def _state_of(content: Mapping[str, Any]) -> int:
-    return next(row["state_bytes"] for row in content["entrants"] if row["name"] == content["choice"])

@@ -6,13 +6,12 @@ set of trials whatever is killed and on however many workers.
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial
 
 from baoc.sweep.frontier_sampler import BUDGET, STARTUP, FrontierSampler
 from baoc.sweep.study_config import Param, StudyConfig
@@ -21,20 +20,18 @@ TPE_STARTUP = 5  # random trials of Optuna's own TPE
 
 
 def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
-    """The sampler of `config.sampler`, seeded for one trial. All but random and grid use violated constraints."""
+    """The sampler of `config.sampler`, seeded for one trial. All but random and grid use violated constraints, and all
+    but `FrontierSampler` are to see `SearchedTrials`."""
     seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
     if config.sampler in ("random", "grid"):  # a grid's points are enqueued by `initial_trials`
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "nsgaii":
-        return _SearchedTrialsSampler(optuna.samplers.NSGAIISampler(seed=seed))
+        return optuna.samplers.NSGAIISampler(seed=seed)
     if config.sampler == "gp":
-        return _SearchedTrialsSampler(optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False))
+        return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
     if uses_frontier_sampler(config):
         return FrontierSampler(seed=seed, objectives=config.objectives)
-    liar = config.workers > 1
-    return _SearchedTrialsSampler(
-        optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=liar)
-    )
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=TPE_STARTUP, constant_liar=config.workers > 1)
 
 
 def uses_frontier_sampler(config: StudyConfig) -> bool:
@@ -116,39 +113,9 @@ def _suggest(trial: Trial, param: Param) -> Any:
     return trial.suggest_float(param.key, param.low, param.high, log=param.log, step=param.step)
 
 
-class _SearchedTrialsSampler(BaseSampler):
-    """Hides baselines outside the space from a sampler. A sampler of joint settings uses those that all trials have in
-    common; with such baselines it would sample each setting alone, or fail."""
-
-    def __init__(self, inner: BaseSampler):
-        self.inner = inner
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return self.inner.infer_relative_search_space(_without_baselines(study), trial)
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return self.inner.sample_relative(_without_baselines(study), trial, search_space)
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        return self.inner.sample_independent(_without_baselines(study), trial, param_name, param_distribution)
-
-    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        self.inner.before_trial(_without_baselines(study), trial)
-
-    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
-        self.inner.after_trial(_without_baselines(study), trial, state, values)
-
-
-def _without_baselines(study: optuna.Study) -> optuna.Study:
-    return cast(optuna.Study, _SearchedTrialsView(study))
-
-
-class _SearchedTrialsView:
-    """A study that shows only trials with a point in the space, or without one yet."""
+class SearchedTrials:
+    """A study as samplers are to see it: without baselines outside the space. A sampler of joint settings uses those
+    that all trials have in common; with such baselines it would sample each setting alone, or fail."""
 
     def __init__(self, study: optuna.Study):
         self._study = study
@@ -156,16 +123,9 @@ class _SearchedTrialsView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._study, name)
 
-    @property
-    def trials(self) -> list[FrozenTrial]:
-        return self.get_trials()
-
     def get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
-        return [trial for trial in self._study.get_trials(*args, **options) if _is_searched(trial)]
+        trials = self._study._get_trials(*args, **options)
+        return [trial for trial in trials if trial.params or "overrides" not in trial.user_attrs]
 
-    def _get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
-        return [trial for trial in self._study._get_trials(*args, **options) if _is_searched(trial)]
-
-
-def _is_searched(trial: FrozenTrial) -> bool:
-    return bool(trial.params) or "overrides" not in trial.user_attrs
+    _get_trials = get_trials
+    trials = property(get_trials)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,29 +23,15 @@ from baoc.frontier.runs import STUDY_FILE
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.storage import open_storage
 from baoc.sweep.workers import WorkerRegistry
-from baoc.tracking.console import make_console
+from baoc.tracking.console import make_console, say
 from baoc.tracking.files import read_json
 from baoc.units import format_bytes
-
-ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BestTrial:
-    """The best feasible trial of one objective."""
-
-    objective: str
-    value: float
-    number: int
-
-    def __str__(self) -> str:
-        value = format_bytes(self.value) if self.objective.endswith("_bytes") else f"{self.value:.4g}"
-        return f"{self.objective} {value} (trial {self.number})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A study's counts at one moment. `violated` counts completed trials that breached their budget or diverged."""
+    """A study's counts at one moment. `violated` counts completed trials that breached their budget or diverged; `best`
+    is one text for each objective."""
 
     total: int
     done: int
@@ -53,12 +40,16 @@ class Status:
     failed: int
     running: int
     remaining_s: float | None
-    best: tuple[BestTrial, ...]
+    best: tuple[str, ...]
     on_front: int
 
     @property
+    def ended(self) -> int:
+        return self.done + self.pruned + self.failed
+
+    @property
     def waiting(self) -> int:
-        return max(self.total - self.done - self.pruned - self.failed - self.running, 0)
+        return max(self.total - self.ended - self.running, 0)
 
     @property
     def text(self) -> str:
@@ -72,43 +63,33 @@ class Status:
 def status_of(
     trials: Sequence[FrozenTrial], *, total: int, objectives: Mapping[str, str], workers: int | None = None
 ) -> Status:
-    """Counts, the best trial of each objective, and the remaining time. The remaining time is the number of trials to
-    come times the median duration of a trial, divided by the trials that run at once: `workers`, or as many as run now
-    if these are more, as those of other machines."""
-    ended = [trial for trial in trials if trial.state in ENDED]
-    complete = [trial for trial in ended if trial.state is TrialState.COMPLETE]
-    good = [trial for trial in complete if not violates_constraint(trial)]
-    running = sum(trial.state is TrialState.RUNNING for trial in trials)
-    num_parallel = max(workers or 0, running)
+    """Counts, the best feasible trial of each objective, and the remaining time. The remaining time is the number of
+    trials to come times the median duration of a trial, divided by the trials that run at once: `workers`, or as many
+    as run now if these are more, as those of other machines."""
+    states = Counter(trial.state for trial in trials)
+    ended = [trial for trial in trials if trial.state.is_finished()]
+    good = [t for t in ended if t.state is TrialState.COMPLETE and not violates_constraint(t)]
+    num_parallel = max(workers or 0, states[TrialState.RUNNING])
     times = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
     rest = max(total - len(ended), 0)
+    signs = [-1.0 if direction == "maximize" else 1.0 for direction in objectives.values()]
+    best = []
+    for at, (name, sign) in enumerate(zip(objectives if good else (), signs, strict=False)):
+        first = min(good, key=lambda trial, at=at, sign=sign: sign * trial.values[at])
+        value = first.values[at]
+        shown = format_bytes(value) if name.endswith("_bytes") else f"{value:.4g}"
+        best.append(f"{name} {shown} (trial {first.number})")
     return Status(
         total=total,
-        done=len(complete),
-        violated=len(complete) - len(good),
-        pruned=sum(trial.state is TrialState.PRUNED for trial in ended),
-        failed=sum(trial.state is TrialState.FAIL for trial in ended),
-        running=running,
+        done=states[TrialState.COMPLETE],
+        violated=states[TrialState.COMPLETE] - len(good),
+        pruned=states[TrialState.PRUNED],
+        failed=states[TrialState.FAIL],
+        running=states[TrialState.RUNNING],
         remaining_s=median(times) * rest / num_parallel if times and num_parallel else None,
-        best=_best(good, objectives=objectives),
-        on_front=len(pareto_trials(good, objectives=objectives)),
+        best=tuple(best),
+        on_front=sum(pareto([[sign * v for sign, v in zip(signs, t.values, strict=True)] for t in good])),
     )
-
-
-def pareto_trials(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> list[FrozenTrial]:
-    """Those of some complete trials that no other one dominates."""
-    signs = [-1.0 if direction == "maximize" else 1.0 for direction in objectives.values()]
-    costs = [[sign * value for sign, value in zip(signs, trial.values, strict=True)] for trial in trials]
-    return [trial for trial, keep in zip(trials, pareto(costs), strict=True) if keep]
-
-
-def _best(trials: Sequence[FrozenTrial], *, objectives: Mapping[str, str]) -> tuple[BestTrial, ...]:
-    found = []
-    for at, (name, direction) in enumerate(objectives.items()):
-        ranked = sorted(trials, key=lambda trial, at=at: trial.values[at], reverse=direction == "maximize")
-        if ranked:
-            found.append(BestTrial(objective=name, value=ranked[0].values[at], number=ranked[0].number))
-    return tuple(found)
 
 
 def _duration(seconds: float) -> str:
@@ -128,7 +109,7 @@ def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Stud
             f"{folder / STUDY_FILE} does not describe a study by {', '.join(keys)}: it was damaged; write these "
             "keys into it again, or restore it from a copy"
         )
-    url = _present(storage) if storage else _resolve_storage(about["storage"], folder=folder)
+    url = _present(storage or about["storage"], folder=None if storage else folder)
     if ":***@" in url:
         raise BadInputError(f"the study is kept in {url}: give its URL with the password as --storage URL")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -142,60 +123,50 @@ def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Stud
     return study, about["objectives"], int(about["n_trials"])
 
 
-def _present(url: str) -> str:
-    """`url`; raises BadInputError for a file that is not there, which opening would create."""
-    kind, slashes, path = url.partition(":///")
-    file = Path(path.partition("?")[0])
-    if kind in ("sqlite", "journal") and slashes and not file.is_file():
-        raise BadInputError(f"--storage {url}: there is no file {file}")
-    return url
-
-
-def _resolve_storage(url: str, *, folder: Path) -> str:
-    """The URL of the storage that the folder's study.json names; of the file in the folder if that was moved or copied.
+def _present(url: str, *, folder: Path | None) -> str:
+    """The URL of a storage whose file is there, or of the file in the study's `folder` if that was moved or copied.
     Raises BadInputError if the file is gone: opening it would create an empty one."""
     kind, slashes, path = url.partition(":///")
     path, mark, settings = path.partition("?")  # options such as timeout=60
     if kind not in ("sqlite", "journal") or not slashes:
         return url
-    own = folder.absolute() / Path(path).name
-    if own.is_file():
+    own = None if folder is None else folder.absolute() / Path(path).name
+    if own is not None and own.is_file():
         return f"{kind}:///{own}{mark}{settings}"
     if not Path(path).is_file():
+        gone = f"--storage {url}: there is no file {path}"
         raise BadInputError(
-            f"the study's storage {path} is gone, and {own} is not there: give its URL as --storage URL"
+            gone
+            if own is None
+            else f"the study's storage {path} is gone, and {own} is not there: give its URL as --storage URL"
         )
     return url
 
 
-def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> None:
+def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> Status:
     """Prints the counts, the best trials, and a table of the running ones."""
     trials = study.get_trials(deepcopy=False)
     status = status_of(trials, total=total, objectives=objectives)
-    console = make_console()
-    console.print(f"{study.study_name}: {status.text}", markup=False, soft_wrap=True)
+    say(f"{study.study_name}: {status.text}")
     if status.best:
-        best = "; ".join(map(str, status.best))
-        console.print(f"best: {best}; {status.on_front} on the front", markup=False, soft_wrap=True)
-    table = Table(title="Running", title_justify="left")
-    for column in ("trial", "settings", "for", "attempt", "worker"):
-        table.add_column(column)
+        say(f"best: {'; '.join(status.best)}; {status.on_front} on the front")
+    table = Table("trial", "settings", "for", "attempt", "worker", title="Running", title_justify="left")
     registry, attributes = WorkerRegistry(study), study.user_attrs
+    num_fixed = len(attributes.get("definition", {}).get("fixed", []))
     for trial in trials:
-        if trial.state is TrialState.RUNNING:
-            worker = trial.user_attrs.get("worker")
-            machine = attributes.get(worker or "", {}).get("machine", "none yet").split("/")[0]
-            is_dead = registry.is_dead(worker, attributes, trial=trial.number)
-            note = " (dead: the next worker takes the trial over)" if is_dead else ""
-            began = trial.datetime_start or datetime.now()
-            fixed = attributes.get("definition", {}).get("fixed", [])
-            words = " ".join(trial.user_attrs.get("words", [])[len(fixed) :])
-            attempt = str(int(trial.user_attrs.get("attempts", 0)) + 1)
-            table.add_row(
-                str(trial.number), words, _duration((datetime.now() - began).total_seconds()), attempt, machine + note
-            )
+        if trial.state is not TrialState.RUNNING:
+            continue
+        own, worker = trial.user_attrs, trial.user_attrs.get("worker")
+        machine = attributes.get(worker or "", {}).get("machine", "none yet").split("/")[0]
+        is_dead = registry.is_dead(worker, attributes, trial=trial.number)
+        note = " (dead: the next worker takes the trial over)" if is_dead else ""
+        now = datetime.now()
+        seconds = (now - (trial.datetime_start or now)).total_seconds()
+        words, attempt = " ".join(own.get("words", [])[num_fixed:]), int(own.get("attempts", 0)) + 1
+        table.add_row(str(trial.number), words, _duration(seconds), str(attempt), machine + note)
     if table.row_count:
-        console.print(table)
+        make_console().print(table)
+    return status
 
 
 @command
@@ -209,9 +180,8 @@ def main(argv: Arguments = None) -> int:
     try:
         study, objectives, total = load_study(given.folder, storage=given.storage)
         while True:
-            show(study, objectives=objectives, total=total)
-            trials = study.get_trials(deepcopy=False)
-            if given.every is None or sum(trial.state in ENDED for trial in trials) >= total:
+            status = show(study, objectives=objectives, total=total)
+            if given.every is None or status.ended >= total:
                 return 0
             time.sleep(given.every)
     except KeyboardInterrupt:

@@ -21,7 +21,6 @@ A trial's life, from waiting to told:
 """
 
 import fcntl
-import os
 import random
 import sqlite3
 import time
@@ -30,19 +29,19 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from baoc.errors import BadInputError, OutputError
 from baoc.frontier.runs import STUDY_FILE, read_study_file
-from baoc.sweep.sampling import initial_trials, make_sampler
+from baoc.sweep.sampling import SearchedTrials, initial_trials, make_sampler, uses_frontier_sampler
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, write_json
@@ -113,7 +112,7 @@ def make_trial(study: optuna.Study, trial_id: int, *, number: int, config: Study
     """A Trial whose suggestions come from the sampler that is seeded for its number."""
     study.sampler = make_sampler(config, number=number)
     study._thread_local.cached_all_trials = None  # as `Study.ask` does, so that the sampler sees the newest results
-    return Trial(study, trial_id)
+    return Trial(study if uses_frontier_sampler(config) else cast(optuna.Study, SearchedTrials(study)), trial_id)
 
 
 def storage_url(asked: str | None, *, folder: Path) -> str:
@@ -152,12 +151,16 @@ def open_storage(url: str) -> BaseStorage:
     except Exception as error:
         if url.startswith("sqlite"):
             raise _unreadable(url, error) from error
-        raise BadInputError(
-            f"the study's storage {without_password(url)} cannot be opened ({str(error).splitlines()[0]}): is the "
-            "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
-            "postgresql+psycopg://USER@HOST/NAME)? hydra.sweeper.storage is null (a file in the study's folder), "
-            "journal, or such a URL"
-        ) from error
+        raise _no_server(url, error) from error
+
+
+def _no_server(url: str, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"the study's storage {without_password(url)} does not answer ({str(error).splitlines()[0]}): is the server "
+        "up, does the database exist, and is its driver installed (pip install 'psycopg[binary]' for "
+        "postgresql+psycopg://USER@HOST/NAME)? hydra.sweeper.storage is null (a file in the study's folder), journal, "
+        "or such a URL"
+    )
 
 
 def _unreadable(url: str, error: Exception) -> BadInputError:
@@ -232,34 +235,19 @@ class RepairedJournal(JournalFileBackend):
     mid-line leaves such a line, and Optuna's backend raises on every read once another record follows it."""
 
     def __init__(self, path: str):
-        lock = JournalFileSymlinkLock(path)
-        super().__init__(path, lock)
-        lock.acquire()
-        try:
-            self._set_torn_line_aside()
-        finally:
-            lock.release()
+        super().__init__(path)
+        self.append_logs([])
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        lock = self._lock
-        lock.acquire()
+        self._lock.acquire()
         try:
-            self._set_torn_line_aside()
             with LineFile(self._file_path) as file:
+                if file.was_torn:
+                    say(f"{file.path} ended in a torn line: set aside in {file.path.name}.torn")
                 for log in logs:
                     file.append(log)
         finally:
-            lock.release()
-
-    def _set_torn_line_aside(self) -> None:
-        path = Path(self._file_path)
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            is_torn = file.read(1) not in (b"", b"\n")
-        if is_torn:
-            LineFile(path).close()  # opening it does the work
-            say(f"{path} ended in a torn line: set aside in {path.name}.torn")
+            self._lock.release()
 
 
 @contextmanager
@@ -279,10 +267,7 @@ def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
                 connection.execute(sqlalchemy.text("select pg_advisory_lock(hashtext('baoc study'))"))
                 yield
         except (OperationalError, ImportError) as error:
-            raise BadInputError(
-                f"the study's storage {without_password(url)} does not answer ({str(error).splitlines()[0]}): is the "
-                "server up, does the database exist, and is its driver installed (pip install 'psycopg[binary]')?"
-            ) from error
+            raise _no_server(url, error) from error
 
 
 def without_password(url: str) -> str:

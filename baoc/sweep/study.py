@@ -23,7 +23,7 @@ from baoc.models import MODELS
 from baoc.parallel import refuse_ranks
 from baoc.sweep import forkserver
 from baoc.sweep.early_stopping import EarlyStopping
-from baoc.sweep.gpu_slots import GpuSlots, find_gpus
+from baoc.sweep.gpu_slots import GpuSlots, Held, find_gpus
 from baoc.sweep.progress import Progress
 from baoc.sweep.sampling import suggest
 from baoc.sweep.signals import POLL_S, SignalHandler
@@ -167,10 +167,9 @@ class _RunningTrial:
 
     trial: FrozenTrial
     overrides: list[str]
-    gpus: tuple[str, ...]
-    budget_bytes: int | None
-    process: TrialProcess
+    gpus: Held
     early_stopping: EarlyStopping
+    process: TrialProcess = field(init=False)
     outcomes: list[RunOutcome] = field(default_factory=list)
     stop_reason: str = ""  # set by early stopping, once the process was asked to end
     hang_reason: str = ""  # the same for a process that writes nothing
@@ -237,7 +236,7 @@ class _Worker:
 
     def _choose_overrides(self, trial: Trial) -> FrozenTrial:
         """Samples the trial's settings and stores its overrides and its owner."""
-        trial.set_user_attr("worker", self.registry.identity.name)
+        trial.set_user_attr("worker", self.registry.name)
         trial.set_user_attr("words", [*self.config.fixed, *suggest(trial, self.config)])
         return self.study._storage.get_trial(trial._trial_id)
 
@@ -258,7 +257,7 @@ class _Worker:
                 now = self.study._storage.get_trial(trial._trial_id)
                 if now.state is not TrialState.RUNNING or now.user_attrs.get("worker") != owner:
                     continue  # another worker was faster
-                Trial(self.study, trial._trial_id).set_user_attr("worker", self.registry.identity.name)
+                Trial(self.study, trial._trial_id).set_user_attr("worker", self.registry.name)
             self._searched_s = -TAKEOVER_POLL_S  # there may be more of them
             say(f"trial {trial.number} is taken over: its worker is dead")
             if "words" not in now.user_attrs:  # killed before its settings were stored
@@ -275,58 +274,48 @@ class _Worker:
 
     def _may_take_over(self) -> bool:
         """Whether a trial of another worker may still become this worker's."""
-        foreign = self._foreign_trials()
+        foreign, attributes = self._foreign_trials(), self.study.user_attrs
         if self.wait_for_others:
             return bool(foreign)
-        attributes = self.study.user_attrs
-        return any(
-            self.registry.is_dead(trial.user_attrs.get("worker"), attributes, trial=trial.number) for trial in foreign
-        )
+        return any(self.registry.is_dead(one.user_attrs.get("worker"), attributes, trial=one.number) for one in foreign)
 
     # -- one trial --------------------------------------------------------------------------------------------------
 
     def _start_trial(self, trial: FrozenTrial) -> bool:
         """Starts the trial's first process; False if no GPU has room for it now."""
         overrides = list(trial.user_attrs["words"])
-        budget_bytes = _memory_budget_bytes(overrides)
-        gpus = self.slots.acquire(budget_bytes)
+        gpus = self.slots.acquire(_memory_budget_bytes(overrides))
         if gpus is None:
             return False
-        is_baseline = "overrides" in trial.user_attrs
-        early_stopping = EarlyStopping(self.study, trial, config=self.config, exempt=is_baseline)
-        with self.signals.deferred():
-            process = self._start_process(trial.number, overrides, repeat=0, gpus=gpus)
-            self.running[trial.number] = _RunningTrial(
-                trial=trial,
-                overrides=overrides,
-                gpus=gpus,
-                budget_bytes=budget_bytes,
-                process=process,
-                early_stopping=early_stopping,
-            )
+        stopping = EarlyStopping(self.study, trial, config=self.config, exempt="overrides" in trial.user_attrs)
+        running = _RunningTrial(trial=trial, overrides=overrides, gpus=gpus, early_stopping=stopping)
+        self._start_process(running)
         return True
 
-    def _start_process(
-        self, number: int, overrides: Sequence[str], *, repeat: int, gpus: Sequence[str]
-    ) -> TrialProcess:
-        folder = self.folder / f"{number:04d}"
+    def _start_process(self, running: _RunningTrial) -> None:
+        """Starts the process of the first repeat that has no outcome yet."""
+        folder, overrides = self.folder / f"{running.trial.number:04d}", running.overrides
         if self.config.repeats:
+            repeat = len(running.outcomes)
             folder, overrides = folder / str(repeat), [*overrides, *self.config.repeats[repeat]]
         variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
         if self.config.gpus_per_trial > 1:
             overrides = [*overrides, f"{DEVICES}={self.config.gpus_per_trial}"]
-        if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        for remaining in reversed(range(MAX_STARTS)):
-            try:
-                return TrialProcess(
-                    overrides, folder=folder, threads=self.config.threads, code=self.code, variables=variables
-                )
-            except (EOFError, ConnectionError):
-                time.sleep(POLL_S)
-                if not remaining or self.signals.received:
-                    raise
-        raise AssertionError("unreachable")
+        if running.gpus.names:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(running.gpus.names)
+        running.hang_reason = ""
+        with self.signals.deferred():
+            for remaining in reversed(range(MAX_STARTS)):
+                try:
+                    running.process = TrialProcess(
+                        overrides, folder=folder, threads=self.config.threads, code=self.code, variables=variables
+                    )
+                    break
+                except (EOFError, ConnectionError):
+                    time.sleep(POLL_S)
+                    if not remaining or self.signals.received:
+                        raise
+            self.running[running.trial.number] = running
 
     def _poll_trials(self) -> None:
         """Handles processes that have ended, trials that other workers own by now, early stops and hangs."""
@@ -350,7 +339,7 @@ class _Worker:
     def _owns(self, running: _RunningTrial) -> bool:
         """Whether this worker still owns the trial; another one takes it over if this machine slept."""
         now = self.study._storage.get_trial(running.trial._trial_id)
-        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.registry.identity.name
+        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.registry.name
 
     def _drop(self, running: _RunningTrial) -> None:
         """Kills the process of a trial that another worker owns."""
@@ -383,16 +372,9 @@ class _Worker:
         running.outcomes.append(outcome)
         num_runs = len(self.config.repeats) or 1
         if outcome.is_conclusive and not is_infeasible(outcome) and len(running.outcomes) < num_runs:
-            self._start_repeat(running)
+            self._start_process(running)
             return
         self._tell(running, trial_outcome(running.outcomes, objectives=self.config.objectives))
-
-    def _start_repeat(self, running: _RunningTrial) -> None:
-        """Starts the process of the first repeat that has no outcome yet."""
-        with self.signals.deferred():
-            running.process = self._start_process(
-                running.trial.number, running.overrides, repeat=len(running.outcomes), gpus=running.gpus
-            )
 
     def _retry(self, running: _RunningTrial, outcome: RunOutcome) -> None:
         """Another attempt at a run that was killed or failed through a bug; the trial fails after `retries` of them."""
@@ -401,8 +383,7 @@ class _Worker:
         if outcome.exit_code == SERVER_LOST and losses <= MAX_SERVER_LOSSES:  # which is not the trial's fault
             Trial(self.study, trial._trial_id).set_user_attr("server_losses", losses)
             say(f"trial {trial.number} is begun again: the server that its process was forked from was killed")
-            self._start_repeat(running)
-            running.hang_reason = ""
+            self._start_process(running)
             return
         attempts = int(trial.user_attrs.get("attempts", 0)) + 1
         Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
@@ -411,8 +392,7 @@ class _Worker:
             self._tell(running, TrialOutcome(state=TrialState.FAIL, text=text + outcome.message))
             return
         say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
-        self._start_repeat(running)
-        running.hang_reason = ""
+        self._start_process(running)
 
     def _tell(self, running: _RunningTrial, outcome: TrialOutcome) -> None:
         """Finishes the trial in the study and frees its place."""
@@ -429,7 +409,7 @@ class _Worker:
 
     def _free(self, running: _RunningTrial) -> None:
         del self.running[running.trial.number]
-        self.slots.release(running.gpus, running.budget_bytes)
+        running.gpus.release()
 
 
 def _memory_budget_bytes(overrides: Sequence[str]) -> int | None:

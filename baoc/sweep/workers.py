@@ -10,7 +10,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,6 @@ import optuna
 BEAT_S = 10.0
 PATIENCE_S = 60.0  # without a new heartbeat
 PREFIX = "worker:"  # of the study's user attributes, one per worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
-    """A worker's machine, process and process start, since process ids are reused."""
-
-    machine: str
-    process: int
-    began: str
-    unique: str
-
-    @staticmethod
-    def of_this_process() -> "WorkerIdentity":
-        process = os.getpid()
-        return WorkerIdentity(
-            machine=machine_id(), process=process, began=process_start(process), unique=uuid.uuid4().hex[:8]
-        )
-
-    @property
-    def name(self) -> str:
-        return f"{PREFIX}{self.unique}"
 
 
 def machine_id() -> str:
@@ -71,7 +49,8 @@ class WorkerRegistry:
 
     def __init__(self, study: optuna.Study, *, clock: Callable[[], float] = time.monotonic):
         self.study, self.clock = study, clock
-        self.identity = WorkerIdentity.of_this_process()
+        self.name = f"{PREFIX}{uuid.uuid4().hex[:8]}"
+        self._process = {"machine": machine_id(), "process": os.getpid(), "began": process_start(os.getpid())}
         self._beats = 0
         self._last_beat_s = -BEAT_S
         self._seen: dict[str, tuple[int, float]] = {}  # worker -> its newest beat, and when this worker first saw it
@@ -95,13 +74,13 @@ class WorkerRegistry:
         dead if all other workers are, or after PATIENCE_S."""
         entry = attributes.get(worker or "")
         if entry is None:
-            others = [name for name in attributes if name.startswith(PREFIX) and name != self.identity.name]
+            others = [name for name in attributes if name.startswith(PREFIX) and name != self.name]
             since = self._unowned.setdefault(trial, self.clock())
             all_dead = all(self.is_dead(other, attributes, trial=trial) for other in others)
             return all_dead or self.clock() - since > PATIENCE_S
         if entry["ended"]:
             return True
-        if entry["machine"] == self.identity.machine:
+        if entry["machine"] == self._process["machine"]:
             return process_start(entry["process"]) != entry["began"]
         beat, since = self._seen.get(str(worker), (-1, 0.0))
         if entry["beat"] != beat:
@@ -110,6 +89,5 @@ class WorkerRegistry:
         return self.clock() - since > PATIENCE_S
 
     def _write(self, *, running: int, ended: bool) -> None:
-        own = self.identity
-        entry = {"machine": own.machine, "process": own.process, "began": own.began}
-        self.study.set_user_attr(own.name, {**entry, "beat": self._beats, "running": running, "ended": ended})
+        told = {**self._process, "beat": self._beats, "running": running, "ended": ended}
+        self.study.set_user_attr(self.name, told)

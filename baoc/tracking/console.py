@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from baoc.core.budgets import AUTO
@@ -29,6 +29,7 @@ __all__ = [
     "attach_live",
     "budget_verdict",
     "detach_live",
+    "figures",
     "make_console",
     "make_table",
     "plan_rows",
@@ -163,12 +164,8 @@ def describe_budget(budget: Budget) -> str:
 
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
-    table = make_table(title)
-    table.add_column("block", overflow="fold", max_width=28)
-    table.add_column("spec", overflow="fold", max_width=24)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("risk", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
+    names = Column("block", overflow="fold", max_width=28), Column("spec", overflow="fold", max_width=24)
+    table = make_table(title, *names, *figures("bytes", "risk"), Column("why", overflow="fold", ratio=1))
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
@@ -187,11 +184,9 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
 def summary_text(plan: Plan, *, title: str) -> str:
     """The allocation as a table with one row per role and spec, then its totals, as text."""
     console = PipeSafeConsole(file=StringIO(), width=PLAIN_WIDTH, no_color=True, color_system=None, highlight=False)
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for header in ("role", "spec"):
-        table.add_column(header, overflow="fold")
-    for header in ("blocks", "parameters", "state", "risk"):
-        table.add_column(header, justify="right", no_wrap=True)
+    names = Column("role", overflow="fold"), Column("spec", overflow="fold")
+    columns = (*names, *figures("blocks", "parameters", "state", "risk"))
+    table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for row in role_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} (host)" if row.host_bytes else size
@@ -264,13 +259,10 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
-    table = make_table(f"Options by objective={objective} (predicted)")
     # Only words wrap, so that every figure is readable in full.
-    table.add_column("", no_wrap=True)
-    table.add_column("option", ratio=1)
-    table.add_column("weights", min_width=7)
-    for header in ("peak", "ms/step", "samples/s", "risk"):
-        table.add_column(header, justify="right", no_wrap=True)
+    words = Column("", no_wrap=True), Column("option", ratio=1), Column("weights", min_width=7)
+    title = f"Options by objective={objective} (predicted)"
+    table = make_table(title, *words, *figures("peak", "ms/step", "samples/s", "risk"))
     for option in options:
         rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
@@ -284,12 +276,9 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
 
 def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
     """Prints the plans of a multirun; a * marks those that no other one dominates."""
-    table = make_table("Planned frontier")
-    for header in ("", "budget", "device"):
-        table.add_column(header, no_wrap=True)
-    for header in ("micro-batch", "peak", "state", "samples/s", "risk"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("differs in")
+    names = [Column(header, no_wrap=True) for header in ("", "budget", "device")]
+    numbers = figures("micro-batch", "peak", "state", "samples/s", "risk")
+    table = make_table("Planned frontier", *names, *numbers, Column("differs in"))
     for plan in plans:
         rate, size = plan["samples_per_s"], plan["micro_batch"]
         table.add_row(
@@ -421,10 +410,8 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     for row in rows:
         cells = shares.setdefault(row["family"], {"points": str(row["points"])})
         cells[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
-    table = make_table(title)
-    table.add_column("study", overflow="fold", ratio=1)
-    for header in ("points", "area over state", "area over peak"):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers = figures("points", "area over state", "area over peak")
+    table = make_table(title, Column("study", overflow="fold", ratio=1), *numbers)
     for study, cells in shares.items():
         table.add_row(escape(study), cells["points"], cells["state_bytes"], cells["peak_bytes"])
     console = make_console()
@@ -434,12 +421,9 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
 
 
 def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
-    table = make_table(title)
-    table.add_column("", no_wrap=True)
-    table.add_column("run", overflow="fold", ratio=1)
     several = any(point.num_ranks > 1 for point in points)
-    for header in (quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else [])):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers = figures(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
+    table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
     for point in points:
         spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
         table.add_row(
@@ -455,9 +439,15 @@ def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str
     return table
 
 
-def make_table(title: str) -> Table:
+def make_table(title: str, *columns: Column) -> Table:
     """An empty table in the style of all tables."""
-    return Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, expand=True)
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "expand": True}
+    return Table(*columns, box=SIMPLE_HEAD, title=title, **style)
+
+
+def figures(*headers: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(header, justify="right", no_wrap=True) for header in headers]
 
 
 def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]], *, run_dir: str | Path | None) -> None:

@@ -158,8 +158,13 @@ class LineFile:
         self.path = Path(path)
         with as_output_error(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.was_torn = self._open()
+
+    def _open(self) -> bool:
+        """Returns whether the file ended in a torn line."""
+        with as_output_error(self.path):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._set_torn_line_aside()
+            return self._set_torn_line_aside()
 
     def append(self, record: Any) -> None:
         """Writes one record. Raises OutputError on a full disk, after the partial line was cut off again."""
@@ -200,24 +205,23 @@ class LineFile:
         except OSError as error:
             raise output_error(self.path, error) from error
         os.close(self._descriptor)
-        with as_output_error(self.path):
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._set_torn_line_aside()
+        self._open()
 
-    def _set_torn_line_aside(self) -> None:
+    def _set_torn_line_aside(self) -> bool:
         size = os.fstat(self._descriptor).st_size
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
-            return
+            return False
         content = self.path.read_bytes()
         start = content.rfind(b"\n") + 1
         tail = content[start:]
         if _parse_object(tail) is not None:  # only the line break is missing: no proper prefix of a JSON object is one
             os.write(self._descriptor, b"\n")
-            return
+            return False
         with self.path.with_name(self.path.name + ".torn").open("ab") as torn:
             torn.write(tail + b"\n")
         os.ftruncate(self._descriptor, start)
         log.warning("%s ended in a torn line of %d bytes: set aside in %s.torn", self.path, len(tail), self.path.name)
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Lightning loggers that write each step to disk before training goes on: metrics.jsonl, and metrics.csv from it.
+"""A Lightning logger that writes each step to disk before training goes on: metrics.jsonl, and metrics.csv from it.
 
 W&B loses up to an eighth of the logged steps if a process is killed, and Lightning's CSVLogger deletes its file if a
 run is resumed in the same folder. Frontiers are therefore made from `metrics.jsonl`.
@@ -17,13 +17,26 @@ from baoc.tracking.metrics import FIXED_KEYS, METRICS_FILE, METRICS_SCHEMA, read
 from baoc.types import to_plain
 
 
-class _FolderLogger(Logger):
-    """The part of Lightning's Logger interface that both loggers share."""
+class JsonlLogger(Logger):
+    """Appends to `metrics.jsonl` and fsyncs each line (about 1 ms on a local disk).
 
-    def __init__(self, run_dir: str | Path, *, name: str | None = None):
+    Args:
+        csv_every_s: seconds after which `metrics.csv`, one row per step, is made anew, and at the end; None makes none.
+    """
+
+    def __init__(self, run_dir: str | Path, *, name: str | None = None, csv_every_s: float | None = None):
         super().__init__()
-        self.run_dir = Path(run_dir)
-        self._name = name
+        self.run_dir, self._name, self.csv_every_s = Path(run_dir), name, csv_every_s
+        self.path = self.run_dir / METRICS_FILE
+        self._file: LineFile | None = None
+        self._folder: FolderGuard | None = None
+        self._line: dict[str, Any] = {}  # the newest, without times
+        self._last_step = -1
+        self._epoch = 0
+        # time_s continues from an earlier attempt in the same file.
+        earlier = read_jsonl(self.path) if self.path.is_file() else []
+        self._csv_written = time.monotonic()
+        self._start = self._csv_written - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
 
     @property
     def name(self) -> str | None:
@@ -37,28 +50,10 @@ class _FolderLogger(Logger):
     def save_dir(self) -> str:
         return str(self.run_dir)
 
-    @property
-    def log_dir(self) -> str:
-        return str(self.run_dir)
+    log_dir = save_dir
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Does nothing: config.yaml in the run folder holds every value."""
-
-
-class JsonlLogger(_FolderLogger):
-    """Appends to `metrics.jsonl` and fsyncs each line (about 1 ms on a local disk)."""
-
-    def __init__(self, run_dir: str | Path, *, name: str | None = None):
-        super().__init__(run_dir, name=name)
-        self.path = self.run_dir / METRICS_FILE
-        self._file: LineFile | None = None
-        self._folder: FolderGuard | None = None
-        self._line: dict[str, Any] = {}  # the newest, without times
-        self._last_step = -1
-        self._epoch = 0
-        # time_s continues from an earlier attempt in the same file.
-        earlier = read_jsonl(self.path) if self.path.is_file() else []
-        self._start = time.monotonic() - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -86,40 +81,26 @@ class JsonlLogger(_FolderLogger):
         self._last_step, self._line = step - 1, {}
         return supersede(self.path, from_step=step)
 
+    @rank_zero_only
+    def save(self) -> None:
+        """Called by Lightning after each line."""
+        if self.csv_every_s is not None and time.monotonic() - self._csv_written >= self.csv_every_s:
+            self._write_csv()
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         self._close()
+        if self.csv_every_s is not None:
+            self._write_csv()
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-
-class CsvLogger(_FolderLogger):
-    """Mirrors `metrics.jsonl` into `metrics.csv`, one row per step, every `interval_s` seconds and at the end."""
-
-    def __init__(self, run_dir: str | Path, *, name: str | None = None, interval_s: float = 10.0):
-        super().__init__(run_dir, name=name)
-        self.path = self.run_dir / "metrics.csv"
-        self.interval_s = interval_s
-        self._written = time.monotonic()
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Does nothing: JsonlLogger comes first and has written the line to metrics.jsonl."""
-
-    @rank_zero_only
-    def save(self) -> None:
-        if time.monotonic() - self._written >= self.interval_s:
-            self._write()
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        source = self.run_dir / METRICS_FILE
-        if source.is_file():
-            rows = read_metrics(source)
+    def _write_csv(self) -> None:
+        if self.path.is_file():
+            rows = read_metrics(self.path)
             metrics = dict.fromkeys(key for row in rows for key in row if key not in FIXED_KEYS)
-            write_csv(self.path, rows, columns=[*FIXED_KEYS[1:], *metrics])
-        self._written = time.monotonic()
+            write_csv(self.run_dir / "metrics.csv", rows, columns=[*FIXED_KEYS[1:], *metrics])
+        self._csv_written = time.monotonic()

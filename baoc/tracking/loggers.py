@@ -15,12 +15,13 @@ from lightning.pytorch.loggers import Logger
 from baoc.errors import unknown_name
 from baoc.tracking.console import plan_rows, say
 from baoc.tracking.files import REALLOCATIONS_FILE, read_jsonl
-from baoc.tracking.jsonl import CsvLogger, JsonlLogger
+from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.wandb_run import WandbRunLogger, WandbSettings, open_run
 from baoc.types import Plan, RunResult
 from baoc.units import gib
 
 NAMES = ("jsonl", "csv", "wandb")
+CSV_EVERY_S = 10.0
 REALLOCATION_COLUMNS = (
     *("step", "trigger", "risk_before", "risk_after", "block", "from", "to", "states"),
     *("bytes_before", "bytes_after", "update_rms_ratio", "why"),
@@ -54,9 +55,8 @@ def make_loggers(
         if given not in NAMES:
             raise unknown_name(given, what="logger", allowed=NAMES)
     run_dir = Path(run_dir)
-    loggers: list[Logger] = [JsonlLogger(run_dir, name=name)]
-    if "csv" in names:
-        loggers.append(CsvLogger(run_dir, name=name))
+    csv_every_s = CSV_EVERY_S if "csv" in names else None
+    loggers: list[Logger] = [JsonlLogger(run_dir, name=name, csv_every_s=csv_every_s)]
     if "wandb" in names:
         run = open_run(
             settings.wandb,

@@ -71,19 +71,7 @@ def role_rows(plan: Plan) -> list[PlanRow]:
     groups: dict[tuple[str, str], list[PlanRow]] = {}
     for row in plan_rows(plan):
         groups.setdefault((row.role, row.spec), []).append(row)
-    merged = [
-        replace(
-            rows[0],
-            block=role,
-            num_params=sum(row.num_params for row in rows),
-            state_bytes=_total([row.state_bytes for row in rows]),
-            risk=_total([row.risk for row in rows]),
-            why="",
-            num_blocks=len(rows),
-            host_bytes=sum(row.host_bytes for row in rows),
-        )
-        for (role, _), rows in groups.items()
-    ]
+    merged = [_sum_rows(rows, block=role, why="") for (role, _), rows in groups.items()]
     return sorted(merged, key=lambda row: -row.num_params)
 
 
@@ -125,13 +113,18 @@ def _merge_rows(pattern: str, members: Sequence[tuple[Block, PlanRow]]) -> PlanR
     if len(rows) == 1:
         return rows[0]
     depths = sorted({block.depth for block, _ in members if block.depth is not None})
+    why = f"{rows[0].why} (first of {len(rows)})" if rows[0].why else ""
+    return _sum_rows(rows, block=pattern.replace("*", f"{{{_format_ranges(depths)}}}", 1), why=why)
+
+
+def _sum_rows(rows: Sequence[PlanRow], *, block: str, why: str) -> PlanRow:
     return replace(
         rows[0],
-        block=pattern.replace("*", f"{{{_format_ranges(depths)}}}", 1),
+        block=block,
         num_params=sum(row.num_params for row in rows),
         state_bytes=_total([row.state_bytes for row in rows]),
         risk=_total([row.risk for row in rows]),
-        why=f"{rows[0].why} (first of {len(rows)})" if rows[0].why else "",
+        why=why,
         num_blocks=len(rows),
         host_bytes=sum(row.host_bytes for row in rows),
     )

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
@@ -163,26 +163,26 @@ def open_run(
     quiet = wandb.Settings(
         init_timeout=init_timeout_s, finish_timeout=FINISH_TIMEOUT_S, quiet=True, silent=True, console="off"
     )
-    run = None
-    if mode == "online":
+    tries: list[Literal["online", "offline"]] = (
+        ["offline", "offline"] if mode == "offline" else ["online", "offline", "offline"]
+    )
+    while True:
         try:
             with redirect_stderr(io.StringIO()):  # it prints where it found the key
-                run = wandb.init(**options, mode="online", settings=quiet)
+                run = wandb.init(**options, mode=tries[0], settings=quiet)
+            break
         except Exception as error:  # a bad key, no network or a failing server must not stop a training run
-            why = _describe(error)
-    if run is None:
-        try:
-            run = wandb.init(**options, mode="offline", settings=quiet)
-        except Exception:  # wandb's process, which jobs share, died during an earlier job
-            close_wandb()
-            try:
-                run = wandb.init(**options, mode="offline", settings=quiet)
-            except Exception as error:
+            if tries == ["offline"]:
                 say(f"W&B: left out ({_describe(error)}); metrics.jsonl holds every step")
                 return None
-        say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
-    else:
+            if tries.pop(0) == "online":
+                why = _describe(error)
+            else:
+                close_wandb()  # wandb's process, which jobs share, died during an earlier job
+    if tries[0] == "online":
         say(f"W&B: online, {run.url}")
+    else:
+        say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
     return WandbRunLogger(run, project=settings.project, run_dir=run_dir, say=say)
 
 

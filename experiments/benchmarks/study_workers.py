@@ -51,7 +51,7 @@ def work(given: StudyConfig, *, folder: Path, seconds: float, seed: int) -> list
         if trial is None:
             return spent
         x = trial.suggest_float("x", 0.0, 1.0)
-        trial.set_user_attr("worker", registry.identity.name)
+        trial.set_user_attr("worker", registry.name)
         trial.set_user_attr("words", [f"x={x}"])
         release_connections(study._storage)
         asked = time.monotonic() - began

@@ -1,5 +1,9 @@
 """The command line as a process: help and lists without torch, and exit codes of what is refused before a run."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from baoc.cli.listing import LISTS, lines
@@ -13,82 +17,73 @@ pytestmark = pytest.mark.slow
 HEAVY = "{'torch', 'lightning', 'transformers', 'numpy', 'scipy', 'wandb', 'optuna', 'rich'}"
 
 
-def heavy_modules_after(argv: list[str]) -> str:
-    """Code that runs a command line and prints its exit code and the heavy modules it has imported."""
-    return (
-        "import sys\nfrom baoc.cli.main import main\n"
-        f"code = main({argv!r})\nprint('\\nEXIT', code, sorted({HEAVY} & set(sys.modules)))"
-    )
+CODE = f"""
+import contextlib, io, json, os, sys
+from baoc.cli.main import main
+for argv in json.loads(sys.argv.pop()):
+    os.environ.pop("COMP_LINE", None)
+    if isinstance(argv, str):  # a line that is to be completed
+        os.environ["COMP_LINE"], argv = argv, ["-sc", "query=bash"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(argv)
+    print(json.dumps([code, out.getvalue(), err.getvalue(), sorted({HEAVY} & set(sys.modules))]))
+"""
 
 
-def test_help_shows_groups_and_values_and_imports_nothing_heavy(run_python):
-    done = run_python(heavy_modules_after(["--help", "budget=7.5gb"]))
-    assert done.stdout.endswith("EXIT 0 []\n"), done.stderr
+def ran(commands: Sequence[list[str] | str], run_python, cwd: Path = ROOT) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command line, all in one process, which imports nothing heavy for any."""
+    done = run_python(CODE, json.dumps(commands), cwd=cwd)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == len(commands) and not any(heavy for *_, heavy in told), done.stderr + done.stdout
+    return [(code, out, err) for code, out, err, _ in told]
+
+
+def test_help_shows_groups_and_values(run_python):
+    ((code, out, _),) = ran([["--help", "budget=7.5gb"]], run_python)
+    assert code == 0
     for text in (
-        "python run.py model=vit budget=8gb",
-        "budget: auto, unlimited, 2gb",
-        "allocator: exact",
-        "max_steps: 400",
-        "name: 7.5gb",
+        *("python run.py model=vit budget=8gb", "budget: auto, unlimited, 2gb", "allocator: exact", "max_steps: 400"),
+        *("name: 7.5gb", "Exit codes: 0 done, 2 bad input", "BAOC_CACHE"),
     ):
-        assert text in done.stdout
-    assert "Exit codes: 0 done, 2 bad input" in done.stdout and "BAOC_CACHE" in done.stdout
+        assert text in out
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("python run.py mod", ["mode=", "model=", "model."]),
-        ("python run.py reallocation=", ["reallocation=drift", "reallocation=off"]),
-        ("python run.py experiments=", ["experiments=digits_state_25"]),
-        ("python run.py budget=7.5gb trainer.max_st", ["trainer.max_steps="]),
-        ("python run.py budget=", ["budget=8gb", "budget=state_25"]),
-    ],
-)
-def test_shell_completion_completes_and_imports_nothing_heavy(line: str, expected: list[str], run_python):
-    done = run_python(heavy_modules_after(["-sc", "query=bash"]), COMP_LINE=line)
-    words, _, end = done.stdout.partition("\nEXIT ")
-    assert end == "0 []\n", done.stderr
-    assert set(expected) <= set(words.split())
+COMPLETIONS = {
+    "python run.py mod": ["mode=", "model=", "model."],
+    "python run.py reallocation=": ["reallocation=drift", "reallocation=off"],
+    "python run.py experiments=": ["experiments=digits_state_25"],
+    "python run.py budget=7.5gb trainer.max_st": ["trainer.max_steps="],
+    "python run.py budget=": ["budget=8gb", "budget=state_25"],
+}
 
 
-@pytest.mark.parametrize(
-    ("argv", "exit_code", "message"),
-    [
-        (["budget=8gbb"], 2, "baoc: error: cannot read budget=8gbb: it takes a preset (2gb, 4gb"),
-        (["budget=0gb"], 2, "baoc: error: a memory size of '0gb' holds nothing"),
-        (["budget=-1gb"], 2, "baoc: error: cannot read budget=-1gb"),
-        (["-m", "budget=8gb,lots"], 2, "baoc: error: cannot read budget=lots"),
-        (["-m", "model=vit,vitt"], 2, "baoc: error: model=vitt: there is no such model; did you mean vit?"),
-        (
-            ["model=vitt"],
-            2,
-            "baoc: error: model=vitt: there is no such model; did you mean vit?\nallowed: dit, hf, llama, unet, vit",
-        ),
-        (["trainer.max_stps=1"], 2, "baoc: error: unknown key trainer.max_stps; did you mean trainer.max_steps"),
-        (
-            ["--list", "specz"],
-            2,
-            "baoc: error: --list specz: there is no such list; did you mean specs?\nallowed: specs",
-        ),
-        (["--list"], 2, "baoc: error: --list of what? allowed: specs, models"),
-        (
-            ["-m", "--cfg", "hydra"],
-            2,
-            "baoc: error: -m and --cfg exclude each other: leave one out; what a sweep is made",
-        ),
-        (["-cjob", "--multi"], 2, "baoc: error: --multi and -cjob exclude each other"),
-        (["--frobnicate"], 2, "unrecognized arguments: --frobnicate"),
-    ],
-)
-def test_a_refusal_is_one_message_and_costs_no_heavy_import(
-    argv: list[str], exit_code: int, message: str, run_python, tmp_path
-):
-    done = run_python(heavy_modules_after(argv), cwd=tmp_path)
-    assert done.stdout.endswith(f"EXIT {exit_code} []\n")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("outputs/*/*/*/*")), "no run folder is left by a refused command"
+def test_shell_completion_completes(run_python):
+    for (code, out, err), expected in zip(ran(list(COMPLETIONS), run_python), COMPLETIONS.values(), strict=True):
+        assert code == 0 and set(expected) <= set(out.split()), out + err
+
+
+NO_MODEL = "baoc: error: model=vitt: there is no such model; did you mean vit?"
+REFUSALS = [
+    (["budget=8gbb"], "baoc: error: cannot read budget=8gbb: it takes a preset (2gb, 4gb"),
+    (["budget=0gb"], "baoc: error: a memory size of '0gb' holds nothing"),
+    (["budget=-1gb"], "baoc: error: cannot read budget=-1gb"),
+    (["-m", "budget=8gb,lots"], "baoc: error: cannot read budget=lots"),
+    (["-m", "model=vit,vitt"], NO_MODEL),
+    (["model=vitt"], f"{NO_MODEL}\nallowed: dit, hf, llama, unet, vit"),
+    (["trainer.max_stps=1"], "baoc: error: unknown key trainer.max_stps; did you mean trainer.max_steps"),
+    (["--list", "specz"], "error: --list specz: there is no such list; did you mean specs?\nallowed: specs"),
+    (["--list"], "baoc: error: --list of what? allowed: specs, models"),
+    (["-m", "--cfg", "hydra"], "error: of -m, -r, --cfg, --info and --shell-completion one can be given"),
+    (["-cjob", "--multi"], "what a sweep is made of is shown without -m: python run.py sweeps=NAME --cfg hydra"),
+    (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+]
+
+
+def test_a_refusal_is_one_message_and_leaves_no_folder(run_python, tmp_path: Path):
+    told = ran([argv for argv, _ in REFUSALS], run_python, cwd=tmp_path)
+    for (argv, message), (code, _, err) in zip(REFUSALS, told, strict=True):
+        assert code == 2 and message in err and "Traceback" not in err, (argv, err)
+    assert not list(tmp_path.glob("outputs/*/*/*/*"))
 
 
 def test_run_py_is_the_same_command(run_python):

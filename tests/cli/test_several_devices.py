@@ -4,11 +4,8 @@ What needs no launcher, exit code or killed process is in tests/training/test_dd
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,9 @@ import pytest
 from baoc.cli import ranks as ranks_module
 from baoc.cli.ranks import first_host
 from baoc.parallel import ranks_here
-from tests.support.commands import start
+from tests.support.commands import Command, start
 from tests.support.paths import ROOT
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -45,21 +42,12 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
 """
 
 
-def started(folder: Path, *words: str, fault: str = "", launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+def started(folder: Path, *words: str, fault: str = "") -> Command:
+    """A run of two ranks; the first is forked from a server that has imported what runs need."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder.parent / "sitecustomize.py").write_text(FAULT)
-    path = os.pathsep.join([str(ROOT), str(folder.parent)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAULT": fault}
-    command = [sys.executable, *launcher, str(ROOT / "run.py"), *WORDS, *QUICK, *words, f"hydra.run.dir={folder}"]
-    return subprocess.Popen(
-        command, env=env, cwd=folder.parent, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def done(folder: Path, *words: str, fault: str = "", launcher: tuple[str, ...] = ()) -> tuple[int, str]:
-    process = started(folder, *words, fault=fault, launcher=launcher)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, out + err
+    given = (*WORDS, *QUICK, *words, "trainer.devices=2", "budget=state_25", f"hydra.run.dir={folder}")
+    return start(*given, folder=folder.parent / "log", cwd=folder.parent, PYTHONPATH=str(folder.parent), FAULT=fault)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -69,36 +57,33 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
     folder = tmp_path / "day" / "run"
-    code, told = done(folder, "trainer.devices=2", "budget=state_25", fault="SIGKILL")
+    code, told = started(folder, fault="SIGKILL").done()
     assert code == 5 and "rank 1 was ended by SIGKILL; resume=auto goes on" in " ".join(told.split()), told
     assert max(losses(folder)) < 11 and not (folder / "result.json").exists()
-    process = started(folder, "trainer.devices=2", "budget=state_25", "trainer.max_steps=4000", "resume=auto")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130 and "SIGTERM ended the run after step" in err, out + err
+    command, before = started(folder, "trainer.max_steps=4000", "resume=auto"), len(told)
+    wait_until(lambda: "\nstep " in command.log.read_text()[before:], what="a step of the second attempt")
+    command.signal(signal.SIGTERM)
+    code, told = command.done()
+    assert code == 130 and "SIGTERM ended the run after step" in told, told
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     steps = list(losses(folder))
     assert steps == list(range(len(steps))), "none is missing, and none there twice"
 
 
 def test_memory_that_runs_out_on_one_rank_has_its_exit_code(tmp_path: Path) -> None:
-    code, told = done(tmp_path / "day" / "run", "trainer.devices=2", "budget=state_25", fault="oom")
+    code, told = started(tmp_path / "day" / "run", fault="oom").done()
     assert code == 4 and re.search("rank 1: .*has no memory left", " ".join(told.split())), told
 
 
-def test_torchrun_trains_one_run(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    words = ("budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
-    code, told = done(tmp_path / "day" / "run", *words, launcher=launcher)
-    assert code == 0, told
-    assert [entry.name for entry in (tmp_path / "day").iterdir() if entry.is_dir()] == ["run"]
-    code, told = done(tmp_path / "day" / "other", "trainer.max_stps=2", launcher=launcher)
-    assert code != 0 and told.count("unknown key trainer.max_stps") == 1
-    assert not (tmp_path / "day" / "other").exists()
+def test_torchrun_trains_one_run(tmp_path: Path, run_python) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "run.py"))
+    given = (*launcher, *WORDS, *QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
+    ran = run_python(*given, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["run"]
+    ran = run_python(*given, "trainer.max_stps=2", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
+    assert ran.returncode != 0 and ran.stderr.count("unknown key trainer.max_stps") == 1
+    assert not (tmp_path / "other").exists()
 
 
 def test_several_tasks_of_a_submitit_job_are_one_run(tmp_path: Path) -> None:

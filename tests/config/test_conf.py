@@ -9,7 +9,7 @@ import yaml
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import check_names, from_hydra
-from baoc.config.nodes import budget_values, job_folder, options
+from baoc.config.nodes import job_folder, option_values, options
 from baoc.config.options import own_keys, registry_of
 from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
@@ -24,14 +24,20 @@ OPTIONS = ("task", "model", "dataset")
 OVERLAYS = ("experiments", "sweeps", "debug")  # change other groups, so each of their options is composed alone
 GROUPS = sorted({folder.name for folder in assets.conf().iterdir() if folder.is_dir()} - {"hydra", *OVERLAYS})
 # Row n takes the nth option of every group, starting anew in shorter ones: every option once, in few compositions. The
-# model, its task and a data set for it are taken together.
+# model, its task and a data set for it are taken together, each data set with one of the models that it serves.
+MODELS, SETS = registry_of("model"), registry_of("dataset")
 FITTING = [
-    {"model": model, "task": row.task, "dataset": dataset}
-    for model, row in registry_of("model").items()
-    for dataset, data in registry_of("dataset").items()
-    if row.task in data.tasks
+    {"model": model, "task": MODELS[model].task, "dataset": dataset}
+    for at, (dataset, data) in enumerate(SETS.items())
+    for fits in [[model for model, row in MODELS.items() if row.task in data.tasks]]
+    for model in [fits[at % len(fits)]]
 ]
-FREE = {group: found for group in GROUPS if group not in OPTIONS and (found := options(group))}
+MADE = 6  # of the options that code makes of one row each, beside all files
+FREE = {
+    group: options(group)[: len(assets.options(group)) + MADE]
+    for group in GROUPS
+    if group not in OPTIONS and options(group)
+}
 ROWS = [
     {group: options[row % len(options)] for group, options in FREE.items()} | FITTING[row % len(FITTING)]
     for row in range(max(len(FITTING), *map(len, FREE.values())))
@@ -57,6 +63,7 @@ def test_each_option_composes_into_a_run(row: dict[str, str]):
     assert run.budget == PRESETS[row["budget"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), [(group, o) for group in OVERLAYS for o in assets.options(group)])
 def test_each_experiment_sweep_and_debug_option_composes_into_a_run(group: str, option: str):
     assert run_of(f"{group}={option}").name == option
@@ -248,7 +255,7 @@ def test_any_size_is_an_option_of_budget(text: str):
 
 
 def test_options_that_a_pattern_asks_for_are_those_of_conf():
-    assert budget_values(["budget=glob(state_*)"]) == []
+    assert option_values(["budget=glob(state_*)"], group="budget") == []
 
 
 def test_limits_stand_beside_a_preset():

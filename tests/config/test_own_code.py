@@ -182,6 +182,7 @@ def test_what_names_nothing_is_told_how_to_name_a_file():
         build_model("net.py:build", spec=SPEC, size="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -200,6 +201,7 @@ def test_what_fails_while_training_is_no_bug_of_ours(name, said, here, capsys):
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_own_model_task_and_data_train_resume_and_say_what_has_changed(here, capsys):
     words = ["model=net.py:build", "task=net.py:loss", "task.scale=2.0", "dataset=net.py:data", "dataset.n=64"]
     folder = ran(*words)
@@ -219,6 +221,7 @@ def test_own_model_task_and_data_train_resume_and_say_what_has_changed(here, cap
     assert "the data of dataset=net.py:data has changed since the checkpoint" in said
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_absent_card_is_made_or_says_why_not(here, capsys):
     plan = ["mode=plan", "device=rtx4090", "budget=2gb"]
     assert main(["model=net.py:build", *plan, "hydra.run.dir=plan"]) == 0
@@ -237,6 +240,7 @@ def test_samples_without_images_have_a_description_of_their_own(here):
 # -- entry points -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_models_data_tasks_rules_and_recipes(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(
         FILE.read_text() + "\nRECIPE = {'hidden': 'half_sign', 'fallback': ['adamw']}\n"

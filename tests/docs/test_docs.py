@@ -170,6 +170,7 @@ def test_make_has_the_targets_that_the_pages_name():
     assert targets == {"setup", "test", "quick", "lint", "docs", "bench"}
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(run_python, tmp_path):
     done = run_python(
         "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site"), NO_MKDOCS_2_WARNING="1"

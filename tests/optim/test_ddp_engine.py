@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,7 @@ def trained(rank: int, spec: str) -> dict[str, Tensor]:
     return optimizer.export_weights()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_equal_weights_that_moved():
     first, second = in_processes(train)
     start = network().state_dict()

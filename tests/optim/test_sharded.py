@@ -38,6 +38,8 @@ from baoc.planning.candidates import applies
 from baoc.types import ParamInfo, Role
 from tests.support.ranks import group, in_processes
 
+pytestmark = pytest.mark.slow  # two and four ranks are started for them
+
 SHAPES = {
     "one": (1, 64),
     "odd": (7, 5),

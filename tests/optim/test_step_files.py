@@ -46,6 +46,7 @@ def test_blocks_in_host_memory_add_the_files_of_their_way() -> None:
     assert "backends/hosted.py" in found and len(found - HOSTED) <= MOST, sorted(found)
 
 
+@pytest.mark.slow
 def test_no_rule_of_the_catalogue_needs_more_than_one_file_above() -> None:
     """With 8-bit states and split weights, which are the longest way."""
     torch.manual_seed(0)

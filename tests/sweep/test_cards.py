@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.sweep.gpu_slots import Gpu, GpuSlots, filter_visible, parse_gpus
+from baoc.sweep.gpu_slots import Gpu, GpuSlots, Held, filter_visible, parse_gpus
 from baoc.sweep.study import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, config
@@ -28,40 +28,46 @@ def test_nvidia_smi_is_read_and_visible_devices_are_kept_to():
     assert filter_visible(TWO, "") == ()
 
 
+def names(held: Held | None) -> tuple[str, ...] | None:
+    return None if held is None else held.names
+
+
 def test_each_trial_has_a_card_of_its_own_and_a_free_one_is_taken(tmp_path: Path):
     slots = GpuSlots(gpus=TWO, folder=tmp_path)
-    assert [slots.acquire(8 * GIB), slots.acquire(None)] == [("0",), ("1",)]
-    assert slots.acquire(1 * GIB) is None
-    slots.release(("1",), None)
-    assert slots.acquire(1 * GIB) == ("1",)
+    first, second = slots.acquire(8 * GIB), slots.acquire(None)
+    assert (names(first), names(second)) == (("0",), ("1",)) and slots.acquire(1 * GIB) is None
+    assert second is not None
+    second.release()
+    assert names(slots.acquire(1 * GIB)) == ("1",)
 
 
 def test_two_share_a_card_where_their_budgets_fit(tmp_path: Path):
     slots = GpuSlots(gpus=TWO[:1], per_gpu=2, folder=tmp_path)
-    assert slots.acquire(40 * GIB) == ("0",)
+    first = slots.acquire(40 * GIB)
+    assert first is not None and first.names == ("0",)
     assert slots.acquire(41 * GIB) is None and slots.acquire(None) is None
-    assert slots.acquire(40 * GIB) == ("0",)
+    assert names(slots.acquire(40 * GIB)) == ("0",)
     assert slots.acquire(0) is None  # two slots only
-    slots.release(("0",), 40 * GIB)
-    assert slots.acquire(30 * GIB) == ("0",)
+    first.release()
+    assert names(slots.acquire(30 * GIB)) == ("0",)
 
 
 def test_other_processes_places_count_until_they_are_killed(tmp_path: Path):
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom baoc.sweep.gpu_slots import Gpu, GpuSlots\n"
-        f"print(GpuSlots(gpus={TWO!r}, folder=Path(sys.argv[1])).acquire(None), flush=True)\ntime.sleep(60)"
+        f"print(GpuSlots(gpus={TWO!r}, folder=Path(sys.argv[1])).acquire(None).names, flush=True)\ntime.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "('0',)\n"
     slots = GpuSlots(gpus=TWO, folder=tmp_path)
-    assert slots.acquire(None) == ("1",) and slots.acquire(None) is None
+    assert names(slots.acquire(None)) == ("1",) and slots.acquire(None) is None
     other.kill()
     other.communicate()
-    assert slots.acquire(None) == ("0",)
+    assert names(slots.acquire(None)) == ("0",)
 
 
 def test_without_cards_there_is_nothing_to_take(tmp_path: Path):
-    assert GpuSlots(gpus=(), folder=tmp_path).acquire(1) == ()
+    assert GpuSlots(gpus=(), folder=tmp_path).acquire(1) == Held()
 
 
 FOUR = tuple(Gpu(name=str(index), total_bytes=80 * GIB, uuid=f"GPU-{index}") for index in range(4))
@@ -69,12 +75,12 @@ FOUR = tuple(Gpu(name=str(index), total_bytes=80 * GIB, uuid=f"GPU-{index}") for
 
 def test_a_trial_has_all_of_its_cards_or_none(tmp_path: Path):
     slots = GpuSlots(gpus=FOUR[:3], per_trial=2, folder=tmp_path)
-    assert slots.acquire(8 * GIB) == ("0", "1")
-    assert slots.acquire(8 * GIB) is None
-    slots.release(("0", "1"), 8 * GIB)
-    assert slots.acquire(None) == ("0", "1")
-    assert GpuSlots(gpus=FOUR, per_trial=2, folder=tmp_path).acquire(8 * GIB) == ("2", "3")
-    assert GpuSlots(gpus=(), per_trial=2, folder=tmp_path).acquire(1) == ()
+    first = slots.acquire(8 * GIB)
+    assert first is not None and first.names == ("0", "1") and slots.acquire(8 * GIB) is None
+    first.release()
+    assert names(slots.acquire(None)) == ("0", "1")
+    assert names(GpuSlots(gpus=FOUR, per_trial=2, folder=tmp_path).acquire(8 * GIB)) == ("2", "3")
+    assert GpuSlots(gpus=(), per_trial=2, folder=tmp_path).acquire(1) == Held()
     with pytest.raises(
         BadInputError, match=r"gpus_per_trial=3, and the study may use 2 GPU\(s\) \(0, 1\): choose at most"
     ):

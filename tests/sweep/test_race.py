@@ -23,8 +23,9 @@ from baoc.sweep.race import kept_words, race_before, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
+from tests.support.waiting import wait_until
 
-MOST_KILLS = int(os.environ.get("BAOC_KILLS", "4"))
+MOST_KILLS = int(os.environ.get("BAOC_KILLS", "3"))
 QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.rates=[0.5,1]", "race.workers=2")
 
 
@@ -109,27 +110,24 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
         leave_field(folder, names=("muon8_lean", "foam8_lean", "plan"))
     command, words = [sys.executable, "-c", SCRIPT], [*QUICK, "race.rungs=[0.5,1]"]
     rng, kills, process = random.Random(3), 0, None
-    end = time.monotonic() + 200
-    while kills < MOST_KILLS and time.monotonic() < end:
+    for number in range(MOST_KILLS):
         if process is None or process.poll() is not None:
-            if process is not None and process.returncode == 0:
-                break
             process = subprocess.Popen([*command, str(killed), *words], cwd=ROOT, stdout=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.3, 1.2))
-        trials = [file for file in killed.glob("*/process")]
-        if trials and rng.random() < 0.5:
+        begun = 1 + 24 * number // MOST_KILLS  # of 27 runs
+        wait_until(lambda begun=begun: len(list(killed.glob("*/process"))) >= begun, what=f"run {begun}")
+        time.sleep(rng.uniform(0.0, 0.3))
+        if number % 2:
             with suppress(ProcessLookupError, ValueError):
-                os.kill(int(rng.choice(trials).read_text()), signal.SIGKILL)
+                os.kill(int(max(killed.glob("*/process")).read_text()), signal.SIGKILL)
                 kills += 1
-        elif len(trials) > 0 and kills < MOST_KILLS and rng.random() < 0.4:
+        elif process.poll() is None:
             process.kill()
             process.wait()
             kills += 1
     assert process is not None
-    if process.poll() is None:
-        process.wait()
-    subprocess.run([*command, str(killed), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([*command, str(whole), *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    process.wait()
+    for folder in (killed, whole):
+        run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=STUB)
     assert kills >= 2
     one, other = (json.loads((folder / RACE_FILE).read_text()) for folder in (killed, whole))
     for changing in ("seconds", "commit", "command"):

@@ -84,10 +84,7 @@ def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, cap
     study, objectives, total = load_study(moved)
     status = status_of(study.trials, total=total, objectives=objectives)
     assert (status.done, status.waiting, status.on_front) == (1, 0, 1)
-    assert [(best.objective, best.value, best.number) for best in status.best] == [
-        ("quality", 4, 0),
-        ("state_bytes", 9, 0),
-    ]
+    assert status.best == ("quality 4 (trial 0)", "state_bytes 9 B (trial 0)")
     assert main([str(tmp_path / "elsewhere")]) == 2
     assert "there is no study.json" in capsys.readouterr().err
     (moved / "study.journal").unlink()

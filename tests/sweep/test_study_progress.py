@@ -49,7 +49,7 @@ def test_counts_best_front_and_time_left():
     assert (status.done, status.violated, status.pruned, status.failed) == (4, 1, 1, 1)
     assert (status.running, status.waiting) == (2, 4)
     assert status.remaining_s == 20 * 6 / 2  # six are not ended, two at a time, the median took 20 s
-    assert [str(best) for best in status.best] == ["quality 0.4 (trial 1)", "samples_per_s 10 (trial 0)"]
+    assert status.best == ("quality 0.4 (trial 1)", "samples_per_s 10 (trial 0)")
     assert status.on_front == 2
     assert (
         status.text == "4/12 done (1 over budget or diverged), 1 ended early, 1 failed, 2 running, 4 waiting, 60 s left"

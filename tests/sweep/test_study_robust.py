@@ -236,14 +236,14 @@ def test_a_checkpoint_that_cannot_be_resumed_is_left_and_the_trial_begins_anew(t
 
 def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     """sqlite has no row locks: forked workers that do nothing but draw must share the trials out."""
-    given = config(n_trials=40)
+    given = config(n_trials=16)
     open_study(given, folder=tmp_path)
     script = (
         "import os, sys\nfrom pathlib import Path\nfrom tests.support.studies import config\n"
         "from baoc.sweep.storage import next_trial, open_study\nfolder = Path(sys.argv[1])\n"
         "for _ in range(4):\n    if os.fork() == 0:\n        break\nelse:\n    [os.wait() for _ in range(4)]\n"
         "    sys.exit()\n"
-        "given = config(n_trials=40)\nstudy = open_study(given, folder=folder)\n"
+        "given = config(n_trials=16)\nstudy = open_study(given, folder=folder)\n"
         "while (trial := next_trial(study, config=given, folder=folder)) is not None:\n"
         "    print(trial.number, flush=True)\nos._exit(0)"
     )
@@ -251,7 +251,7 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     drawn = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     ).stdout.split()
-    assert sorted(map(int, drawn)) == list(range(40))
+    assert sorted(map(int, drawn)) == list(range(16))
 
 
 def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):

@@ -50,3 +50,18 @@ def test_a_trial_is_composed_once(monkeypatch, tmp_path, single, times):
     assert seen == ["7.5gb"] and len(composed) == times
     assert Hydra.get_mode is get_mode
     assert "single=True" in COMMAND
+
+
+@pytest.mark.slow
+def test_a_long_tmpdir_is_no_fault_of_a_study(tmp_path, run_python):
+    """A socket's path has at most 107 bytes."""
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    code = (
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "print(len(run_study(config(n_trials=1), folder=sys.argv[1], code=STUB).best_trials))"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = run_python(str(script), str(tmp_path / "study"), TMPDIR=str(long))
+    assert done.returncode == 0 and done.stdout.endswith("1\n"), done.stderr

@@ -45,17 +45,15 @@ def test_what_a_study_proposes_composes_and_validates_at_its_rungs(name: str):
     study = optuna.create_study(sampler=make_sampler(config, number=0))
     drawn.append(suggest(study.ask(), config))
     repeats = list(config.repeats) or [()]
-    for number, words in enumerate(drawn):
-        run = run_of([*config.fixed, *words, *repeats[number % len(repeats)]])
+    for number in range(max(len(drawn), len(repeats))):
+        run = run_of([*config.fixed, *drawn[number % len(drawn)], *repeats[number % len(repeats)]])
         assert run.task.name == task
-    for own in repeats:
-        assert run_of([*config.fixed, *own]).task.name == task
     for rung in config.early_stop.rungs:
         assert rung % int(run.trainer.val_check_interval or 0) == 0 and rung < run.trainer.max_steps
         assert config.early_stop.metric == QUALITY[task]
 
 
-@pytest.mark.parametrize("name", ["frontier_language", "risk_weights_diffusion"])
+@pytest.mark.parametrize("name", ["frontier_language", "risk_weights_vision"])
 def test_a_study_is_stepped(name: str, tmp_path: Path):
     """The trial after the baselines, with a small network and two steps."""
     config = study_of(name, n_trials=1, workers=1, baselines=[], sampler="random")

@@ -152,12 +152,22 @@ def test_of_files_written_together_the_last_one_is_taken(tmp_path: Path) -> None
     assert resolve_resume("auto", run_root=tmp_path) == last
 
 
-def test_when_files_were_written_is_read_without_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds may lie beside a run, and any of them may name code that is not to run."""
-    last = save(tmp_path / "last.ckpt", baoc={"written_s": 30.0}, age_s=9, of=[Path("x"), {torch.Size([3]): 1}])
+def test_when_files_were_written_is_read_without_running_what_they_name(tmp_path: Path) -> None:
+    """Any file beside a run may name code; that of another program counts by its own time."""
+    last = save(tmp_path / "last.ckpt", baoc={"written_s": 30.0}, age_s=9, of=[torch.zeros(3)])
     old = save(tmp_path / "step_00000002.ckpt", baoc={"written_s": 10.0}, age_s=0)
-    monkeypatch.setattr(torch, "load", None)
-    assert newest_first([old, last]) == [last, old]
+    foreign = save(tmp_path / "foreign.ckpt", baoc={"written_s": 99.0}, age_s=0, of=[_Marks(tmp_path / "ran")])
+    assert newest_first([old, last, foreign]) == [foreign, last, old] and not (tmp_path / "ran").exists()
+
+
+class _Marks:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
 
 
 def test_a_copied_folder_is_ordered_by_what_its_files_say(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ def test_the_jsonl_is_always_there_and_comes_first(tmp_path: Path) -> None:
         assert [type(logger).__name__ for logger in loggers] == ["JsonlLogger"]
         assert said == []
     loggers, _ = make(tmp_path, Settings(names=("csv",)))
-    assert [type(logger).__name__ for logger in loggers] == ["JsonlLogger", "CsvLogger"]
+    loggers[0].log_metrics({"a": 1.0}, step=0)
+    loggers[0].finalize("success")
+    assert (tmp_path / "metrics.csv").is_file()
 
 
 def test_an_unknown_logger_is_refused_before_anything_is_opened(tmp_path: Path, inits: list[FakeRun]) -> None:

@@ -3,16 +3,15 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from baoc.errors import BadInputError
 from baoc.tracking.files import read_jsonl
-from baoc.tracking.jsonl import CsvLogger, JsonlLogger
+from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics, series, supersede
+from tests.support.commands import start_script
 
 
 def log_steps(run_dir: Path, steps: range, *, value: float = 0.0) -> JsonlLogger:
@@ -89,24 +88,24 @@ def test_superseding_sets_a_torn_end_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill_after_1000_steps_leaves_every_step(tmp_path: Path) -> None:
-    program = (
+def test_sigkill_leaves_every_step(tmp_path: Path) -> None:
+    script = tmp_path / "logs.py"
+    script.write_text(
         "import os, signal, sys\n"
         "from baoc.tracking.jsonl import JsonlLogger\n"
         "logger = JsonlLogger(sys.argv[1])\n"
-        "for step in range(1000):\n"
+        "for step in range(200):\n"
         "    logger.log_metrics({'train/loss': step / 7}, step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert series(tmp_path, "train/loss") == [(step, step / 7) for step in range(1000)]
+    code, told = start_script(script, str(tmp_path), folder=tmp_path).done()
+    assert code == -signal.SIGKILL, told
+    assert series(tmp_path, "train/loss") == [(step, step / 7) for step in range(200)]
 
 
 def test_the_csv_mirrors_the_jsonl(tmp_path: Path) -> None:
-    logger = log_steps(tmp_path, range(3))
-    logger.log_metrics({"val/loss": 0.5}, step=2)
-    CsvLogger(tmp_path).finalize("success")
+    log_steps(tmp_path, range(3)).log_metrics({"val/loss": 0.5}, step=2)
+    JsonlLogger(tmp_path, csv_every_s=3600).finalize("success")
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [row["train/loss"] for row in rows] == ["0.0", "1.0", "2.0"]
     assert [row["val/loss"] for row in rows] == ["", "", "0.5"]
@@ -115,11 +114,10 @@ def test_the_csv_mirrors_the_jsonl(tmp_path: Path) -> None:
 
 def test_the_csv_is_not_written_at_every_step(tmp_path: Path) -> None:
     log_steps(tmp_path, range(1))
-    patient, eager = CsvLogger(tmp_path, interval_s=3600), CsvLogger(tmp_path, interval_s=0)
-    patient.save()
-    assert not patient.path.exists()
-    eager.save()
-    assert eager.path.exists()
+    JsonlLogger(tmp_path, csv_every_s=3600).save()
+    assert not (tmp_path / "metrics.csv").exists()
+    JsonlLogger(tmp_path, csv_every_s=0).save()
+    assert (tmp_path / "metrics.csv").exists()
 
 
 @pytest.mark.parametrize("line", ["{}", '{"schema": 1}', '{"schema": "1", "step": 0}', '{"schema": 1, "step": null}'])

@@ -24,6 +24,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", NARROW)
 @pytest.mark.parametrize("nameless", [False, True])
 def test_an_average_that_was_there_before(spec: str, nameless: bool) -> None:
@@ -78,6 +79,7 @@ def settings(*specs: str) -> SessionSettings:
     return SessionSettings(planner=PlannerSettings(specs=specs, keep_fp32_roles=()))
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_such_weights_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -91,6 +93,7 @@ def test_a_plan_leaves_such_weights_out_and_says_so(caplog: pytest.LogCaptureFix
     assert all(torch.equal(a, b) for a, b in zip(average.module.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_plan_of_nothing_else_is_refused() -> None:
     model = network()
     average = AveragedModel(model)
