@@ -242,14 +242,14 @@ class TestInheritance:
 
     def test_storage_is_encoded_and_the_error_told(self) -> None:
         run = Run("adamw")
-        m, v = run.decoded("m").clone(), run.decoded("v").clone()
+        before = {state: {name: run.decoded(state, name).clone() for name in SHAPES} for state in "mv"}
         move = run.move("adamw_int8")
         assert move.kept == {"m": "converted", "v": "converted"} and move.why == "test"
-        for name, wanted in (("m", m), ("v", v)):
-            error = float((run.decoded(name) - wanted).norm() / wanted.norm())
-            both = ((run.decoded(name, "conv"), name),)
-            assert 1e-4 < error < 0.02 and both
-            assert move.conversion_error[name] == pytest.approx(error, rel=0.5)  # over both tensors of the block
+        for name, held in before.items():
+            error = [run.decoded(name, tensor) - wanted for tensor, wanted in held.items()]
+            relative = (sum(e.square().sum() for e in error) / sum(x.square().sum() for x in held.values())) ** 0.5
+            assert 1e-4 < relative < 0.02
+            assert move.conversion_error[name] == pytest.approx(float(relative), rel=1e-5)  # over the block's tensors
         assert (move.source, move.target) == ("adamw", "adamw_int8")
         assert move.bytes_after < 0.3 * move.bytes_before
 
@@ -259,6 +259,36 @@ class TestInheritance:
         move = run.move("adamw_shared_in_int8")
         assert move.kept["m"] == "kept" and "m" not in move.conversion_error
         assert torch.equal(run.state()["m"], payload)
+
+    def test_states_of_zeros_are_encoded_without_error(self) -> None:
+        run = Run("adamw", steps=0)
+        for param in run.params.values():
+            param.grad = torch.zeros_like(param)
+        run.optimizer.step()
+        assert run.move("adamw_int8").conversion_error == {"m": 0.0, "v": 0.0}
+
+    @pytest.mark.parametrize(
+        ("source", "target", "kept"),
+        [
+            ("adamw", "adamw_int8", {"m": "kept", "v": "kept"}),
+            ("adamw", "rmsprop", {"m": "dropped", "v": "kept"}),
+            ("adamw", "sign", {"m": "dropped", "v": "dropped"}),
+            ("sign", "adamw", {"m": "new", "v": "new"}),
+        ],
+    )
+    def test_before_the_first_step_nothing_is_converted(self, source: str, target: str, kept: dict[str, str]) -> None:
+        run = Run(source, steps=0)
+        move = run.move(target)
+        assert move.kept == kept and not move.conversion_error
+        assert all(not state.any() for state in run.state().values())
+
+    def test_of_several_tensors_the_one_that_lost_most_speaks(self) -> None:
+        """The first step left out one of two tensors, whose states therefore start anew."""
+        run = Run("adamw", steps=0)
+        run.params["linear"].grad = torch.ones(17, 64)
+        run.optimizer.step()
+        assert run.move("adamw_int8").kept == {"m": "converted", "v": "converted"}
+        assert run.state("linear")["step"] == 1 and run.state("conv")["step"] == 0
 
     @pytest.mark.parametrize("target", NATIVE)
     def test_a_block_that_never_stepped_starts_as_if_it_had_been_built_so(self, target: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from baoc.core.catalogue import SPECS, on_device
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.cost import adamw_state_bytes, cost, state_bytes, weight_bytes
+from baoc.planning.cost import adamw_state_bytes, bytes_per_parameter, cost, grouped_bytes, state_bytes, weight_bytes
 from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.support.decision import param
@@ -125,3 +125,19 @@ def test_weights_are_priced_apart_from_states(spec: str, dtype: str, nbytes: int
     block = Block(name="b", params=(stored,), role=Role.MLP)
     assert weight_bytes(block, spec=SPECS[spec]) == 400 * nbytes
     assert cost(block, spec=SPECS[spec], rule=RULE_INFOS[SPECS[spec].rule]).weight_bytes == 400 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "state", "weights"),
+    [("adamw", 8, 4), ("sign", 0, 4), ("adamw_int8", 2 + 2 * 2 / 32, 4), ("muon_int8+bf16_sr", 1 + 2 / 32, 2)],
+)
+def test_bytes_per_parameter_of_a_large_matrix(spec: str, state: float, weights: float):
+    """Of 8 bits, a 16-bit scale for every 32 elements comes on top; the step count of a tensor does not show."""
+    found = bytes_per_parameter(SPECS[spec], rule=RULE_INFOS[SPECS[spec].rule])
+    assert found == pytest.approx((state, weights), rel=1e-4, abs=1e-6)
+
+
+def test_released_gradients_wait_up_to_a_sixteenth_of_all_and_128_mib():
+    assert grouped_bytes(1600) == 100 and grouped_bytes(1615) == 100
+    assert grouped_bytes(16 * 2**27 - 16) == 2**27 - 1
+    assert grouped_bytes(2**40) == 2**27

@@ -256,7 +256,7 @@ def test_temporaries_of_one_tensor_are_gone_when_the_next_is_stepped(spec: str):
 def test_the_first_step_of_a_plain_loop_bounds_its_peak():
     net, x = Net().requires_grad_(True), data(64)
     params = list(net.parameters())
-    memory = FirstStepMemory(params)
+    memory = FirstStepMemory(params, context_bytes=7)
     optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
     net(x).backward()
     optimizer.step()
@@ -265,7 +265,12 @@ def test_the_first_step_of_a_plain_loop_bounds_its_peak():
     expected, _ = tracked_peak(net, x, "zero_first")
     buffers = sum(buffer.nbytes for buffer in net.buffers())  # unknown until they are used: they join then
     assert expected - buffers <= footprint.forward_backward_bytes <= expected
-    assert footprint.resident_bytes == 2 * sum(p.nbytes for p in params)
+    weights = sum(p.nbytes for p in params)
+    assert footprint.weights_bytes == footprint.gradients_bytes == weights
+    assert footprint.resident_bytes == 2 * weights
+    assert (footprint.device, footprint.micro_batch, footprint.validation_bytes) == ("cpu", 0, 0)
+    assert footprint.context_bytes == 7 and footprint.reserve_bytes == SCALARS_BYTES and not footprint.released
+    memory.stop()  # after the end: nothing
     with pytest.raises(AssertionError, match="finished before"):
         memory.finish(state_bytes=0)
 
@@ -285,3 +290,5 @@ def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
     footprint = memory.finish(state_bytes=0)
     assert footprint.gradients_bytes == 2 * 64 * 64 * F32
     assert footprint.resident_bytes == 5 * 64 * 64 * F32
+    assert footprint.forward_backward_bytes >= footprint.resident_bytes and footprint.released
+    assert footprint.context_bytes == 0
