@@ -345,6 +345,12 @@ class Planner:
     def _risk_model(self, name: str) -> RiskModel:
         return risk_of(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
+    def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
+        """The risk to judge a saved plan by: its own, the settings' where this version lacks it, `prior` without the
+        profile that it needs."""
+        name = name if name in RISKS else self.settings.risk
+        return "prior" if RISKS[name].needs and profile is None else name
+
     def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
         """What `make` gave for the very same values of `basis`."""
         made = self._made.get(name)
@@ -474,6 +480,7 @@ class Planner:
         self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
     ) -> Plan:
         """The plan that runs `choices` (from a checkpoint) if they meet the budget, else a new proposal."""
+        risk = self.risk_of_saved(risk, profile=profile)
         everything = self.candidates(risk=risk, profile=profile)
         by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
         if set(choices) == set(by_spec) and all(choices[block] in by_spec[block] for block in by_spec):

@@ -1,4 +1,4 @@
-"""Predicted change of quality by a spec on a block: four models, replaceable by name, terms kept.
+"""Predicted change of quality by a spec on a block: three models, replaceable by name, terms kept.
 
 `measured` looks changes up that were measured, against a recipe that is named; they may be below 0. The others predict
 a loss against fp32 AdamW, and none of them is shown to predict damage (docs/methods.md#risk): each is a hypothesis, and
@@ -7,7 +7,7 @@ change here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import fsum, inf, isfinite, isnan, nan
 from typing import Protocol
 
@@ -108,7 +108,7 @@ CODEC_DOSE: dict[str, float] = {
 class RiskModel(Protocol):
     """Predicts the risk of one spec on one block, terms weighted and kept.
 
-    `needs` names what a profile must hold for it: a subset of {"stats", "shadow"}. `weights` multiply terms by name
+    `needs` names what a profile must hold for it: nothing or {"stats"}. `weights` multiply terms by name
     (absent: 1). `share` is the block's share of the network's parameters.
     """
 
@@ -181,16 +181,15 @@ def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One spec on one block, and what is known of it: `stats` and `ran` are None and empty where nothing was measured.
+    """One spec on one block, and what is known of it: `stats` is None where nothing was measured.
 
-    `share` is the block's share of the network's parameters, `ran` the distances of the spec's shadow run.
+    `share` is the block's share of the network's parameters.
     """
 
     block: Block
     losses: tuple[Loss, ...]
     share: float
     stats: GradientStats | None = None
-    ran: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +216,8 @@ class TermRisk:
         rounding = WEIGHTS_SEVERITY.get(spec.weights, 0.0)
         if not given_up and not rounding:
             return Risk(total=0.0)
-        case = Case(block=block, losses=given_up, share=share)
-        if profile is not None:
-            ran = profile.shadow.get(block.name, {}).get(base_name(spec.name), {})
-            case = replace(case, stats=profile.stats.get(block.name), ran=ran)
+        stats = profile.stats.get(block.name) if profile is not None else None
+        case = Case(block=block, losses=given_up, share=share, stats=stats)
         found = self.terms(case) if given_up else {}
         if rounding:
             found = {**found, ROUND_WEIGHTS: rounding * share}
@@ -255,14 +252,6 @@ def _statistics_terms(case: Case) -> dict[str, float]:
         term = SEVERITY[loss.term] * dose if isfinite(dose) else _prior_term(loss, block=case.block)
         terms[loss.term] = weight * term
     return terms
-
-
-def _shadow_terms(case: Case) -> dict[str, float]:
-    """Mean of the distances x the block's weight; the prior's terms where the spec was not run or one is not finite."""
-    weight = block_weight(case.stats, share=case.share)
-    if case.ran and all(isfinite(value) for value in case.ran.values()):
-        return {term: weight * max(value, 0.0) / len(case.ran) for term, value in case.ran.items()}
-    return {loss.term: weight * _prior_term(loss, block=case.block) for loss in case.losses}
 
 
 def block_weight(stats: GradientStats | None, *, share: float) -> float:
@@ -379,12 +368,6 @@ RISKS: dict[str, RiskModel] = {
             description="by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread",
             needs=frozenset({"stats"}),
             terms=_statistics_terms,
-        ),
-        TermRisk(
-            name="shadow",
-            description="by shadow runs: distance of the spec's updates from AdamW's on the same sampled gradients",
-            needs=frozenset({"stats", "shadow"}),
-            terms=_shadow_terms,
         ),
     )
 }

@@ -61,11 +61,7 @@ def transferred(stored: Stored, *, blocks: Sequence[Block]) -> tuple[Profile, st
             f"the profile is of blocks with roles {', '.join(roles)}, none of which this network has: give the profile "
             "of a sibling, or none"
         )
-    profile = replace(
-        stored.profile,
-        stats={name: stored.profile.stats[other] for name, other in found.items()},
-        shadow={name: stored.profile.shadow[other] for name, other in found.items() if other in stored.profile.shadow},
-    )
+    profile = replace(stored.profile, stats={name: stored.profile.stats[other] for name, other in found.items()})
     rest = len(source) - len(found)
     text = f"by a sibling's profile, carried over by role and depth to {len(found)} blocks"
     return profile, text + (f"; the other {rest} by priors, as no block of their role was profiled" if rest else "")

@@ -1,6 +1,6 @@
 """Measures everything a plan is made of: the network, its gradients, and the device.
 
-describe: names, shapes, roles of parameters. gradients, shadow: what each block loses with cheaper states. footprint,
+describe: names, shapes, roles of parameters. gradients: what each block loses with cheaper states. footprint,
 timeline, tracker: bytes. latency: seconds. link: copy rates. memory: CUDA context and cap. cards: GPUs that are absent.
 """
 

@@ -15,15 +15,13 @@ from baoc.parallel import ALONE, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
-from baoc.profiling.shadow import BURN_IN, Shadow, bytes_per_element, shadowed
 from baoc.profiling.slices import Slices
 from baoc.profiling.tracker import PeakMeter
-from baoc.types import Block, GradientStats, Moments, OptimizerSpec, Profile
+from baoc.types import Block, GradientStats, Moments, Profile
 from baoc.units import MIB
 
 MAX_BYTES = 16 * MIB
 BYTES_PER_PARAM = 0.2  # instead, from LARGE_PARAMS up
-SHADOW_CALLS = 3000  # rule steps before shadow samples thin out in the same way: about 0.3 s
 
 
 class GradientProfiler:
@@ -40,9 +38,9 @@ class GradientProfiler:
     since the first step pays for it, after `settle` 1 % of the time since then; what it costs is found in a rehearsal
     when the profiler is built (`schedule`).
 
-    `shadow_specs` are run beside AdamW on the same slices (`shadow`). `lr` by parameter name weighs `descent_share`
-    where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come
-    by `begin_parts`, `see_part` for some of them, and `finish_parts` instead of by `observe`; the result is the same.
+    `lr` by parameter name weighs `descent_share` where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a
+    step's gradients are never there at once, and come by `begin_parts`, `see_part` for some of them, and `finish_parts`
+    instead of by `observe`; the result is the same.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class GradientProfiler:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         lr: Mapping[str, float] | None = None,
-        shadow_specs: Sequence[OptimizerSpec] = (),
         max_bytes: int | None = None,
         sample_every: int = 1,
         max_share: float = MAX_SHARE,
@@ -68,26 +65,18 @@ class GradientProfiler:
         self._lr = dict(lr or {})
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
-        specs = shadowed(shadow_specs, blocks=blocks)
         self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device, by_parts=by_parts)
-        per_element = 4 * (BUFFERS + 2) + (bytes_per_element(specs) if specs else 0)
         self._slices = Slices.within(
             blocks,
             max_bytes=max_bytes - self._moments.nbytes,
-            per_element=per_element,
+            per_element=4 * (BUFFERS + 2),
             per_piece=BYTES_PER_PIECE + 8,
             device=device,
         )
         self._grad, self._prev = self._slices.new(device), self._slices.new(device)
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
-        self.shadow = None
-        if specs:
-            self.shadow = Shadow(self._slices, specs=specs, betas=betas, eps=eps, device=device)
-        rate = None if self.shadow is None else max(8, SHADOW_CALLS // self.shadow.num_calls)
-        self._schedule = Schedule(
-            num_params=num_params, sample_every=sample_every, max_share=max_share, shadow_every=rate, ranks=ranks
-        )
+        self._schedule = Schedule(num_params=num_params, sample_every=sample_every, max_share=max_share, ranks=ranks)
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
         self._part_turn = Turn.SKIP  # what the step in progress is for, where it comes by parts
@@ -106,12 +95,7 @@ class GradientProfiler:
         """Every tensor it holds, for counting memory; none once released."""
         if self._released:
             return []
-        return [
-            *self._tensors().values(),
-            *self._moments.tensors(),
-            *self._slices.tensors(),
-            *(self.shadow.tensors() if self.shadow is not None else ()),
-        ]
+        return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors()]
 
     @property
     def num_samples(self) -> int:
@@ -126,7 +110,7 @@ class GradientProfiler:
         if turn is Turn.SKIP:
             self._fraction = None
             return False
-        self._take(turn, None, shadow=self._shadow_turn(turn))
+        self._take(turn, self._gradients())
         return turn is Turn.SAMPLE
 
     def _next_turn(self, step: int | None) -> Turn:
@@ -138,13 +122,8 @@ class GradientProfiler:
         self._schedule.advance(turn)
         return turn
 
-    def _shadow_turn(self, turn: Turn) -> bool:
-        return turn is Turn.SAMPLE and self.shadow is not None and self._schedule.shadow_turn()
-
-    def _take(self, turn: Turn, given: Mapping[str, Tensor | None] | None, *, shadow: bool) -> None:
-        """Of the gradients that are there, or `given` in their place."""
+    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None]) -> None:
         with self._schedule.running(turn):
-            grads = self._gradients() if given is None else given
             if self._fraction is not None:  # the caller told of the first part only
                 self._second_part()
             self._swap()
@@ -152,7 +131,6 @@ class GradientProfiler:
             self._average(turn)
             if turn is Turn.SAMPLE:
                 self._moments.observe(grads)
-        self._shadow_step(shadow=shadow)
 
     def _average(self, turn: Turn) -> None:
         """The gathered gradients join the statistics."""
@@ -162,14 +140,6 @@ class GradientProfiler:
         if turn is Turn.SAMPLE:
             self._stats = None
             self._averages.sample(self._grad)
-
-    def _shadow_step(self, *, shadow: bool) -> None:
-        if self.shadow is not None:
-            with self._schedule.running("next"):
-                self.shadow.observe_next(self._grad)
-            if shadow:
-                with self._schedule.running("shadow"):
-                    self.shadow.observe(self._grad)
 
     # -- the same where gradients come by parts -------------------------------------------------------------------
 
@@ -211,7 +181,6 @@ class GradientProfiler:
             self._average(turn)
             if turn is Turn.SAMPLE:
                 self._moments.finish_parts()
-        self._shadow_step(shadow=self._shadow_turn(turn))
 
     def _rehearse(self) -> None:
         """Runs everything once unseen, on the parameters as gradients, and once more to learn what it costs."""
@@ -221,7 +190,7 @@ class GradientProfiler:
             for turn in (Turn.GATHER, Turn.SAMPLE):
                 self._step += 1
                 values = {name: param.detach() for name, param in self._params.items()}
-                self._take(turn, values, shadow=turn is Turn.SAMPLE)
+                self._take(turn, values)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
@@ -230,7 +199,7 @@ class GradientProfiler:
     def temporary_bytes(self) -> int:
         """What a sample or a profile holds for a moment beyond `nbytes`, measured on the parameters as gradients.
 
-        So many samples are taken that shadows measure, too. Leaves it as it was.
+        Leaves it as it was.
         """
         device = self._grad.device
         if device.type == "meta" or self._released:
@@ -238,10 +207,10 @@ class GradientProfiler:
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
-            for turn in (Turn.GATHER, *(Turn.SAMPLE for _ in range(BURN_IN + 1)), Turn.GATHER):
+            for turn in (Turn.GATHER, Turn.SAMPLE, Turn.SAMPLE, Turn.GATHER):
                 self._step += 1
                 values = {name: param.detach() for name, param in self._params.items()}
-                self._take(turn, values, shadow=turn is Turn.SAMPLE)
+                self._take(turn, values)
             self._averages.statistics(lr=self._lr)
             self.moments()
             most = meter.peak_allocated_bytes - before
@@ -295,11 +264,8 @@ class GradientProfiler:
         if self._stats is None:  # a look at what is known already tells nothing of what a profile takes
             with self._schedule.running("profile"):
                 self._stats = self._averages.statistics(lr=self._lr)
-        with self._schedule.running("shadow terms"):
-            shadow = self.shadow.terms() if self.shadow is not None else {}
         return Profile(
             stats=self._stats,
-            shadow=shadow,
             num_samples=self.num_samples,
             profile_s=self._schedule.spent_s,
             warmup_s=self._schedule.elapsed_s,
@@ -317,7 +283,7 @@ class GradientProfiler:
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""
         self._released = True
-        self._params, self.shadow, self._targets, self._prev_targets = {}, None, [], []
+        self._params, self._targets, self._prev_targets = {}, [], []
         self._grad = self._prev = torch.zeros(0)
         self._averages.tensors = {}
         self._moments.release()
@@ -336,7 +302,6 @@ class GradientProfiler:
                 "average": self._moments.average.to("cpu", copy=copies),
                 "num_samples": self._moments.num_samples,
             },
-            "shadow": self.shadow.state_dict(copies=copies) if self.shadow is not None else {},
             "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,
@@ -344,18 +309,16 @@ class GradientProfiler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises CheckpointError if that profiler sampled other elements or specs."""
+        """Goes on where `state` was taken. Raises CheckpointError if that profiler sampled other elements."""
         if state["layout"] != self._layout():
             raise CheckpointError(
-                "the checkpoint's gradient profile is of other blocks, parameters or specs than this run's: "
-                "resume with the same model, blocks, catalogue and risk"
+                "the checkpoint's gradient profile is of other blocks or parameters than this run's: "
+                "resume with the same model and blocks"
             )
         for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
         self._moments.average.copy_(state["moments"]["average"])
         self._moments.num_samples = state["moments"]["num_samples"]
-        if self.shadow is not None:
-            self.shadow.load_state_dict(state["shadow"])
         self._averages.count = dict(state["count"])
         self._step, self._prev_step = state["step"], state["prev_step"]
         self._schedule.load_state_dict(state["schedule"])
@@ -370,4 +333,4 @@ class GradientProfiler:
             f"{self._blocks[p.block].name} {p.param.name} {list(p.param.shape)} {list(p.shape)} {p.offset}"
             for p in self._slices.pieces
         ]
-        return [*pieces, f"moments {len(self._moments.average)}", *(self.shadow.spec_names if self.shadow else ())]
+        return [*pieces, f"moments {len(self._moments.average)}"]

@@ -32,8 +32,8 @@ class Schedule:
     up, so results repeat on any machine. Wall time would end sampling earlier on a busy machine.
 
     From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`; after
-    `settle`, into LATER_SHARE of the time since then. Shadow runs get half of that. These are wall seconds of the host:
-    on a GPU, the time to launch kernels.
+    `settle`, into LATER_SHARE of the time since then. These are wall seconds of the host: on a GPU, the time to
+    launch kernels.
 
     Of several `ranks` the first decides, each of which has a clock of its own.
     """
@@ -44,21 +44,16 @@ class Schedule:
         num_params: int,
         sample_every: int = 1,
         max_share: float = MAX_SHARE,
-        shadow_every: int | None = None,
         ranks: Ranks = ALONE,
     ):
-        """`shadow_every`: how many samples shadow runs follow before they thin out; None without shadow runs."""
         self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
-        self._sample_every, self._shadow_rate = sample_every, shadow_every
-        self._share = max_share
-        self._portion = 1.0 if shadow_every is None else 0.5
+        self._sample_every, self._share = sample_every, max_share
         self._settled: dict[str, float] | None = None  # seconds elapsed and spent at the first allocation
-        self._spent = {"sample": 0.0, "shadow": 0.0}
-        self._newest = {"gather": 0.0, "sample": 0.0, "shadow": 0.0, "profile": 0.0}  # seconds
+        self._spent_s = 0.0
+        self._newest = {"gather": 0.0, "sample": 0.0, "profile": 0.0}  # seconds
         self._dearest = dict(self._newest)  # fading maximum of earlier ones: costs vary by half, and a share is a limit
         self._seen = 0
-        self._sampled = 0
         self._armed = False
         self._processor_s = 0.0
         self._began: float | None = None
@@ -72,7 +67,7 @@ class Schedule:
     def settle(self) -> None:
         """To be called at the first allocation; later calls change nothing."""
         if self._settled is None:
-            self._settled = {"elapsed": self.elapsed_s, **self._spent}
+            self._settled = {"elapsed": self.elapsed_s, "sample": self._spent_s}
 
     @property
     def elapsed_s(self) -> float:
@@ -80,7 +75,7 @@ class Schedule:
 
     @property
     def spent_s(self) -> float:
-        return sum(self._spent.values())
+        return self._spent_s
 
     def turn(self) -> Turn:
         """What to do in the coming step."""
@@ -91,7 +86,7 @@ class Schedule:
             if self._armed:
                 return Turn.SAMPLE
             due = self._seen % self._sample_every == 0
-            return Turn.GATHER if due and self._affords("sample", self._cost("gather")) else Turn.SKIP
+            return Turn.GATHER if due and self._affords_sample() else Turn.SKIP
         if self._processor_s > MAX_S:
             return Turn.SKIP
         stride = self._sample_every * thinning(self._seen // self._sample_every, full_rate=OCTAVE)
@@ -104,21 +99,14 @@ class Schedule:
         self._seen += 1
         self._armed = turn is Turn.GATHER
 
-    def shadow_turn(self) -> bool:
-        """True if shadow runs use the sample just taken, too."""
-        assert self._shadow_rate is not None
-        self._sampled += 1
-        if self.large:
-            return bool(self._ranks.first_number(self._affords("shadow")))
-        return (self._sampled - 1) % thinning(self._sampled - 1, full_rate=self._shadow_rate) == 0
-
-    def _affords(self, kind: str, more_s: float = 0.0) -> bool:
-        since, share = self._settled or {"elapsed": 0.0, kind: 0.0}, self._share
+    def _affords_sample(self) -> bool:
+        """Whether a pair of gradients, and from the first allocation on the next profile, fit into the share."""
+        since, share = self._settled or {"elapsed": 0.0, "sample": 0.0}, self._share
+        next_s = self._cost("gather") + self._cost("sample")
         if self._settled is not None:
             share = min(share, LATER_SHARE)
-            more_s += self._cost("profile") if kind == "sample" else 0.0  # of the next reallocation
-        spent = self._spent[kind] - since[kind] + self._cost(kind) + more_s
-        return spent <= share * self._portion * (self.elapsed_s - since["elapsed"])
+            next_s += self._cost("profile")
+        return self._spent_s - since["sample"] + next_s <= share * (self.elapsed_s - since["elapsed"])
 
     def _cost(self, kind: str) -> float:
         """Seconds that the next one is expected to take at most."""
@@ -126,7 +114,7 @@ class Schedule:
 
     @contextmanager
     def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
-        """Times what runs inside as `gather`, `sample`, `shadow`, or another name, which counts as sampling.
+        """Times what runs inside as `gather`, `sample`, `profile`, or another name, whose cost is not expected again.
 
         `more`: adds to the last one of this name instead of starting a new one.
         """
@@ -136,7 +124,7 @@ class Schedule:
         finally:
             seconds = perf_counter() - began
             self._processor_s += thread_time() - busy
-            self._spent["shadow" if kind == "shadow" else "sample"] += seconds
+            self._spent_s += seconds
             if kind in self._newest and more:
                 self._newest[kind] += seconds
             elif kind in self._newest:
@@ -144,13 +132,14 @@ class Schedule:
                 self._newest[kind] = seconds
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"seen": self._seen, "sampled": self._sampled, "armed": self._armed}
-        spent = {"spent": dict(self._spent), "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}
+        counts = {"seen": self._seen, "armed": self._armed}
+        spent = {"spent_s": self._spent_s, "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}
         return {**counts, **spent, "settled": dict(self._settled or {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen, self._sampled, self._armed = state["seen"], state["sampled"], state["armed"]
-        self._spent, self._processor_s = dict(state["spent"]), state["processor_s"]
+        self._seen, self._armed = state["seen"], state["armed"]
+        earlier = sum(state.get("spent", {}).values())  # earlier versions kept it by kind
+        self._spent_s, self._processor_s = state.get("spent_s", earlier), state["processor_s"]
         self._before, self._began = state["elapsed_s"], None
         self._settled = dict(state["settled"]) if state.get("settled") else None  # earlier versions have none
 

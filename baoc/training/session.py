@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.blocks import partition
-from baoc.core.catalogue import SPECS, base_name, on_device, select
+from baoc.core.catalogue import on_device, select
 from baoc.core.measured import AUTO
 from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
@@ -33,7 +33,6 @@ from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, between, worth_recomputing
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
-from baoc.planning.risk import RISKS
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
@@ -153,13 +152,10 @@ def make_profiler(
     """The profiler that the settings call for, or None with reallocation=off; its bytes join the footprint."""
     if settings.reallocation.mode == "off":
         return None
-    wants_shadow = "shadow" in RISKS[planner.settings.risk].needs
-    bases = dict.fromkeys(map(base_name, planner.specs))  # risk asks for those, wherever states and weights are kept
     profiler = GradientProfiler(
         planner.blocks,
         params=params,
         betas=betas,
-        shadow_specs=tuple(SPECS[name] for name in bases) if wants_shadow else (),
         by_parts=settings.release is not False,
         ranks=ranks,
     )

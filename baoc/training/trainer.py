@@ -35,10 +35,8 @@ from baoc.errors import BadInputError, BaocError, BudgetBreachedError, Checkpoin
 from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.risk import RISKS
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
-from baoc.profiling.shadow import BURN_IN
 from baoc.tasks.base import Task
 from baoc.tracking import log_plan, log_reallocations
 from baoc.tracking.checkpoints import REMEDY
@@ -154,10 +152,9 @@ def assemble_trainer(
     hashes that checkpoints keep.
     """
     recorder = Recorder(run_dir)
-    shadows = config.reallocation.mode != "off" and "shadow" in RISKS[config.risk.name].needs
     memory = MemoryMonitor(
         config.budget,
-        tracked_steps=TRACKED_STEPS + (BURN_IN if shadows else 0),  # up to the first sample that shadows measure by
+        tracked_steps=TRACKED_STEPS,
         every_step=bool(os.environ.get(TRACK_EVERY_STEP)),
     )
     memory.predicted = lambda: recorder.peak_bytes_predicted

@@ -33,12 +33,9 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What warm-up measured. `shadow[block][spec]` holds the terms of a shadow run (docs/methods.md#risk)."""
+    """What warm-up measured."""
 
     stats: Mapping[str, GradientStats]
-    shadow: Mapping[str, Mapping[str, Mapping[str, float]]] = field(
-        default_factory=dict[str, Mapping[str, Mapping[str, float]]]
-    )
     num_samples: int = 0
     profile_s: float = 0.0  # time spent on sampling
     warmup_s: float = 0.0  # time of the steps in which it was sampled

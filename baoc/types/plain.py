@@ -33,10 +33,6 @@ def profile_from_plain(data: Mapping[str, Any]) -> Profile:
     stats = {block: GradientStats(**_numbers(values)) for block, values in data["stats"].items()}
     return Profile(
         stats=stats,
-        shadow={
-            block: {spec: _numbers(terms) for spec, terms in by_spec.items()}
-            for block, by_spec in data["shadow"].items()
-        },
         num_samples=data["num_samples"],
         profile_s=data["profile_s"],
         warmup_s=data["warmup_s"],

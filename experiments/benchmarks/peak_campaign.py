@@ -70,7 +70,7 @@ def drawn(draw: random.Random) -> tuple[list[str], int, int | None]:
     given = [f"model={model}", f"batch_size={batch}", f"reallocation={mode}", f"seed={draw.randrange(100)}"]
     if mode != "off":
         given.append(f"reallocation.warmup_steps={warmup}")
-        given.append(f"risk={draw.choice(('statistics', 'statistics', 'shadow', 'prior'))}")
+        given.append(f"risk={draw.choice(('statistics', 'statistics', 'prior'))}")
     if mode in ("interval", "drift"):
         given += [f"reallocation.interval={draw.choice((4, 6))}", "reallocation.drift_threshold=0.01"]
     way = draw.choice(("plain", "plain", "accumulate", "release"))

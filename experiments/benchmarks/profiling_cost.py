@@ -3,7 +3,7 @@
     python experiments/benchmarks/profiling_cost.py --device cpu
 
 A decoder of attention and MLP blocks trains on random tokens in a plain loop with BaocOptimizer(budget="state_25") and
-reallocation=interval. All that the profiler does (sampling, statistics, shadow runs) is timed by the clock and by
+reallocation=interval. All that the profiler does (sampling, statistics) is timed by the clock and by
 the process's, apart for the warm-up and for the steps after the first decision, and set against the time of all steps.
 Above 10M parameters the limits are 5 % of the warm-up, 1 % of later time and .2 bytes per parameter; below, 16 MiB and
 3 s of the thread that trains. On a GPU only the host's time is told, as the device is not waited for. A row per case in
@@ -70,12 +70,12 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def measured(*, width: int, depth: int, batch: int, risk: str, steps: tuple[int, int], device: str) -> list[dict]:
+def measured(*, width: int, depth: int, batch: int, steps: tuple[int, int], device: str) -> list[dict]:
     """A row for the warm-up and one for the steps after the first decision."""
     torch.manual_seed(0)
     model = Decoder(width=width, depth=depth).to(device)
     reallocation = ReallocationSettings(mode="interval", warmup_steps=steps[0], interval=max(steps[1] // 2, 2))
-    settings = SessionSettings(planner=PlannerSettings(risk=risk), reallocation=reallocation)
+    settings = SessionSettings(planner=PlannerSettings(risk="statistics"), reallocation=reallocation)
     optimizer = BaocOptimizer(model, budget="state_25", settings=settings)
     profiler, num_params = optimizer.reallocator.profiler, sum(p.numel() for p in model.parameters())
     assert isinstance(profiler, GradientProfiler)
@@ -101,7 +101,6 @@ def measured(*, width: int, depth: int, batch: int, risk: str, steps: tuple[int,
             {
                 "parameters": num_params,
                 "device": device,
-                "risk": risk,
                 "phase": phase,
                 "steps": count,
                 "samples": profiler.num_samples - before[2],
@@ -122,18 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, nargs=2, default=(60, 120), help="before and after the first decision")
-    parser.add_argument("--risk", nargs="+", default=["statistics", "shadow"], choices=["statistics", "shadow"])
     parser.add_argument("--size", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict] = []
     for width, depth, batch in (SIZES[size] for size in given.size):
-        for risk in given.risk:
-            rows += measured(
-                width=width, depth=depth, batch=batch, risk=risk, steps=tuple(given.steps), device=given.device
-            )
-            print(rows[-2], rows[-1], sep="\n", flush=True)
+        rows += measured(width=width, depth=depth, batch=batch, steps=tuple(given.steps), device=given.device)
+        print(rows[-2], rows[-1], sep="\n", flush=True)
     about = {"commit": commit(), "torch": torch.__version__}
     given.out.mkdir(parents=True, exist_ok=True)
     with (given.out / "profiling_cost.csv").open("w", newline="") as file:

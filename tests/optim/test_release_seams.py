@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from baoc.config.resolve import resolve
 from baoc.config.schema import OptimConfig, RunConfig
-from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
 from baoc.profiling import GradientProfiler, MemoryTracker, probe_footprint
 from baoc.types import to_plain
@@ -16,7 +15,6 @@ from tests.support.gradients import Stream, make_block, make_params, normal
 
 BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
 SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}
-SHADOWS = [NATIVE[name] for name in ("adamw", "adamw_int8", "foam_l2_int8", "sign")]
 
 
 def grads(step: int) -> dict[str, Tensor]:
@@ -30,8 +28,8 @@ def plain(profiler: GradientProfiler) -> dict[str, object]:
 
 def test_a_profile_by_parts_is_the_profile() -> None:
     """In another order, with a parameter that has no gradient in one step and a non-finite element in another."""
-    whole = Stream(BLOCKS, shadow_specs=SHADOWS)
-    parts = GradientProfiler(BLOCKS, make_params(BLOCKS), shadow_specs=SHADOWS, by_parts=True)
+    whole = Stream(BLOCKS)
+    parts = GradientProfiler(BLOCKS, make_params(BLOCKS), by_parts=True)
     parts.begin_parts(step=0)
     parts.see_part(grads(0))
     parts.finish_parts()

@@ -1,7 +1,6 @@
 """Risk models: what is given up is read off the tags, AdamW costs nothing, statistics replace priors term by term."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -199,27 +198,11 @@ def test_what_no_statistic_tells_of_is_the_prior_s():
     assert risk("muon", model="statistics", profile=profile) == risk("muon")
 
 
-def shadowed(**terms: float) -> Profile:
-    return Profile(stats={"layer1.mlp": stats(descent_share=0.5)}, shadow={"layer1.mlp": {"sign": terms}})
-
-
-def test_shadow_is_the_mean_distance_weighted_by_descent():
-    found = risk("sign", model="shadow", profile=shadowed(cosine=0.4, descent_next=-0.2), weights={"cosine": 2.0})
-    assert found.terms == pytest.approx({"cosine": 2 * 0.5 * 0.4 / 2, "descent_next": 0.0})
-
-
-def test_shadow_leaves_what_was_not_run_to_the_prior():
-    for profile in (shadowed(cosine=NAN, rel_error=0.1), replace(shadowed(), shadow={}), None):
-        found = risk("sign", model="shadow", profile=profile, share=0.5)
-        assert found == risk("sign", share=0.5)
-
-
 def test_models_say_what_they_need():
     assert {name: set(model.needs) for name, model in RISKS.items()} == {
         "measured": set(),
         "prior": set(),
         "statistics": {"stats"},
-        "shadow": {"stats", "shadow"},
     }
     assert all(model.name == name and model.description for name, model in RISKS.items())
 

@@ -4,20 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.core.catalogue import NATIVE
 from baoc.errors import CheckpointError
-from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import GradientProfiler, MemoryTracker, schedule
-from baoc.training.reallocation import ReallocationSettings
-from baoc.training.session import SessionSettings, make_profiler
-from baoc.types import Budget, OptimizerSpec, StateKind, profile_from_plain, to_plain
+from baoc.types import profile_from_plain, to_plain
 from baoc.units import MIB
 from tests.support.gradients import Stream, make_block, make_params, normal
 
 BLOCKS = [make_block("attn", (32, 16), (32, 16)), make_block("norm", (40,)), make_block("conv", (8, 4, 3, 3))]
 SHAPES = {param.name: param.shape for block in BLOCKS for param in block.params}
-SPEC_NAMES = ("adamw", "adamw_int8", "rmsprop", "adamw_shared_in", "foam_l2_int8", "sign")
-SPEC_ROWS = [NATIVE[name] for name in SPEC_NAMES]
 
 
 def grads(step: int) -> dict[str, Tensor | None]:
@@ -46,7 +40,7 @@ def test_step_zero_is_never_sampled():
 
 
 def test_non_finite_elements_count_as_zero_and_poison_nothing():
-    dirty, clean = Stream(BLOCKS, shadow_specs=SPEC_ROWS), Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    dirty, clean = Stream(BLOCKS), Stream(BLOCKS)
     for step in range(8):
         for stream, values in ((dirty, (float("nan"), float("inf"), -float("inf"))), (clean, (0.0, 0.0, 0.0))):
             found = grads(step)
@@ -95,11 +89,10 @@ def test_moments_are_means_by_row_and_column_of_the_whole_matrix(transposed: boo
     torch.testing.assert_close(moments["w.0"].col, matrix.mean(0))
 
 
-@pytest.mark.parametrize("specs", [(), tuple(NATIVE.values())])
 @pytest.mark.parametrize("max_bytes", [100_000, 2 * MIB])
-def test_bytes_stay_within_the_limit_and_are_those_of_the_live_tensors(specs, max_bytes: int):
+def test_bytes_stay_within_the_limit_and_are_those_of_the_live_tensors(max_bytes: int):
     blocks = [make_block(f"b{i}", (96, 64), (64, 96), (64,)) for i in range(6)]
-    profiler = GradientProfiler(blocks, make_params(blocks), shadow_specs=specs, max_bytes=max_bytes)
+    profiler = GradientProfiler(blocks, make_params(blocks), max_bytes=max_bytes)
     assert 0.2 * max_bytes < profiler.nbytes <= max_bytes or profiler.nbytes < max_bytes / 2
     assert profiler.nbytes == sum(t.untyped_storage().nbytes() for t in reachable(profiler).values())
 
@@ -183,11 +176,10 @@ class Clock:
         return normal(64, 64, seed=int(1000 * self.now))
 
 
-@pytest.mark.parametrize("specs", [(), SPEC_ROWS])
-def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs(monkeypatch, specs):
+def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs(monkeypatch):
     now = Clock(monkeypatch)
     direction = normal(64, 64, seed=0)
-    stream = Stream([make_block("w", (64, 64))], max_bytes=400_000, shadow_specs=specs)
+    stream = Stream([make_block("w", (64, 64))], max_bytes=400_000)
     assert stream.profiler.num_samples == 0, "the rehearsal leaves no trace"
     sampled = []
     for step in range(300):
@@ -199,8 +191,6 @@ def test_from_ten_million_up_the_share_of_time_is_kept_and_samples_come_in_pairs
     stats = stream.profile().stats["w"]
     assert 15 <= sum(sampled) <= 150
     assert stats.noise == pytest.approx(1 / float(direction.square().mean()), rel=0.2), "each has the step before it"
-    if specs:
-        assert stream.profile().shadow["w"], "shadows have a share of their own"
 
 
 def test_a_share_of_time_is_kept_where_costs_scatter(monkeypatch):
@@ -246,22 +236,21 @@ def test_after_the_first_decision_samples_cost_a_hundredth_of_the_time(monkeypat
 
 def test_a_rehearsal_changes_nothing_but_what_is_known_of_the_cost(monkeypatch):
     Clock(monkeypatch)
-    rehearsed = GradientProfiler(BLOCKS, params := make_params(BLOCKS), max_bytes=200_000, shadow_specs=SPEC_ROWS)
+    rehearsed = GradientProfiler(BLOCKS, params := make_params(BLOCKS), max_bytes=200_000)
     monkeypatch.undo()
-    plain_one = GradientProfiler(BLOCKS, params, max_bytes=200_000, shadow_specs=SPEC_ROWS)
+    plain_one = GradientProfiler(BLOCKS, params, max_bytes=200_000)
     mine, theirs = rehearsed.state_dict(), plain_one.state_dict()
     assert all(torch.equal(mine["tensors"][name], tensor) for name, tensor in theirs["tensors"].items())
-    assert all(torch.equal(a, b) for a, b in zip(mine["shadow"]["tensors"], theirs["shadow"]["tensors"], strict=True))
     assert mine["count"] == theirs["count"]
     assert all(param.grad is None for param in params.values())
 
 
 @pytest.mark.parametrize("split", [1, 7, 20])
 def test_resumed_profiling_is_the_same_bit_for_bit(split: int, tmp_path):
-    whole = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 25)
-    first = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), split)
+    whole = run(Stream(BLOCKS), 25)
+    first = run(Stream(BLOCKS), split)
     torch.save(first.profiler.state_dict(), tmp_path / "state.pt")
-    second = Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    second = Stream(BLOCKS)
     second.profiler.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     second.step = first.step
     run(first, 3)  # what was saved is a copy
@@ -271,30 +260,39 @@ def test_resumed_profiling_is_the_same_bit_for_bit(split: int, tmp_path):
     assert all(torch.equal(mine[name].row, theirs[name].row) for name in theirs)
 
 
-def test_state_of_other_blocks_or_specs_is_refused():
+def test_state_of_other_blocks_is_refused():
     state = run(Stream(BLOCKS), 3).profiler.state_dict()
-    with pytest.raises(CheckpointError, match="of other blocks, parameters or specs"):
+    with pytest.raises(
+        CheckpointError, match="of other blocks or parameters than this run's: resume with the same model"
+    ):
         Stream(BLOCKS[:1]).profiler.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="resume with the same model"):
-        Stream(BLOCKS, shadow_specs=SPEC_ROWS).profiler.load_state_dict(state)
+
+
+def test_a_state_that_kept_its_seconds_by_kind_goes_on():
+    """Profilers of earlier versions also ran candidate rules, and timed them apart."""
+    whole, first = run(Stream(BLOCKS), 6), run(Stream(BLOCKS), 3)
+    state = first.profiler.state_dict()
+    spent = state["schedule"].pop("spent_s")
+    state["schedule"] |= {"spent": {"sample": spent / 2, "shadow": spent / 2}, "sampled": 0}
+    second = Stream(BLOCKS)
+    second.profiler.load_state_dict({**state, "shadow": {}})
+    second.step = first.step
+    assert second.profile().profile_s >= spent
+    assert plain(run(second, 3)) == plain(whole)
 
 
 def test_the_same_stream_gives_the_same_profile_twice():
-    first, second = (run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 12) for _ in range(2))
+    first, second = (run(Stream(BLOCKS), 12) for _ in range(2))
     assert plain(first) == plain(second)
 
 
-def test_profile_survives_json_and_shadow_terms_are_finite():
-    profile = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 12).profile()
-    again = profile_from_plain(to_plain(profile))
-    assert to_plain(again) == to_plain(profile)
-    assert set(profile.shadow) == {"attn", "norm", "conv"}
-    assert set(profile.shadow["norm"]) == {"adamw_int8", "rmsprop", "sign"}, "vectors have no rows to share or fold"
-    assert all(v == v for specs in profile.shadow.values() for terms in specs.values() for v in terms.values())
+def test_a_profile_survives_json_and_one_of_an_earlier_version_is_read():
+    plain = to_plain(run(Stream(BLOCKS), 12).profile())
+    assert to_plain(profile_from_plain({**plain, "shadow": {"attn": {"sign": {"cosine": 0.1}}}})) == plain
 
 
 def test_observing_changes_neither_gradients_nor_rng():
-    stream = Stream(BLOCKS, shadow_specs=SPEC_ROWS)
+    stream = Stream(BLOCKS)
     found = grads(1)
     kept = {name: grad.clone() for name, grad in found.items() if grad is not None}
     state = torch.get_rng_state()
@@ -305,7 +303,7 @@ def test_observing_changes_neither_gradients_nor_rng():
 
 
 def test_release_frees_every_buffer_and_ends_sampling():
-    stream = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 5)
+    stream = run(Stream(BLOCKS), 5)
     stream.profiler.release()
     assert stream.profiler.nbytes == 0
     assert sum(tensor.nbytes for tensor in reachable(stream.profiler).values()) < 3000, "index tensors at most"
@@ -327,42 +325,14 @@ def test_bf16_gradients_are_averaged_in_fp32():
     assert plain(stream) == plain(exact)
 
 
-def test_every_kind_of_state_is_shadowed_with_its_own_codec():
-    """Guards the list above: it holds specs with m and v, v alone, shared and folded states, and none at all."""
-    from baoc.optim.rules import RULES
-
-    kinds = {tuple(decl.kind for decl in RULES[spec.rule].info.states) for spec in SPEC_ROWS}
-    assert {(StateKind.M, StateKind.V), (StateKind.V,), ()} <= kinds
-
-
-def test_a_rule_has_one_shadow_wherever_its_states_and_weights_are_kept():
-    """Risk asks for a row's rule and storage: other rows of the same would take room and time from the slices."""
-    rows = ("adamw", "adamw_int8", "adamw_int8@streamed", "lion_int8+split8", "lion_int8+split8@streamed")
-    params = make_params(BLOCKS)
-    infos = [param for block in BLOCKS for param in block.params]
-    planner = Planner(
-        infos,
-        budget=Budget(name="s", state_fraction=0.5),
-        settings=PlannerSettings(specs=rows, risk="shadow", keep_fp32_roles=()),
-    )
-    profiler = make_profiler(
-        planner, params, settings=SessionSettings(reallocation=ReallocationSettings(mode="once")), betas=(0.9, 0.999)
-    )
-    assert profiler is not None and profiler.shadow is not None
-    assert set(profiler.shadow.spec_names) == {"adamw_int8", "lion_int8"}
-
-
 LARGE = [make_block("one", (1024, 512)), make_block("many", *[(64, 96) for _ in range(8)]), make_block("v", (5000,))]
 
 
-@pytest.mark.parametrize("specs", [[], SPEC_ROWS], ids=["statistics", "shadow"])
 @pytest.mark.parametrize("halves", [False, True], ids=["steps", "halves"])
-def test_samples_and_profiles_hold_no_more_than_was_charged_for_them(
-    specs: list[OptimizerSpec], halves: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_samples_and_profiles_hold_no_more_than_was_charged_for_them(halves: bool, monkeypatch: pytest.MonkeyPatch):
     """Under a clock that stands still: a busy machine takes more than the processor seconds that sampling may have."""
     monkeypatch.setattr(schedule, "thread_time", lambda: 0.0)
-    stream = Stream(LARGE, shadow_specs=specs)
+    stream = Stream(LARGE)
     profiler = stream.profiler
     charged, held = profiler.temporary_bytes(), [*profiler.buffers(), *stream.params.values()]
     tracker = MemoryTracker()
@@ -379,7 +349,7 @@ def test_samples_and_profiles_hold_no_more_than_was_charged_for_them(
             profiler.profile()
             profiler.moments()
             assert tracker.peak_bytes - before <= charged
-    assert charged < (1 if specs else 0.85) * profiler.nbytes, "no copy of all that is sampled"
+    assert charged < 0.85 * profiler.nbytes, "no copy of all that is sampled"
 
 
 def test_a_profile_is_made_by_bands():
@@ -396,9 +366,9 @@ def test_a_profile_is_made_by_bands():
 
 
 def test_a_state_that_is_written_at_once_is_no_copy():
-    profiler = run(Stream(BLOCKS, shadow_specs=SPEC_ROWS), 3).profiler
+    profiler = run(Stream(BLOCKS), 3).profiler
     held = {tensor.data_ptr() for tensor in profiler.buffers()}
     for copies in (False, True):
         state = profiler.state_dict(copies=copies)
-        saved = [*state["tensors"].values(), state["moments"]["average"], *state["shadow"]["tensors"]]
+        saved = [*state["tensors"].values(), state["moments"]["average"]]
         assert all((tensor.data_ptr() in held) is not copies for tensor in saved if tensor.numel())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.config.schema import CheckpointConfig, ReallocationConfig, RiskConfig, RunConfig
+from baoc.config.schema import CheckpointConfig, ReallocationConfig, RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.profiling.footprint import SCALARS_BYTES
 from baoc.training import run as training
@@ -70,15 +70,6 @@ def test_the_least_budget_is_held_in_one_go_and_across_a_resume(
     assert {"training", "decision", "checkpoint", "final validation", "export"} <= plain.peak_by_stretch.keys()
     assert {"resume", "decision", "checkpoint"} <= second.peak_by_stretch.keys()
     assert plain.quality == whole.quality, "tracking changes no number"
-
-
-@pytest.mark.slow
-def test_the_least_budget_is_held_where_a_shadow_optimizer_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(TRACK_EVERY_STEP, "1")
-    shadow = RiskConfig(name="shadow")
-    holds(trained(tmp_path / "run", small(f"{least(tmp_path / 'plan', risk=shadow)}b", risk=shadow)))
 
 
 def test_a_resume_holds_what_it_fills_and_nothing_of_the_file(tmp_path: Path) -> None:

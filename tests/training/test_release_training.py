@@ -69,12 +69,10 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 # -- Lightning -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "risk"),
-    [("32-true", "statistics"), ("32-true", "shadow"), ("bf16-mixed", "statistics"), ("bf16-true", "shadow")],
-)
-def test_a_run_is_the_same_bit_for_bit_through_a_reallocation(precision: str, risk: str) -> None:
-    (kept, one), (released, two) = (fit(r, precision=precision, planner={"risk": risk}) for r in (False, True))
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_run_is_the_same_bit_for_bit_through_a_reallocation(precision: str) -> None:
+    risk = {"risk": "statistics"}
+    (kept, one), (released, two) = (fit(release, precision=precision, planner=risk) for release in (False, True))
     assert same(kept, released)
     assert one.reallocator is not None and two.reallocator is not None
     assert two.reallocator.last_decision == 4 and one.reallocator.plan.allocation == two.reallocator.plan.allocation

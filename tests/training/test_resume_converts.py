@@ -1,18 +1,17 @@
 """A checkpoint resumed on another budget, catalogue or cut into blocks: states are converted, and that is said."""
 
 import json
-from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig, RiskConfig
+from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.tracking import load_checked
-from baoc.training import run as training
 from baoc.types import RunResult
-from tests.support.training_runs import EVERY_STEP, config, run
+from tests.support.training_runs import EVERY_STEP, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
@@ -79,7 +78,7 @@ def test_another_place_is_said(done: Path, tmp_path: Path) -> None:
     saved = load_checked(done / "step_00000009.ckpt")["optimizer_states"][0]["online"]["choices"]
     specs = tuple(sorted({f"{spec}@streamed" for spec in saved.values()}))
     result, event = go_on(done, tmp_path / "day" / "on", step=9, catalogue=CatalogueConfig(specs=specs))
-    assert event is not None and event["why"].startswith(f"{len(saved)} blocks keep the same states in another place")
+    assert event is not None and re.match(r"\d blocks keep the same states in another place, such as", event["why"])
     assert event["state_bytes_after"] == result.state_bytes < event["state_bytes_before"]
 
 
@@ -96,10 +95,3 @@ def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int) -> None:
     told = [json.loads(line) for line in (tmp_path / "day" / "on" / "reallocations.jsonl").read_text().splitlines()]
     assert [event["step"] for event in told[1:]] == list(range(step + 3, 15, 2)), "not before three steps were seen"
     assert result.num_steps == 14
-
-
-def test_another_risk_asks_for_statistics_that_were_not_taken(done: Path, tmp_path: Path) -> None:
-    result, event = go_on(done, tmp_path / "day" / "on", step=9, risk=RiskConfig(name="shadow"))
-    assert event is not None and "statistics of gradients start anew" in event["why"]
-    assert result.num_steps == 14
-    assert training.session_settings(replace(config(), risk=RiskConfig(name="shadow"))).planner.risk == "shadow"

@@ -126,16 +126,16 @@ def test_other_allocators_run_inside_the_budget(tmp_path, name):
     assert result.budget_met and result.allocator == name
 
 
-def test_shadow_risk_accumulation_and_bf16(tmp_path):
+def test_accumulation_and_bf16(tmp_path):
     result = run(
-        tmp_path / "day" / "shadow",
-        risk=RiskConfig(name="shadow"),
+        tmp_path / "day" / "bf16",
+        risk=RiskConfig(name="statistics"),
         micro_batch=16,
         trainer=replace(config().trainer, precision="bf16-mixed", max_steps=8, val_check_interval=16),
     )
     assert result.budget_met and result.num_steps == 8
-    profile = json.loads((tmp_path / "day" / "shadow" / "profile.json").read_text())
-    assert profile["shadow"]
+    profile = json.loads((tmp_path / "day" / "bf16" / "profile.json").read_text())
+    assert profile["stats"]
 
 
 def test_plan_and_eval(tmp_path, whole):

@@ -19,11 +19,10 @@ from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
 from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule
-from baoc.training.reallocation.conversion import usable
 from baoc.training.reallocation.move_cost import transit
 from baoc.training.reallocation.relaxation import offers
-from baoc.types import Candidate, Cost, Footprint, Option, PeakInterval, Plan, Profile, Risk, to_plain
-from tests.support.decision import stats, transformer
+from baoc.types import Candidate, Cost, Footprint, Option, PeakInterval, Plan, Risk, to_plain
+from tests.support.decision import transformer
 from tests.support.planners import option, planner, uniform
 from tests.support.weight_footprints import FOOTPRINT
 
@@ -85,18 +84,6 @@ def test_released_gradients_are_not_taken_off_twice() -> None:
     less = {name: 512 * 512 * 2 for name in FOOTPRINT.gradient_order}
     whole = released.peak_bytes(state_bytes=0, specs=("adamw",))
     assert released.peak_bytes(state_bytes=0, specs=("adamw",), saved=less) == whole - sum(less.values())
-
-
-def test_statistics_of_native_weights_serve_every_format_after_a_resume() -> None:
-    """Fp32 AdamW is not among those that run beside it."""
-    specs = ("adamw", "adamw+split8", "lion", "sign", "sign+split8")
-    settings = PlannerSettings(specs=specs, risk="shadow", keep_fp32_roles=())
-    of = Planner(transformer(), budget=parse_budget("unlimited"), settings=settings)
-    ran: dict[str, Any] = {block.name: {"lion": {}, "sign": {}} for block in of.blocks}
-    profile = Profile(stats={block.name: stats() for block in of.blocks}, shadow=ran)
-    assert usable(profile, planner=of, risk="shadow")
-    assert not usable(replace(profile, shadow={}), planner=of, risk="shadow")
-    assert not usable(replace(profile, shadow={name: {"sign": {}} for name in ran}), planner=of, risk="shadow")
 
 
 def test_a_calm_block_offers_what_is_cheaper_in_all() -> None:

@@ -172,13 +172,7 @@ def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | No
             f"profile={config.profile} plays no part in risk={planner.settings.risk}: set risk=statistics, or leave "
             "the profile out"
         )
-    profile, said = transferred(read_profile(Path(config.profile).expanduser()), blocks=planner.blocks)
-    if "shadow" in needs and not profile.shadow:
-        raise BadInputError(
-            f"profile={config.profile} holds no shadow steps, which risk={planner.settings.risk} needs: set "
-            "risk=statistics, or give the folder of a run with this risk"
-        )
-    return profile, said
+    return transferred(read_profile(Path(config.profile).expanduser()), blocks=planner.blocks)
 
 
 class _Shapes:

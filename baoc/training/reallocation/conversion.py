@@ -3,30 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baoc.core.catalogue import base_name, on_device
+from baoc.core.catalogue import on_device
 from baoc.planning.planner import Planner
-from baoc.planning.risk import RISKS
-from baoc.profiling.shadow import is_reference
 from baoc.types import Plan, Profile, to_plain
 
 AUTO = "auto"
 
 
-def usable(profile: Profile | None, *, planner: Planner, risk: str) -> bool:
-    """Whether a saved profile has what today's planner asks of it: every block, and every spec where shadows ran. Fp32
-    AdamW never runs there, as the others are held against it."""
-    if profile is None:
-        return False
-    names = [block.name for block in planner.blocks]
-    if any(name not in profile.stats for name in names):
-        return False
-    if "shadow" not in RISKS[risk].needs:
-        return True
-    ran = {spec for distances in profile.shadow.values() for spec in distances}
-    options = planner.candidates(risk="prior", profile=None)
-    asked = {c.spec for name in names for c in options[name] if not is_reference(planner.specs[c.spec])}
-    # Shadows follow native weights on the device; other formats and places of a rule and storage are judged by those.
-    return {base_name(spec) for spec in asked} <= ran
+def usable(profile: Profile | None, *, planner: Planner) -> bool:
+    """Whether a saved profile has every block of today's planner."""
+    return profile is not None and all(block.name in profile.stats for block in planner.blocks)
 
 
 def _same_elsewhere(before: str, now: str) -> bool:
@@ -40,7 +26,7 @@ def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | No
     `auto` is what was free when each run started, so it counts as unchanged.
     """
     choices, saved = state["choices"], state.get("budget", {})
-    risk = state["risk_model"] if profile is not None or not RISKS[state["risk_model"]].needs else "prior"
+    risk = planner.risk_of_saved(state["risk_model"], profile=profile)
     here = to_plain(planner.budget)
     changed = bool(saved) and saved != here and not saved.get("name") == here["name"] == AUTO
     if changed:

@@ -495,7 +495,7 @@ class Reallocator:
         notes: list[str] = []
         if converting:
             known = self.profile is not None
-            if not usable(self.profile, planner=self.planner, risk=self.planner.settings.risk):
+            if not usable(self.profile, planner=self.planner):
                 self.profile = self.first_profile = None
                 notes += ["statistics of gradients start anew, as they are of other blocks or specs"] if known else []
             self.plan, changed = self.ranks.from_first(lambda: adopted(self.planner, state, profile=self.profile))
