@@ -1,4 +1,5 @@
-"""Lightning's own ModelParallelStrategy over BlockwiseOptimizer: two processes clip, save and resume bit for bit."""
+"""fully_shard in Lightning, by its own ModelParallelStrategy over BlockwiseOptimizer and by BaocFSDPStrategy: two
+processes clip, save and resume bit for bit."""
 
 import tempfile
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from baoc import BaocFSDPStrategy
+from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from tests.support.ranks import as_launched, group, in_processes
 
@@ -38,10 +41,40 @@ class Sharded(L.LightningModule):
         return BlockwiseOptimizer(self, specs, lr=1e-2)
 
 
-def fitted(size: int, *, steps: int, save: Path | None = None, load: Path | None = None) -> dict[str, Tensor]:
+class Planned(Sharded):
+    """What BaocFSDPStrategy makes a plan for."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Left(Planned):
+    """Has a parameter that nobody cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Cut(Planned):
+    """Is cut by the strategy."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+def fitted(
+    size: int,
+    *,
+    steps: int,
+    save: Path | None = None,
+    load: Path | None = None,
+    module: L.LightningModule | None = None,
+) -> dict[str, Tensor]:
     """The weights after `steps` on batches that are all alike, as a plain loader starts anew in a resume."""
+    by_lightning = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     trainer = L.Trainer(
-        strategy=ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1),
+        strategy=by_lightning if module is None else BaocFSDPStrategy("state_50", verbose=False),
         accelerator="cpu",
         devices=size,
         plugins=[LightningEnvironment()],
@@ -52,7 +85,7 @@ def fitted(size: int, *, steps: int, save: Path | None = None, load: Path | None
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    module = Sharded()
+    module = module or Sharded()
     trainer.fit(
         module, DataLoader(TensorDataset(torch.linspace(-1, 1, 64).repeat(64, 1)), batch_size=8), ckpt_path=load
     )
@@ -67,7 +100,17 @@ def work(rank: int, size: int, store: Path, *, folder: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
         whole = fitted(size, steps=4)
         fitted(size, steps=2, save=folder / "half.ckpt")
-        return {"whole": whole, "resumed": fitted(size, steps=4, load=folder / "half.ckpt")}
+        found: dict[str, Any] = {"whole": whole, "resumed": fitted(size, steps=4, load=folder / "half.ckpt")}
+        for name, make in {"own": Planned, "ours": Cut}.items():
+            file = folder / f"{name}.ckpt"
+            found[name] = fitted(size, steps=4, module=make())
+            fitted(size, steps=2, save=file, module=make())
+            found[f"{name}, resumed"] = fitted(size, steps=4, load=file, module=make())
+        try:
+            fitted(size, steps=1, module=Left())
+        except BadInputError as error:
+            found["left"] = str(error)
+        return found
 
 
 def test_lightning_shards_clips_saves_and_resumes() -> None:
@@ -78,3 +121,9 @@ def test_lightning_shards_clips_saves_and_resumes() -> None:
         assert not torch.equal(value, start[name])
         for each in (first, second):
             assert torch.equal(each["whole"][name], value) and torch.equal(each["resumed"][name], value)
+            for cut in ("own", "ours"):
+                assert torch.equal(each[cut][name], first["own"][name]) and not torch.equal(
+                    each[cut][name], start[name]
+                )
+                assert torch.equal(each[f"{cut}, resumed"][name], each[cut][name])
+    assert "scale" in first["left"] and first["left"] == second["left"]
