@@ -63,18 +63,13 @@ class Slot:
     adopted: int = -1  # version of the parameter when its data became what `weights` says
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
     shard: Shard | None = None
+    gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows
     first: int = 0  # index in the whole parameter of the first element that is stepped here
 
     @property
     def owner(self) -> Tensor:
         """The parameter as the parameter groups have it."""
         return self.param if self.shard is None else self.shard.owner
-
-    @property
-    def gathers(self) -> bool:
-        """Whether its rule needs whole matrices of which this rank has some rows."""
-        spectral = self.rule.info.scaling is Scaling.SPECTRAL
-        return spectral and self.shard is not None and self.shard.shards.size > 1
 
     @property
     def slab_bytes(self) -> int:
@@ -204,6 +199,7 @@ def make_slot(
         on_cpu=param.device.type == "cpu",
         placement=spec.placement,
         shard=shard,
+        gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.shards.size > 1,
         first=0 if shard is None else shard.first,
     )
 
