@@ -56,7 +56,7 @@ class ModelConfig:
     activations in the backward pass: of all layers, none, or so many, the first ones. auto has it decided with the
     micro-batch; null is auto where there is such a decision anyway, and false elsewhere. `activations`: bf16 keeps
     norms and the residual stream in bf16 too, which bf16-mixed alone computes in float32. `compile` runs the layers
-    of the network by torch.compile in training; auto and null leave it to the decision, where there is one on a GPU.
+    of the network by torch.compile in training; auto leaves it to the decision, where there is one on a GPU.
     """
 
     name: str = "vit"
@@ -67,7 +67,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     activations: Literal["bf16"] | None = None
     checkpointing: bool | Annotated[int, _NUM_LAYERS] | Literal["auto"] | None = None
-    compile: bool | Literal["auto"] | None = None
+    compile: bool | Literal["auto"] = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -60,13 +60,15 @@ class _WriteWatcher(TorchDispatchMode):
         self._by_storage = {param.untyped_storage()._cdata: param for param in params if param.device.type != "meta"}
         self._keep = keep
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if hasattr(func, "_schema") and func._schema.is_mutable:
             for index, declared in enumerate(func._schema.arguments):
                 if declared.alias_info is not None and declared.alias_info.is_write:
                     given = args[index] if index < len(args) else kwargs.get(declared.name)

@@ -71,6 +71,8 @@ class Timeline(TorchDispatchMode):
             self._on_copy(args[0], out)
         return out
 
+    supports_higher_order_operators = True  # such as attention under a random state, in what is compiled
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Layers that are compiled stay so: torch's allocator knows their bytes, and none of their casts is a copy."""

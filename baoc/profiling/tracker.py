@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
@@ -96,11 +97,13 @@ class MemoryTracker(TorchDispatchMode):
 
     # -- following operators --------------------------------------------------------------------------------------
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_composite(func):
+        if isinstance(func, OpOverload) and self._is_composite(func):
             # inference mode does not decompose composite operators, but their parts allocate
             with self:
                 out = func.decompose(*args, **kwargs)

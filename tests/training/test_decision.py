@@ -403,7 +403,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
     self = SimpleNamespace(
-        config=config(trainer=replace(config().trainer, max_steps=100), batch_size=32),
+        config=config(
+            trainer=replace(config().trainer, max_steps=100), batch_size=32, model=ModelConfig(compile="auto")
+        ),
         where=torch.device("cuda"),
         tryouts=SimpleNamespace(capped=True),
         axes=SimpleNamespace(num_layers=4),
@@ -417,3 +419,23 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
     assert not may(7.5, where=torch.device("cpu")) and not may(7.5, axes=SimpleNamespace(num_layers=0))
     pins = [replace(self.config, model=ModelConfig(compile=compile)) for compile in (False, True, "auto")]
     assert [may(7.5, config=pinned) for pinned in pins] == [False, False, True]
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_decision_goes_on_where_compiled_layers_fail(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fails(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no rule for this operator")
+
+    monkeypatch.setattr(Trials, "compile", fails)
+    monkeypatch.setattr(Decision, "may_compile", lambda self, _: asked == "auto")
+    run_dir = tmp_path / "day" / "auto"
+    result = run(run_dir, model=ModelConfig(options={"dropout": 0.1}, compile=asked))
+    (row,) = [row for row in rows(run_dir) if row["compiled"] == "True"]
+    assert row["why"] == "compiled layers fail: NotImplementedError: no rule for this operator"
+    assert (
+        chosen(run_dir)["compiled"] == "False"
+        and result.budget_met
+        and "layers run as they are" in capsys.readouterr().out
+    )

@@ -24,7 +24,7 @@ from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers, set_compiled
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
@@ -238,29 +238,58 @@ class Decision:
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> Choice:
-        """The best option, in the time that there is since `began` by the clock. Where a run is long enough for layers
-        to repay being compiled, these are searched after it."""
+        """The best option, in the time that there is since `began` by the clock. With compile=auto, compiled layers are
+        searched after the others where a run is long enough to repay it. Where they fail, a row says so."""
+        if self.tryouts.compiled:
+            found = self.compiled(began=began, tell=tell)
+            if isinstance(found, Choice):
+                return found
+            self.begin(compiled=False)
+            choice = self.searched(began=monotonic(), tell=tell)
+            return replace(choice, options=[*choice.options, found])
         choice, before = self.searched(began=began, tell=tell), (self.tryouts, self.footprints)
         if choice.chosen is None or not self.may_compile(choice.chosen):
             return choice
         self.begin(compiled=True)
-        try:
-            compiled = self.searched(began=monotonic(), tell=tell)
-        except (RuntimeError, ImportError, OSError) as error:  # by whatever of a compiler is missing
-            console.say(f"layers are not compiled ({type(error).__name__}: {str(error).strip().splitlines()[0]})")
-            compiled = choice
-        both = [choice.chosen, *(o for o in (compiled.chosen,) if o is not None and o.compiled)]
-        if best(both, objective=self.config.objective) is not choice.chosen:
-            others = [replace(option, chosen=False) for option in choice.options]
-            return replace(compiled, options=[*others, *compiled.options])
+        found = self.compiled(began=monotonic(), tell=tell)
+        if not isinstance(found, Choice):
+            found = replace(choice, chosen=None, options=[found])
+        both = [option for option in (choice.chosen, found.chosen) if option is not None]
+        if best(both, objective=self.config.objective) is found.chosen:
+            return replace(found, options=[*(replace(o, chosen=False) for o in choice.options), *found.options])
         self.tryouts, self.footprints = before
-        others = [replace(option, chosen=False) for option in compiled.options if option.compiled]
-        return replace(choice, options=[*choice.options, *others])
+        return replace(choice, options=[*choice.options, *(replace(o, chosen=False) for o in found.options)])
+
+    def compiled(self, *, began: float, tell: Callable[[str], None]) -> Choice | Option:
+        """What is found of compiled layers, or why nothing is: whatever compiling or trying them raised."""
+        try:
+            return self.searched(began=began, tell=tell)
+        except BaocError:
+            raise
+        except Exception as error:
+            why = f"compiled layers fail: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+        clear_cache(self.where)
+        console.say(f"{why}; layers run as they are")
+        size = self.axes.micro_batches[0]
+        return Option(
+            micro_batch=size,
+            accumulation=self.config.batch_size // size,
+            recomputed=0,
+            num_layers=self.axes.num_layers,
+            release=False,
+            weights="",
+            peak_bytes=0,
+            state_bytes=0,
+            samples_per_s=math.nan,
+            risk=None,
+            why=why,
+            compiled=True,
+        )
 
     def may_compile(self, chosen: Option) -> bool:
         """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
         run_s = run_seconds(self.config, chosen.samples_per_s)
-        is_open = self.config.model.compile in (None, "auto") and self.where.type == "cuda" and self.tryouts.capped
+        is_open = self.config.model.compile == "auto" and self.where.type == "cuda" and self.tryouts.capped
         return is_open and self.axes.num_layers > 0 and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
