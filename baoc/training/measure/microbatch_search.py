@@ -246,7 +246,7 @@ class Decision:
                 return found
             self.begin(compiled=False)
             choice = self.searched(began=monotonic(), tell=tell)
-            return replace(choice, options=[*choice.options, found])
+            return replace(choice, options=[*choice.options, found]) if choice.chosen is not None else choice
         choice, before = self.searched(began=began, tell=tell), (self.tryouts, self.footprints)
         if choice.chosen is None or not self.may_compile(choice.chosen):
             return choice
