@@ -45,7 +45,8 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     assert settled(config, choice=earlier) == made and contradicted(earlier, config=config) == []
     choices = [choice_of(option(8, rate=1, risk=0.0, recomputed=number)) for number in (0, 3, 4)]
     assert choices == [
-        {"micro_batch": 8, "checkpointing": number, "num_layers": 4, "release": False} for number in (False, 3, True)
+        {"micro_batch": 8, "checkpointing": number, "num_layers": 4, "release": False, "compile": False}
+        for number in (False, 3, True)
     ]
 
 
