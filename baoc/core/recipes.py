@@ -4,7 +4,7 @@ A recipe gives a spec to each role, and to rules and roles a multiple of the lea
 rows of RECIPES are published methods, as their authors run them and with cheap states on embedding and head (`_lean`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -174,7 +174,11 @@ def _check(recipe: Recipe) -> None:
         raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
     for role, spec in recipe.specs.items():
         if role not in ROLES:
-            raise _unknown(recipe, role)
+            close = _close(role, (*ROLES, *_KEYS), prefix="recipe.")
+            raise BadInputError(
+                f"unknown key recipe.{role} of recipe {recipe.name}{close}\nroles are {', '.join(ROLES)}; beside them "
+                f"a recipe has {', '.join(_KEYS)}"
+            )
         _check_spec(spec, key=f"recipe.{role}")
     others = {f"recipe.blocks.{block}": spec for block, spec in recipe.blocks.items()}
     for key, spec in [*others.items(), *(("recipe.fallback", spec) for spec in recipe.fallback)]:
@@ -194,27 +198,21 @@ def _check(recipe: Recipe) -> None:
             raise BadInputError(f"recipe.betas.{key}={list(betas)} is not allowed: it must be two numbers in [0, 1)")
 
 
+def _close(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:
+    near = get_close_matches(str(given), list(allowed), n=3)
+    return f"; did you mean {' or '.join(prefix + name for name in near)}?" if near else ""
+
+
 def _check_spec(spec: object, *, key: str) -> None:
     if spec not in SPECS:
-        near = get_close_matches(str(spec), SPECS, n=3)
-        close = f"; did you mean {' or '.join(near)}?" if near else ""
         raise BadInputError(
-            f"{key}={spec}: there is no such optimizer spec{close}\n`python run.py --list specs` shows every one"
+            f"{key}={spec}: there is no such optimizer spec{_close(spec, SPECS)}\n`python run.py --list specs` shows "
+            "every one"
         )
 
 
-def _unknown(recipe: Recipe, key: str) -> BadInputError:
-    near = get_close_matches(key, (*ROLES, *_KEYS), n=3)
-    close = f"; did you mean {' or '.join(f'recipe.{name}' for name in near)}?" if near else ""
-    return BadInputError(
-        f"unknown key recipe.{key} of recipe {recipe.name}{close}\nroles are {', '.join(ROLES)}; beside them a recipe "
-        f"has {', '.join(_KEYS)}"
-    )
-
-
 def _unknown_in(group: str, key: str, *, allowed: tuple[str, ...]) -> BadInputError:
-    near = get_close_matches(key, allowed, n=3)
-    close = f"; did you mean {' or '.join(f'recipe.{group}.{name}' for name in near)}?" if near else ""
+    close = _close(key, allowed, prefix=f"recipe.{group}.")
     which = "rules, or beginnings of their names," if group == "betas" else "rules, beginnings of their names, or roles"
     return BadInputError(
         f"unknown key recipe.{group}.{key}{close}\nit goes by {which} such as muon, foam"
@@ -303,8 +301,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
 
     if (measured := measured_recipes().get(str(given))) is not None:
         return measured
-    near = get_close_matches(str(given), [*RECIPES, *measured_recipes()], n=3)
-    close = f"; did you mean {' or '.join(near)}?" if near else ""
+    close = _close(given, [*RECIPES, *measured_recipes()])
     raise BadInputError(
         f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, or "
         "a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"
@@ -342,154 +339,78 @@ _FOAM, _FACTORED = "arXiv 2512.07112", "arXiv 1804.04235"
 _LION, _SIGNUM = "arXiv 2302.06675", "arXiv 1802.04434"
 _SCALE, _SLIM = "arXiv 2506.16659", "arXiv 2503.01843"
 
-_MOMENTUM = {"muon": (0.95, 0.95)}
-_LION_BETAS = {"lion": (0.9, 0.99)}
-
-
-def _row(name: str, description: str, specs: Mapping[str, str], *, share: float, source: str, **more: Any) -> Recipe:
-    return Recipe(name=name, description=description, specs=specs, share=share, source=source, **more)
+_MOMENTUM = {"betas": {"muon": (0.95, 0.95)}}
+_LION_BETAS = {"betas": {"lion": (0.9, 0.99)}}
 
 
 RECIPES: dict[str, Recipe] = {}
-RECIPES.update(
-    (recipe.name, recipe)
-    for recipe in (
-        _row("adamw", "fp32 AdamW everywhere", _by_role("adamw"), share=1.0000, source=_ADAMW),
-        _row(
-            "adamw8",
-            "8-bit AdamW, norms in fp32",
-            _by_role("adamw_int8", embedding="adamw_int8"),
-            share=0.2657,
-            source=_ADAMW8,
+# name, state on Llama 130M as a share of fp32 AdamW's, source, specs by role, description, and what else a recipe has
+_ROWS: tuple[tuple[str, float, str, dict[str, str], str, dict[str, Any]], ...] = (
+    ("adamw", 1.0000, _ADAMW, _by_role("adamw"), "fp32 AdamW everywhere", {}),
+    ("adamw8", 0.2657, _ADAMW8, _by_role("adamw_int8", embedding="adamw_int8"), "8-bit AdamW, norms in fp32", {}),
+    ("adamw4", 0.1329, _ADAMW4, _by_role("adamw_int4", embedding="adamw_int4"), "4-bit AdamW, norms in fp32", {}),
+    ("muon", 0.6833, _MUON, _by_role("muon"), "Muon on hidden matrices, fp32 AdamW on the rest", _MOMENTUM),
+    (
+        "muon8", 0.4508, _MUON8, _by_role("muon_int8"),
+        "8-bit Muon on hidden matrices, fp32 AdamW on the rest", _MOMENTUM,
+    ),
+    (
+        "muon8_lean", 0.1816, _MUON8, _by_role("muon_int8", embedding="adamw_int8"),
+        "8-bit Muon on hidden matrices, 8-bit AdamW on embedding and head", {**_MOMENTUM, "fallback": ("adamw_int8",)},
+    ),
+    (
+        "muon4_lean", 0.0909, _MUON8, _by_role("muon_int4", embedding="adamw_int4"),
+        "4-bit Muon on hidden matrices, 4-bit AdamW on embedding and head", {**_MOMENTUM, "fallback": ("adamw_int4",)},
+    ),
+    (
+        "foam", 0.5250, _FOAM, _by_role("foam_l2"),
+        "FOAM at level 2 on hidden matrices with its own step size, fp32 AdamW on the rest", {"matching": False},
+    ),
+    (
+        "foam8", 0.4087, _FOAM, _by_role("foam_l2_int8"),
+        "8-bit FOAM at level 2 on hidden matrices, fp32 AdamW on the rest", {},
+    ),
+    (
+        "foam8_lean", 0.1396, _FOAM, _by_role("foam_l2_int8", embedding="adamw_int8"),
+        "8-bit FOAM at level 2 on hidden matrices, 8-bit AdamW on embedding and head", {"fallback": ("adamw_int8",)},
+    ),
+    (
+        "adafactor_m8", 0.1338, _FACTORED, _by_role("adafactor_momentum_int8", embedding="adafactor_momentum_int8"),
+        "Adafactor with 8-bit momentum on all matrices", {},
+    ),
+    (
+        "scale", 0.0918, _SCALE, _by_role("column_norm", embedding="column_norm", head="column_norm_momentum"),
+        "column norms on all matrices, with momentum on the head alone: SCALE", {},
+    ),
+    (
+        "scale8", 0.0245, _SCALE, _by_role("column_norm", embedding="column_norm", head="column_norm_momentum_int8"),
+        "column norms on all matrices, with 8-bit momentum on the head alone", {},
+    ),
+    (
+        "slimadam", 0.5006, _SLIM,
+        _by_role(
+            "adamw_shared_out", embedding="adamw_shared_in", attention="adamw", attention_qk="adamw_shared_in",
+            attention_vo="adamw_shared_out",
         ),
-        _row(
-            "adamw4",
-            "4-bit AdamW, norms in fp32",
-            _by_role("adamw_int4", embedding="adamw_int4"),
-            share=0.1329,
-            source=_ADAMW4,
+        "AdamW with v shared by role: along fan-in for q, k, embedding and head, else along fan-out", {},
+    ),
+    (
+        "slimadam8", 0.1335, _SLIM,
+        _by_role(
+            "adamw_shared_out_int8", embedding="adamw_shared_in_int8", attention="adamw_int8",
+            attention_qk="adamw_shared_in_int8", attention_vo="adamw_shared_out_int8",
         ),
-        _row(
-            "muon",
-            "Muon on hidden matrices, fp32 AdamW on the rest",
-            _by_role("muon"),
-            share=0.6833,
-            source=_MUON,
-            betas=_MOMENTUM,
-        ),
-        _row(
-            "muon8",
-            "8-bit Muon on hidden matrices, fp32 AdamW on the rest",
-            _by_role("muon_int8"),
-            share=0.4508,
-            source=_MUON8,
-            betas=_MOMENTUM,
-        ),
-        _row(
-            "muon8_lean",
-            "8-bit Muon on hidden matrices, 8-bit AdamW on embedding and head",
-            _by_role("muon_int8", embedding="adamw_int8"),
-            share=0.1816,
-            source=_MUON8,
-            betas=_MOMENTUM,
-            fallback=("adamw_int8",),
-        ),
-        _row(
-            "muon4_lean",
-            "4-bit Muon on hidden matrices, 4-bit AdamW on embedding and head",
-            _by_role("muon_int4", embedding="adamw_int4"),
-            share=0.0909,
-            source=_MUON8,
-            betas=_MOMENTUM,
-            fallback=("adamw_int4",),
-        ),
-        _row(
-            "foam",
-            "FOAM at level 2 on hidden matrices with its own step size, fp32 AdamW on the rest",
-            _by_role("foam_l2"),
-            share=0.5250,
-            source=_FOAM,
-            matching=False,
-        ),
-        _row(
-            "foam8",
-            "8-bit FOAM at level 2 on hidden matrices, fp32 AdamW on the rest",
-            _by_role("foam_l2_int8"),
-            share=0.4087,
-            source=_FOAM,
-        ),
-        _row(
-            "foam8_lean",
-            "8-bit FOAM at level 2 on hidden matrices, 8-bit AdamW on embedding and head",
-            _by_role("foam_l2_int8", embedding="adamw_int8"),
-            share=0.1396,
-            source=_FOAM,
-            fallback=("adamw_int8",),
-        ),
-        _row(
-            "adafactor_m8",
-            "Adafactor with 8-bit momentum on all matrices",
-            _by_role("adafactor_momentum_int8", embedding="adafactor_momentum_int8"),
-            share=0.1338,
-            source=_FACTORED,
-        ),
-        _row(
-            "scale",
-            "column norms on all matrices, with momentum on the head alone: SCALE",
-            _by_role("column_norm", embedding="column_norm", head="column_norm_momentum"),
-            share=0.0918,
-            source=_SCALE,
-        ),
-        _row(
-            "scale8",
-            "column norms on all matrices, with 8-bit momentum on the head alone",
-            _by_role("column_norm", embedding="column_norm", head="column_norm_momentum_int8"),
-            share=0.0245,
-            source=_SCALE,
-        ),
-        _row(
-            "slimadam",
-            "AdamW with v shared by role: along fan-in for q, k, embedding and head, else along fan-out",
-            _by_role(
-                "adamw_shared_out", embedding="adamw_shared_in", attention="adamw", attention_qk="adamw_shared_in",
-                attention_vo="adamw_shared_out",
-            ),
-            share=0.5006,
-            source=_SLIM,
-        ),
-        _row(
-            "slimadam8",
-            "the same with 8-bit momentum",
-            _by_role(
-                "adamw_shared_out_int8", embedding="adamw_shared_in_int8", attention="adamw_int8",
-                attention_qk="adamw_shared_in_int8", attention_vo="adamw_shared_out_int8",
-            ),
-            share=0.1335,
-            source=_SLIM,
-            fallback=("adamw_int8",),
-        ),
-        _row(
-            "lion",
-            "Lion, norms in fp32 AdamW",
-            _by_role("lion", embedding="lion"),
-            share=0.5001,
-            source=_LION,
-            betas=_LION_BETAS,
-        ),
-        _row(
-            "lion8",
-            "8-bit Lion, norms in fp32 AdamW",
-            _by_role("lion_int8", embedding="lion_int8"),
-            share=0.1329,
-            source=_LION,
-            betas=_LION_BETAS,
-        ),
-        _row(
-            "signum8",
-            "8-bit Signum, norms in fp32 AdamW",
-            _by_role("signum_int8", embedding="signum_int8"),
-            share=0.1329,
-            source=_SIGNUM,
-        ),
-    )
+        "the same with 8-bit momentum", {"fallback": ("adamw_int8",)},
+    ),
+    ("lion", 0.5001, _LION, _by_role("lion", embedding="lion"), "Lion, norms in fp32 AdamW", _LION_BETAS),
+    (
+        "lion8", 0.1329, _LION, _by_role("lion_int8", embedding="lion_int8"),
+        "8-bit Lion, norms in fp32 AdamW", _LION_BETAS,
+    ),
+    (
+        "signum8", 0.1329, _SIGNUM, _by_role("signum_int8", embedding="signum_int8"),
+        "8-bit Signum, norms in fp32 AdamW", {},
+    ),
 )  # fmt: skip
+for _name, _share, _source, _specs, _text, _more in _ROWS:
+    RECIPES[_name] = Recipe(name=_name, description=_text, source=_source, specs=_specs, share=_share, **_more)

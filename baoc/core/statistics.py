@@ -1,6 +1,6 @@
-"""Intervals, paired differences and rank correlations: the one place that decides whether data tell two things apart.
+"""Intervals and paired differences: the one place that decides whether data tell two things apart.
 
-Frontier pages, calibration, races and benchmarks take their intervals from here. All intervals are two-sided unless
+Frontier pages, races and benchmarks take their intervals from here. All intervals are two-sided unless
 the name says otherwise, and assume what the docstring says; with one value, or where nothing is known of the spread,
 they are infinite, so nothing follows from them.
 """
@@ -13,13 +13,7 @@ from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 LEVEL = 0.9  # of an interval where nothing is said
-MOST_EXACT = 7  # values, up to which all permutations are counted: 5,040
-PERMUTATIONS = 4999  # drawn of more values, so that the least p is 1/5,000
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +64,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     Raises:
         ValueError: for no value, for one that is not finite, or for a level outside of (0, 1).
     """
-    _check(values, level)
+    check(values, level)
     n = len(values)
     sd = stdev(values) if n > 1 else math.nan
     half = student_quantile(0.5 + level / 2, degrees=n - 1) * (sd / math.sqrt(n)) if n > 1 else math.inf
@@ -98,62 +92,13 @@ def upper_bound(interval: Interval, *, level: float) -> float:
     return interval.mean + student_quantile(level, degrees=interval.n - 1) * interval.sd / math.sqrt(interval.n)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCorrelation:
-    """Spearman's rank correlation of `n` pairs, and the permutation probability of one as large in size by chance.
-
-    `rho` is NaN, and `p` 1, where one side is constant.
-    """
-
-    rho: float
-    p: float
-    n: int
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float], *, seed: int = 0) -> RankCorrelation:
-    """Spearman's rho, tested by permuting `y`: all orders of up to 7 values, else 4,999 drawn by `seed`.
-
-    Resampling pairs is not a test: where all but one value of `x` are equal, most resamples agree with each other and
-    their percentiles exclude 0, though a single run carries all that is known.
-
-    Raises:
-        ValueError: for sides of different length, fewer than 3 pairs, or a value that is not finite.
-    """
-    if len(x) != len(y) or len(x) < 3:
-        raise ValueError(f"{len(x)} and {len(y)} values: a rank correlation needs two sides of one length, 3 or more")
-    _check(x, LEVEL)
-    _check(y, LEVEL)
-    if len(set(x)) == 1 or len(set(y)) == 1:
-        return RankCorrelation(rho=math.nan, p=1.0, n=len(x))
-    a, b = ranks(x), ranks(y)
-    a, b = (a - a.mean()) / np.linalg.norm(a - a.mean()), (b - b.mean()) / np.linalg.norm(b - b.mean())
-
-    def size(orders: Floats, axis: int) -> Floats:
-        return np.abs(orders @ a)
-
-    found = _stats().permutation_test(
-        (b,),
-        size,
-        permutation_type="pairings",
-        alternative="greater",
-        vectorized=True,
-        n_resamples=PERMUTATIONS if len(x) > MOST_EXACT else math.inf,
-        rng=np.random.default_rng(seed),
-    )
-    return RankCorrelation(rho=float(a @ b), p=float(found.pvalue), n=len(x))
-
-
-def ranks(values: Sequence[float] | Floats) -> Floats:
-    """Ranks from 0; equal values share their mean rank."""
-    return _stats().rankdata(values) - 1
-
-
 def _stats() -> Any:
     """scipy.stats, which has no types and takes 0.3 s."""
     return importlib.import_module("scipy.stats")
 
 
-def _check(values: Sequence[float], level: float) -> None:
+def check(values: Sequence[float], level: float) -> None:
+    """Raises ValueError for values of which nothing can be told."""
     if not len(values):
         raise ValueError("no values were given: a mean needs one, an interval two")
     if not all(math.isfinite(value) for value in values):

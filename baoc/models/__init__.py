@@ -110,29 +110,14 @@ _DIT_SIZES = (
 # `width` of the first level; the others have twice that. `head_width` 0 is one head of the level's width.
 _UNET_SIZES = (
     _size(
-        "tiny",
-        "0.7M, two levels, attention at half of the image",
-        lr=5e-3,
-        width=32,
-        levels=2,
-        attention_level=1,
-        layers=1,
-        head_width=16,
-        norm_groups=8,
+        "tiny", "0.7M, two levels, attention at half of the image", lr=5e-3,
+        width=32, levels=2, attention_level=1, layers=1, head_width=16, norm_groups=8,
     ),
     _size(
-        "cifar",
-        "35.7M, four levels, attention at 16 x 16 of 32 x 32 (DDPM on CIFAR-10)",
-        lr=2e-4,
-        micro_batch=64,
-        width=128,
-        levels=4,
-        attention_level=1,
-        layers=2,
-        head_width=0,
-        norm_groups=32,
+        "cifar", "35.7M, four levels, attention at 16 x 16 of 32 x 32 (DDPM on CIFAR-10)", lr=2e-4, micro_batch=64,
+        width=128, levels=4, attention_level=1, layers=2, head_width=0, norm_groups=32,
     ),
-)
+)  # fmt: skip
 
 
 # `hidden`: width of the gated MLP. The vocabulary is the data's.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
+from baoc.models.construction import seeded
 from baoc.models.pretrained import head_names
 
 _ADAPTER = "default"
@@ -66,12 +66,8 @@ def add_lora(
         )
     model.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=chosen)  # pyright: ignore[reportArgumentType]
-    state = torch.get_rng_state()
-    if seed is not None:
-        torch.default_generator.manual_seed(seed)
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    if seed is not None:
-        torch.set_rng_state(state)
+    with seeded(seed):
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     return len(chosen)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, first_line
 
 ANSWERS = "assistant"  # the role whose words are learned
 
@@ -30,9 +30,8 @@ class ChatTokenizer:
         try:
             self._library: Any = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
         except Exception as error:  # OSError, ValueError, errors of the network and of files
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise BadInputError(
-                f"dataset.tokenizer={name} gives no tokenizer ({first}): give the folder of a stored one"
+                f"dataset.tokenizer={name} gives no tokenizer ({first_line(error)}): give the folder of a stored one"
             ) from error
         self._name = name
         self.vocab_size = max(len(self._library), self._library.vocab_size)
@@ -90,7 +89,7 @@ class ChatTokenizer:
             return self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answered)
         except Exception as error:  # of the template's own making, in jinja
             raise BadInputError(
-                f"{where} does not suit the chat template of {self._name} ({str(error).splitlines()[0]})"
+                f"{where} does not suit the chat template of {self._name} ({first_line(error)})"
             ) from error
 
     def _ids(self, text: str) -> list[int]:

@@ -16,16 +16,21 @@ from baoc.errors import BadInputError
 def float32_and_seed(seed: int | None) -> Iterator[None]:
     """Inside, the default dtype is float32 and the CPU generator has the `seed`, if given. Restores both."""
     dtype = torch.get_default_dtype()
-    random_state = torch.get_rng_state() if seed is not None else None
     torch.set_default_dtype(torch.float32)
     try:
+        with seeded(seed):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Inside, the CPU generator has the `seed`, if given; afterwards its state of before."""
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if random_state is not None:
-            torch.set_rng_state(random_state)
 
 
 def build_own(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.errors import BadInputError
-from baoc.models.llama import CausalLM, check_fit
+from baoc.errors import BadInputError, first_line
+from baoc.models.llama import CausalLM, check_fit, read_config
 from baoc.models.pretrained import refuse_nonfinite
 from baoc.models.vit import ImageClassifier
 from baoc.types import ImageDataSpec, TextDataSpec
@@ -36,7 +36,9 @@ def build(
     """
     if pretrained is None:
         raise BadInputError(f"model=hf needs model.pretrained: {_WHERE}")
-    config = read_config(pretrained)
+    if Path(pretrained).expanduser().is_file():
+        raise BadInputError(f"model.pretrained={pretrained} is a file: {_WHERE}")
+    config = read_config(pretrained, key="model.pretrained", how=_WHERE)
     if isinstance(spec, ImageDataSpec):
         return _classifier(pretrained, config, spec=spec, new_head=new_head)
     if not isinstance(spec, TextDataSpec):
@@ -52,24 +54,6 @@ def build(
     masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
     net = _load("AutoModelForMaskedLM" if masked else "AutoModelForCausalLM", pretrained, config, fresh=())
     return MaskedLM(net) if masked else CausalLM(net)
-
-
-def read_config(pretrained: str) -> Any:
-    """The configuration that a folder or name has."""
-    from transformers import AutoConfig
-
-    path = Path(pretrained).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise BadInputError(f"model.pretrained={pretrained}: there is no config.json in it: {_WHERE}")
-    if path.is_file() or (not path.exists() and (path.is_absolute() or pretrained.startswith((".", "~")))):
-        is_file = "is a file" if path.is_file() else "does not exist"
-        raise BadInputError(f"model.pretrained={pretrained} {is_file}: {_WHERE}")
-    try:
-        return AutoConfig.from_pretrained(str(path) if path.is_dir() else pretrained)
-    except Exception as error:  # OSError, ValueError, errors of the network
-        raise BadInputError(
-            f"model.pretrained={pretrained} gives no configuration ({_first(error)}): {_WHERE}"
-        ) from error
 
 
 def _classifier(pretrained: str, config: Any, *, spec: ImageDataSpec, new_head: bool) -> nn.Module:
@@ -106,8 +90,9 @@ def _load(kind: str, pretrained: str, config: Any, *, fresh: Sequence[str]) -> A
     try:
         if torch.get_default_device().type == "meta":
             return loader.from_config(config, dtype=torch.float32)
+        path = Path(pretrained).expanduser()
         net, info = loader.from_pretrained(
-            str(Path(pretrained).expanduser()) if Path(pretrained).expanduser().is_dir() else pretrained,
+            str(path) if path.is_dir() else pretrained,
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
@@ -115,7 +100,7 @@ def _load(kind: str, pretrained: str, config: Any, *, fresh: Sequence[str]) -> A
         )
     except Exception as error:  # OSError, ValueError, errors of safetensors and of the network
         raise BadInputError(
-            f"model.pretrained={pretrained} cannot be read as {kind} ({_first(error)}): {_WHERE}"
+            f"model.pretrained={pretrained} cannot be read as {kind} ({first_line(error)}): {_WHERE}"
         ) from error
     lacking = [name for name in info["missing_keys"] if not any(part in fresh for part in name.split("."))]
     if lacking:
@@ -126,7 +111,3 @@ def _load(kind: str, pretrained: str, config: Any, *, fresh: Sequence[str]) -> A
         )
     refuse_nonfinite(net, given=pretrained)
     return net
-
-
-def _first(error: Exception) -> str:
-    return next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.blocks import role_of
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, first_line
 from baoc.types import TextDataSpec
 
 VOCAB_SIZE = 32_000  # of the published sizes, if the data has none
+_HOW = "give a config.json, its folder, or a name that the library's cache or the hub has"
 _LAYER = re.compile(r"\b(?:layers?|h|blocks?)\.(\d+)\.")
 # Model types whose logits are the product of the last hidden state and the head, with nothing between.
 _PLAIN_HEAD = {"llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "opt"}
@@ -39,7 +40,10 @@ def build(
     if source == "sizes" and name_or_path is not None:
         raise BadInputError(f"model.name_or_path={name_or_path} is read with model.source=hf only")
     if name_or_path is not None:
-        config = _read_config(name_or_path, vocab_size=vocab_size)
+        config = read_config(name_or_path, key="model.name_or_path", how=_HOW)
+        config.use_cache = False
+        config.pad_token_id = None  # a number would freeze that row of the embedding
+        config.vocab_size = vocab_size or config.vocab_size
     else:
         config = llama_config(settings, vocab_size=vocab_size or spec.vocab_size or VOCAB_SIZE, spec=spec)
     check_fit(config, spec=spec)
@@ -145,27 +149,21 @@ def _one_sequence(tokens: Tensor) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = found
 
 
-def _read_config(name_or_path: str, *, vocab_size: int) -> Any:
+def read_config(given: str, *, key: str, how: str) -> Any:
+    """The configuration of transformers that the setting `key` names: by its file, its folder, or a name of the
+    library's cache or the hub. BadInputError says `how` to name one."""
     from transformers import AutoConfig
 
-    path = Path(name_or_path).expanduser()
+    path = Path(given).expanduser()
     folder = path.parent if path.is_file() else path
-    if not folder.is_dir() and (path.is_absolute() or name_or_path.startswith((".", "~"))):
-        raise BadInputError(f"model.name_or_path={name_or_path} does not exist: give a config.json or its folder")
+    if not folder.is_dir() and (path.is_absolute() or given.startswith((".", "~"))):
+        raise BadInputError(f"{key}={given} does not exist: {how}")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise BadInputError(f"model.name_or_path={name_or_path}: there is no config.json in {folder}")
+        raise BadInputError(f"{key}={given}: there is no config.json in {folder}: {how}")
     try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
+        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else given)
     except Exception as error:  # OSError, ValueError, and errors of the network
-        raise BadInputError(
-            f"model.name_or_path={name_or_path} gives no configuration ({str(error).splitlines()[0]}): check the name "
-            "and the network, or give the folder of a config.json"
-        ) from error
-    config.use_cache = False
-    config.pad_token_id = None  # a number would freeze that row of the embedding
-    if vocab_size:
-        config.vocab_size = vocab_size
-    return config
+        raise BadInputError(f"{key}={given} gives no configuration ({first_line(error)}): {how}") from error
 
 
 def check_fit(config: Any, *, spec: TextDataSpec) -> None:

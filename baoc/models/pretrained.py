@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.blocks import role_of
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, first_line
 from baoc.types import Role
 
 _SHOWN = 4
@@ -150,7 +150,7 @@ def _load_folder(model: nn.Module, folder: Path, *, head: tuple[str, ...], given
         loaded, info = type(net).from_pretrained(folder, **settings)
     except Exception as error:  # OSError, ValueError, errors of safetensors and of other libraries' config.json
         raise BadInputError(
-            f"model.pretrained={given} cannot be read by {type(net).__name__} ({str(error).strip().splitlines()[0]})"
+            f"model.pretrained={given} cannot be read by {type(net).__name__} ({first_line(error)})"
         ) from error
     ours, theirs = dict(net.named_parameters()), dict(loaded.named_parameters())
     mismatched = {name for name, *_ in info["mismatched_keys"]}

@@ -151,8 +151,7 @@ def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
                 else run(self, *args, **kwargs)
             )
 
-        names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _classes[cls] = type(cls.__name__, (cls,), names)
+        _classes[cls] = _subclass(cls, forward)
     return _classes[cls]
 
 
@@ -191,6 +190,12 @@ def _kernels(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs, config_patches={"deterministic": True})
 
 
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """Of the same name with another forward pass."""
+    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), names)
+
+
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs `forward` under the function modes of the first pass, as backward runs without them.
 
@@ -226,7 +231,8 @@ def enable_bf16_activations(model: nn.Module, *, name: str) -> int:
     for module in model.modules():
         forward = _bf16_forward(module)
         if forward is not None:
-            module.__class__ = _computing_in_bf16(type(module), forward)
+            cls = type(module)
+            module.__class__ = _bf16_classes.get(cls) or _bf16_classes.setdefault(cls, _subclass(cls, forward))
             changed += 1
     return changed
 
@@ -234,20 +240,12 @@ def enable_bf16_activations(model: nn.Module, *, name: str) -> int:
 _bf16_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _computing_in_bf16(cls: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
-    """A subclass of the same name with another forward pass."""
-    if cls not in _bf16_classes:
-        names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _bf16_classes[cls] = type(cls.__name__, (cls,), names)
-    return _bf16_classes[cls]
-
-
 def _bf16_forward(module: nn.Module) -> Callable[..., Tensor] | None:
     """The forward that replaces a module's; None if its output is bf16 under autocast alone."""
     if type(module) in _bf16_classes.values():
         return None
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):  # transformers', of T5's kind
-        return _library_rms_norm
+        return _rms_norm
     rows = {nn.LayerNorm: _layer_norm, nn.GroupNorm: _group_norm, nn.RMSNorm: _rms_norm, nn.Embedding: _embedding}
     return rows.get(type(module))
 
@@ -272,14 +270,11 @@ def _group_norm(self: Any, images: Tensor) -> Tensor:
 
 
 def _rms_norm(self: Any, tokens: Tensor) -> Tensor:
+    """Torch's own, or torch's in place of transformers': fused, it keeps only its input for backward."""
+    own = isinstance(self, nn.RMSNorm)
+    shape, eps = (self.normalized_shape, self.eps) if own else (tokens.shape[-1:], self.variance_epsilon)
     with torch.autocast(tokens.device.type, enabled=False):
-        return F.rms_norm(_low(tokens), self.normalized_shape, _low(self.weight), self.eps)
-
-
-def _library_rms_norm(self: Any, tokens: Tensor) -> Tensor:
-    """Uses torch's fused RMS norm, which keeps only its input for backward."""
-    with torch.autocast(tokens.device.type, enabled=False):
-        return F.rms_norm(_low(tokens), tokens.shape[-1:], _low(self.weight), self.variance_epsilon)
+        return F.rms_norm(_low(tokens), shape, _low(self.weight), eps)
 
 
 def _embedding(self: Any, tokens: Tensor) -> Tensor:

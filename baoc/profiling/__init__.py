@@ -20,23 +20,3 @@ from baoc.profiling.memory import (
     uncapped,
 )
 from baoc.profiling.tracker import MemoryTracker
-
-__all__ = [
-    "FirstStepMemory",
-    "GradientProfiler",
-    "MemoryTracker",
-    "cap_device",
-    "clear_cache",
-    "context_bytes",
-    "context_now",
-    "describe",
-    "free_bytes",
-    "measure_latency",
-    "measure_link",
-    "named_tensors",
-    "probe_footprint",
-    "recap_device",
-    "step_temporary_bytes",
-    "uncap_device",
-    "uncapped",
-]

@@ -29,8 +29,8 @@ class Task(L.LightningModule):
         self,
         model: nn.Module,
         *,
-        optimizer: OptimizerSettings | Mapping[str, Any],
         spec: DataSpec | None = None,
+        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         **options: Any,
     ):
         """Args:

@@ -1,5 +1,7 @@
 """Samples of a finished diffusion run: a grid as PNG, and on digits their Frechet distance from held-out images."""
 
+import struct
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +12,13 @@ from torch import Tensor
 from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.profiling.tracker import untracked
 from baoc.tasks.frechet import frechet_distance
-from baoc.tasks.pictures import write_grid
 from baoc.tracking.console import say
 
 if TYPE_CHECKING:
     from baoc.tasks.diffusion import DiffusionTask
 
 NUM_SAMPLES = 80
+LEAST_PIXELS = 32  # an image is enlarged to at least this many pixels a side, as 8 x 8 ones are hard to see
 COLUMNS = (8, 10)  # columns if the classes do not fit into a row; the most columns, one per class, if they do
 AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid on a CPU
 
@@ -85,3 +87,48 @@ def _held_out(data: Any) -> tuple[Tensor, Tensor]:
     with untracked():
         batches = list(data.val_dataloader())
     return torch.cat([batch["images"] for batch in batches]), torch.cat([batch["labels"] for batch in batches])
+
+
+# -- PNG, without an image library -------------------------------------------------------------------------------------
+
+
+def write_grid(images: Tensor, path: Path, *, columns: int) -> None:
+    """Writes images (N, C, S, S) with values in [-1, 1] row by row: 1 channel as grey, 3 as RGB.
+
+    Of latents (other channel counts) the first three channels are shown, each scaled to its own range.
+    """
+    images = images.detach().float().cpu().nan_to_num(nan=-1.0)
+    if images.shape[1] not in (1, 3):
+        images = images[:, :3]
+        low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
+        images = (images - low) / (high - low).clamp_min(1e-12) * 2 - 1
+    images = images if images.shape[1] in (1, 3) else images[:, :1]
+    pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    enlarge = -(-LEAST_PIXELS // pixels.shape[-1])
+    pixels = pixels.repeat_interleave(enlarge, -1).repeat_interleave(enlarge, -2)
+    path.write_bytes(png(_tiled(pixels, columns=columns)))
+
+
+def png(pixels: Tensor) -> bytes:
+    """(H, W, 1 or 3) uint8 as a PNG file (ISO/IEC 15948): 8 bits a channel, no filter, one zlib stream."""
+    height, width, channels = pixels.shape
+    colour = {1: 0, 3: 2}[channels]
+    unfiltered = torch.zeros(height, 1, dtype=torch.uint8)  # each row begins with the number of its filter
+    rows = torch.cat([unfiltered, pixels.reshape(height, -1)], dim=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.numpy().tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in parts
+    )
+
+
+def _tiled(pixels: Tensor, *, columns: int) -> Tensor:
+    """(N, C, S, S) -> (rows * (S + 1) + 1, columns * (S + 1) + 1, C), a white line between images."""
+    count, channels, size, _ = pixels.shape
+    rows = -(-count // columns)
+    canvas = torch.full((rows * (size + 1) + 1, columns * (size + 1) + 1, channels), 255, dtype=torch.uint8)
+    for index, image in enumerate(pixels):
+        top, left = index // columns * (size + 1) + 1, index % columns * (size + 1) + 1
+        canvas[top : top + size, left : left + size] = image.permute(1, 2, 0)
+    return canvas

@@ -1,6 +1,5 @@
 """Denoising diffusion on images or latents with class labels."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +12,7 @@ from baoc.tasks.base import Task, seed_of
 from baoc.tasks.conclusion import Pictures, conclude
 from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
 from baoc.tasks.sampling import SAMPLERS, Sampler, sample
-from baoc.tasks.settings import OptimizerSettings
-from baoc.types import DataSpec, ImageDataSpec
+from baoc.types import ImageDataSpec
 
 NUM_TIMESTEPS = 1000
 VALIDATION_CHUNK = 64  # samples whose validation noise is drawn together
@@ -38,8 +36,6 @@ class DiffusionTask(Task):
         self,
         model: nn.Module,
         *,
-        spec: DataSpec | None = None,
-        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         prediction: Prediction = "epsilon",
         noise_schedule: str = "cosine",
         label_dropout: float = 0.1,
@@ -49,7 +45,9 @@ class DiffusionTask(Task):
         sample_steps: int = 50,
         guidance: float = 1.5,
         num_samples: int | None = None,
+        **base: Any,
     ):
+        """`base`: spec and optimizer, as `Task` takes them."""
         if prediction not in PREDICTIONS:
             raise unknown_name(prediction, what="prediction", allowed=PREDICTIONS)
         if sampler not in SAMPLERS:
@@ -72,7 +70,7 @@ class DiffusionTask(Task):
             "guidance": float(guidance),
             "num_samples": num_samples,
         }
-        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        super().__init__(model, **options, **base)
         self.schedule = NoiseSchedule(noise_schedule, num_steps=NUM_TIMESTEPS)
         self.prediction: Prediction = prediction
         self.label_dropout = label_dropout

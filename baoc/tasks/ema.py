@@ -159,11 +159,7 @@ class EmaWeights(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.swap_out(pl_module)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.swap_in(pl_module)
-
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.swap_out(pl_module)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.swap_out(pl_module)

@@ -1,7 +1,6 @@
 """Prediction of the next token."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +11,7 @@ from torchmetrics import MeanMetric
 
 from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of
-from baoc.tasks.settings import OptimizerSettings
-from baoc.types import DataSpec, TextDataSpec
+from baoc.types import TextDataSpec
 
 IGNORED = -100  # of targets: tokens that are not asked for
 
@@ -36,19 +34,19 @@ class LanguageTask(Task):
         self,
         model: nn.Module,
         *,
-        spec: DataSpec | None = None,
-        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         loss_chunk: int = 0,
         ema_decay: float = 0.0,
+        **base: Any,
     ):
+        """`base`: spec and optimizer, as `Task` takes them."""
         if loss_chunk < 0:
             raise BadInputError(f"loss_chunk must be 0 (all at once) or a number of tokens, not {loss_chunk}")
         if loss_chunk and not hasattr(model, "features"):
             raise BadInputError(f"loss_chunk={loss_chunk} needs a model with `features` and `head`: set it to 0")
         options = {"loss_chunk": int(loss_chunk), "ema_decay": float(ema_decay)}
-        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        super().__init__(model, **options, **base)
         self.loss_chunk = int(loss_chunk)
-        self.bytes_per_token = spec.bytes_per_token if isinstance(spec, TextDataSpec) else 1.0
+        self.bytes_per_token = self.spec.bytes_per_token if isinstance(self.spec, TextDataSpec) else 1.0
         self._val_loss = MeanMetric()  # mean over all tokens of all ranks, before the exponential
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Prediction of masked tokens (Devlin et al. 2019, arXiv 1810.04805)."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +8,6 @@ from torch.nn import functional as F
 
 from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of, seed_of
-from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec, TextDataSpec
 
 _REPLACED, _RANDOM = 0.8, 0.1  # of the chosen tokens: by the mask token, by any token; the rest stays
@@ -29,10 +27,10 @@ class MaskedTask(Task):
         model: nn.Module,
         *,
         spec: DataSpec | None = None,
-        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         share: float = 0.15,
         mask_seed: int = 0,
         ema_decay: float = 0.0,
+        **base: Any,
     ):
         if not 0 < share < 1:
             raise BadInputError(f"task.share must lie between 0 and 1, not {share}; 0.15 masks one token in seven")
@@ -42,7 +40,7 @@ class MaskedTask(Task):
                 "or the folder of such a tokenizer"
             )
         options = {"share": float(share), "mask_seed": int(mask_seed), "ema_decay": float(ema_decay)}
-        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        super().__init__(model, spec=spec, **options, **base)
         self._share, self._seed = float(share), int(mask_seed)
         self._mask, self._vocabulary = spec.mask_token, spec.vocab_size
 

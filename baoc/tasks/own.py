@@ -45,16 +45,9 @@ class LossTask(Task):
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        spec: DataSpec | None = None,
-        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
-        name: str,
-        arguments: Mapping[str, Any],
-    ):
-        super().__init__(model, spec=spec, optimizer=optimizer, name=name, arguments=dict(arguments))
+    def __init__(self, model: nn.Module, *, name: str, arguments: Mapping[str, Any], **base: Any):
+        """`base`: spec and optimizer, as `Task` takes them."""
+        super().__init__(model, name=name, arguments=dict(arguments), **base)
         self._name, self._arguments = name, dict(arguments)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

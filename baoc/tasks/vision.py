@@ -1,6 +1,5 @@
 """Classification of images."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,8 +8,6 @@ from torch.nn import functional as F
 
 from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of
-from baoc.tasks.settings import OptimizerSettings
-from baoc.types import DataSpec
 
 
 class VisionTask(Task):
@@ -26,18 +23,18 @@ class VisionTask(Task):
         self,
         model: nn.Module,
         *,
-        spec: DataSpec | None = None,
-        optimizer: OptimizerSettings | Mapping[str, Any] = OptimizerSettings(),  # noqa: B008 - frozen
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
         ema_decay: float = 0.0,
+        **base: Any,
     ):
+        """`base`: spec and optimizer, as `Task` takes them."""
         if not 0 <= label_smoothing < 1:
             raise BadInputError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
         if not 0 <= mixup < float("inf"):
             raise BadInputError(f"mixup must be 0 (none) or the alpha of a Beta distribution, such as 0.2, not {mixup}")
         options = {"label_smoothing": float(label_smoothing), "mixup": float(mixup), "ema_decay": float(ema_decay)}
-        super().__init__(model, spec=spec, optimizer=optimizer, **options)
+        super().__init__(model, **options, **base)
         self.label_smoothing = float(label_smoothing)
         self.mixup = float(mixup)
 

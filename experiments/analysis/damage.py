@@ -15,11 +15,11 @@ import yaml
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from baoc.core import statistics
 from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import group_by_workload
 from baoc.frontier.runs import RunFolder, find_runs, result_of
 from baoc.tracking.files import read_json
+from experiments.analysis.ranks import rank_correlation
 
 REFERENCE = "uniform_adamw"
 LEAST_RUNS = 5
@@ -212,7 +212,7 @@ def held_out(found: Sequence[Damage], *, seed: int = 0) -> Rank | None:
 
 
 def _rank(what: str, predicted: Floats, damage: Floats, *, seed: int) -> Rank:
-    found = statistics.rank_correlation(predicted.tolist(), damage.tolist(), seed=seed)
+    found = rank_correlation(predicted.tolist(), damage.tolist(), seed=seed)
     return Rank(what=what, rho=found.rho, p=found.p, n=found.n)
 
 

@@ -13,7 +13,8 @@ from csv import DictReader
 from pathlib import Path
 from statistics import mean
 
-from baoc.core.statistics import Interval, mean_interval, paired_difference, rank_correlation
+from baoc.core.statistics import Interval, mean_interval, paired_difference
+from experiments.analysis.ranks import rank_correlation
 from experiments.benchmarks.recipe_lists import BUDGETS, CONFIRM_WHOLE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "role_table.csv"

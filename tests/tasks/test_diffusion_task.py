@@ -4,6 +4,7 @@ import copy
 import re
 import struct
 import zlib
+from itertools import islice
 from types import SimpleNamespace
 
 import lightning as L
@@ -16,13 +17,11 @@ from torch.nn import functional as F
 from baoc.callbacks import FinalPictures, SafeCheckpoint
 from baoc.data import build_data
 from baoc.errors import BadInputError
-from baoc.models import build_model
 from baoc.models.switches import disable_checkpointing, enable_checkpointing
 from baoc.tasks import OptimizerSettings, build_task
-from baoc.tasks.conclusion import grid_labels, samples_at_once
+from baoc.tasks.conclusion import grid_labels, samples_at_once, write_grid
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
 from baoc.tasks.frechet import FeatureNet, frechet_distance
-from baoc.tasks.pictures import write_grid
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
@@ -47,6 +46,20 @@ class Recorder(nn.Module):
         return self.gain * images
 
 
+class Small(nn.Module):
+    """A convolution that a label shifts: enough to train, to sample and to average."""
+
+    null_label = 10
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.mix, self.shift = nn.Conv2d(1, 1, 3, padding=1), nn.Embedding(11, 1)
+
+    def forward(self, images, timesteps, labels):
+        return self.mix(images) + self.shift(labels).view(-1, 1, 1, 1)
+
+
 def fit(*, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **options):
     model = Recorder() if model is None else model
     data = digits() if data is None else data
@@ -56,19 +69,17 @@ def fit(*, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **
     return task
 
 
-@pytest.mark.slow
-def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
+def test_steps_equal_a_plain_loop_with_torchs_adamw():
     data, settings = digits(), OptimizerSettings(lr=1e-2, schedule="constant", warmup_fraction=0.0)
-    model = build_model("dit", spec=data.spec, seed=0)
+    model = Small()
     plain = copy.deepcopy(model)
     losses = Losses()
-    task = fit(model=model, data=data, callbacks=[losses], optimizer=settings, trainer={"max_steps": 50})
+    task = fit(model=model, data=data, callbacks=[losses], optimizer=settings, trainer={"max_steps": 30})
     decayed = [p for p in plain.parameters() if p.ndim >= 2]
     others = [p for p in plain.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
     expected, loader = [], digits().train_dataloader()
-    batches = [batch for _ in range(2) for batch in loader][:50]
-    for step, batch in enumerate(batches, start=1):
+    for step, batch in enumerate(islice(loader, 30), start=1):
         task.at = (step, 0)
         generator = task.generator(torch.device("cpu"))
         timesteps = torch.randint(1000, (32,), generator=generator)
@@ -82,7 +93,7 @@ def test_fifty_steps_equal_a_plain_loop_with_torchs_adamw():
         optimizer.step()
         expected.append(loss.item())
     assert losses.values == pytest.approx(expected, abs=1e-5)
-    assert expected[-1] < 0.6 * expected[0]
+    assert expected[-1] < 0.8 * expected[0]
 
 
 class Losses(L.Callback):
@@ -115,16 +126,15 @@ def test_micro_batches_of_a_step_have_noise_of_their_own():
 
 
 def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
-    data = digits()
     keep = SafeCheckpoint(tmp_path, every_n_steps=3, keep=2)
     whole = fit(
-        model=build_model("dit", spec=data.spec, seed=0),
+        model=Small(),
         callbacks=[keep],
         trainer={"max_steps": 5, "enable_checkpointing": True},
     )
     at3 = tmp_path / "checkpoints" / "step_00000003.ckpt"
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint need to be provided"):
-        resumed = fit(model=build_model("dit", spec=data.spec, seed=1), ckpt_path=at3, trainer={"max_steps": 5})
+        resumed = fit(model=Small(1), ckpt_path=at3, trainer={"max_steps": 5})
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
         assert torch.equal(whole.ema.averages[name], resumed.ema.averages[name])
@@ -202,11 +212,9 @@ def test_fixed_noise_and_timesteps_belong_to_the_sample():
 
 
 def trained(pictures, **options):
-    data = digits(batch_size=256)
-    model = build_model("dit", spec=data.spec, seed=0)
     return fit(
-        model=model,
-        data=data,
+        model=Small(),
+        data=digits(batch_size=256),
         callbacks=[pictures],
         sample_steps=2,
         trainer={"max_steps": 1, "logger": False},
@@ -275,7 +283,7 @@ def test_number_of_samples_is_the_users(tmp_path, num_samples):
 
 
 def test_large_network_is_not_sampled_on_a_cpu_unless_asked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("baoc.tasks.conclusion.AFFORDABLE_ON_CPU", 1000)
+    monkeypatch.setattr("baoc.tasks.conclusion.AFFORDABLE_ON_CPU", 10)
     trained(FinalPictures(tmp_path))
     assert not (tmp_path / "samples.png").exists()
     assert "no samples: 0M parameters on a CPU; ask with task.num_samples=16" in capsys.readouterr().out

@@ -63,7 +63,7 @@ def test_loss_is_computed_in_float32():
     assert loss == F.cross_entropy(logits.float(), batch()["targets"].flatten())
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 32, 100])
+@pytest.mark.parametrize("chunk", [5, 100])
 def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk):
     whole, parts = model(), model()
     given = batch()
