@@ -33,6 +33,10 @@ from baoc.types import (
 )
 
 CandidateSets = dict[str, tuple[Candidate, ...]]
+_COLUMNS = (
+    *("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfer_bytes"),
+    *("link_s", "step_s"),
+)
 
 
 def applies(
@@ -236,13 +240,7 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: 
                 "block": candidate.block,
                 "role": candidate.role.value,
                 "spec": candidate.spec,
-                "state_bytes": candidate.cost.state_bytes,
-                "weight_bytes": candidate.cost.weight_bytes,
-                "saved_bytes": candidate.cost.saved_bytes,
-                "host_bytes": candidate.cost.host_bytes,
-                "transfer_bytes": candidate.cost.transfer_bytes,
-                "link_s": candidate.cost.link_s,
-                "step_s": candidate.cost.step_s,
+                **{column: getattr(candidate.cost, column) for column in _COLUMNS},
                 "risk": candidate.risk.total,
                 "dominated": candidate.spec not in kept,
             }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from baoc.planning.allocators import NoFeasibleAllocation, least_bytes
 from baoc.planning.cost import saved
 from baoc.planning.placement import Way, ways
-from baoc.types import Allocation, Block, Candidate, Footprint, Limits, OptimizerSpec, Plan, Profile
+from baoc.types import Block, Candidate, Footprint, Limits, OptimizerSpec, Plan, Profile
 
 if TYPE_CHECKING:
     from baoc.planning.planner import Planner
@@ -121,22 +121,6 @@ def saved_by(
 ) -> dict[str, int]:
     """What an allocation saves on the weights of each parameter."""
     return {name: nbytes for block in blocks for name, nbytes in saved(block, spec=specs[choices[block.name]]).items()}
-
-
-def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
-    """One candidate per block as an Allocation, by whatever way they were chosen."""
-    return Allocation(
-        choices={c.block: c.spec for c in chosen},
-        state_bytes=sum(c.cost.state_bytes for c in chosen),
-        step_s=sum(c.cost.step_s for c in chosen),
-        transfer_bytes=sum(c.cost.transfer_bytes for c in chosen),
-        host_bytes=sum(c.cost.host_bytes for c in chosen),
-        link_s=sum(c.cost.link_s for c in chosen),
-        risk=sum(c.risk.total for c in chosen),
-        saved_bytes=sum(c.cost.saved_bytes for c in chosen),
-        allocator=allocator,
-        gap=gap,
-    )
 
 
 SPARE = 0.02  # of a budget, that is not worth a search

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
+from baoc.planning.allocators.base import allocated
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.limits import Try, allocated, least_of
+from baoc.planning.limits import Try, least_of
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
 from baoc.units import format_bytes

@@ -17,11 +17,11 @@ from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
-from baoc.planning.allocators.base import Allocator
+from baoc.planning.allocators.base import Allocator, allocated
 from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.limits import Savings, Try, all_tries, allocated, charged, least_of, saved_by, savings, spend
+from baoc.planning.limits import Savings, Try, all_tries, charged, least_of, saved_by, savings, spend
 from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, placed, staging_bytes, with_host
@@ -450,10 +450,15 @@ class Planner:
 
     def adopted(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
         """The plan that runs `choices`, whatever it takes."""
+        chosen = self._chosen(choices, risk=risk, profile=None)
         everything = self.candidates(risk=risk, profile=None)
-        by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
-        chosen = [by_spec[block][spec] for block, spec in choices.items()]
         return self.plan_of(allocated(chosen, allocator="recipe"), everything, limits=limits, risk=risk, profile=None)
+
+    def _chosen(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> list[Candidate]:
+        """The candidates that `choices` run. Raises KeyError where one is none."""
+        everything = self.candidates(risk=risk, profile=profile)
+        by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
+        return [by_spec[block][spec] for block, spec in choices.items()]
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
@@ -510,11 +515,7 @@ class Planner:
 
     def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
-        by_spec = {
-            block: {c.spec: c for c in options}
-            for block, options in self.candidates(risk=risk, profile=profile).items()
-        }
-        return sum(by_spec[block][spec].risk.total for block, spec in choices.items())
+        return sum(c.risk.total for c in self._chosen(choices, risk=risk, profile=profile))
 
     # -- results --------------------------------------------------------------------------------------------------
 

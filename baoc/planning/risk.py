@@ -9,7 +9,7 @@ change here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import fsum, inf, isfinite, isnan, nan
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -105,35 +105,6 @@ CODEC_DOSE: dict[str, float] = {
 }
 
 
-class RiskModel(Protocol):
-    """Predicts the risk of one spec on one block, terms weighted and kept.
-
-    `needs` names what a profile must hold for it: nothing or {"stats"}. `weights` multiply terms by name
-    (absent: 1). `share` is the block's share of the network's parameters.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """One thing that a spec gives up against fp32 AdamW: a term's name and the tag it was read off."""
@@ -181,52 +152,56 @@ def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One spec on one block, and what is known of it: `stats` is None where nothing was measured.
+    """One spec on one block, and what is known of it.
 
-    `share` is the block's share of the network's parameters.
+    Args:
+        profile: None where nothing was measured.
+        weights: of terms by name; 1 where absent.
+        share: the block's share of the network's parameters.
     """
 
     block: Block
-    losses: tuple[Loss, ...]
-    share: float
-    stats: GradientStats | None = None
+    spec: OptimizerSpec
+    rule: RuleInfo
+    storage: StorageScheme
+    profile: Profile | None
+    weights: Mapping[str, float]
+    share: float = 1.0
 
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return losses(self.rule, storage=self.storage, block=self.block)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermRisk:
-    """A RiskModel whose unweighted terms come from one function of the case."""
-
-    name: str
-    description: str
-    needs: frozenset[str]
-    terms: Callable[[Case], dict[str, float]]
-
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk:
-        given_up = losses(rule, storage=storage, block=block)
-        rounding = WEIGHTS_SEVERITY.get(spec.weights, 0.0)
-        if not given_up and not rounding:
-            return Risk(total=0.0)
-        stats = profile.stats.get(block.name) if profile is not None else None
-        case = Case(block=block, losses=given_up, share=share, stats=stats)
-        found = self.terms(case) if given_up else {}
-        if rounding:
-            found = {**found, ROUND_WEIGHTS: rounding * share}
-        terms = {term: weights.get(term, 1.0) * value for term, value in found.items()}
-        return Risk(total=fsum(terms.values()), terms=terms)
+    @property
+    def stats(self) -> GradientStats | None:
+        return None if self.profile is None else self.profile.stats.get(self.block.name)
 
 
 def _prior_terms(case: Case) -> dict[str, float]:
     return {loss.term: _prior_term(loss, block=case.block) * case.share for loss in case.losses}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskModel:
+    """Predicts the risk of one spec on one block, terms weighted and kept. Called with the fields of a `Case`.
+
+    `needs` names what a profile must hold for it: nothing or {"stats"}. `terms` are unweighted.
+    """
+
+    name: str
+    description: str
+    needs: frozenset[str] = frozenset()
+    terms: Callable[[Case], dict[str, float]] = _prior_terms
+
+    def __call__(self, **known: Any) -> Risk:
+        return self.of(Case(**known))
+
+    def of(self, case: Case) -> Risk:
+        found = self.terms(case)
+        if rounding := WEIGHTS_SEVERITY.get(case.spec.weights, 0.0):
+            found = {**found, ROUND_WEIGHTS: rounding * case.share}
+        terms = {term: case.weights.get(term, 1.0) * value for term, value in found.items()}
+        return Risk(total=fsum(terms.values()), terms=terms)
 
 
 def _prior_term(loss: Loss, *, block: Block) -> float:
@@ -299,43 +274,30 @@ def quantization_dose(codec: str, *, spread: float) -> float:
     return max(dose, 2 * CODEC_DOSE["bf16"])
 
 
-PRIOR = TermRisk(
+PRIOR = RiskModel(
     name="prior",
     description="by role: what is given up, how much the role needs it, the block's share of the parameters",
-    needs=frozenset(),
-    terms=_prior_terms,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRisk:
+class MeasuredRisk(RiskModel):
     """Change of the final loss by a spec on a block: mean + kappa sd of its role's entry, by the block's share of it.
 
     What was not measured counts as worse than everything that was, by its prior; without entries the prior is all.
     """
 
+    name: str = "measured"
+    description: str = "by measured changes of the final loss, of whole recipes and of rules by role, else as prior"
     family: Family | None = None
     role_numel: Mapping[str, int] = field(default_factory=dict[str, int])
     kappa: float = KAPPA
-    name: str = "measured"
-    description: str = "by measured changes of the final loss, of whole recipes and of rules by role, else as prior"
-    needs: frozenset[str] = frozenset()
 
-    def __call__(
-        self,
-        *,
-        block: Block,
-        spec: OptimizerSpec,
-        rule: RuleInfo,
-        storage: StorageScheme,
-        profile: Profile | None,
-        weights: Mapping[str, float],
-        share: float = 1.0,
-    ) -> Risk:
-        prior = PRIOR(block=block, spec=spec, rule=rule, storage=storage, profile=None, weights={}, share=share)
+    def of(self, case: Case) -> Risk:
+        block, prior = case.block, PRIOR.of(replace(case, profile=None, weights={}))
         if self.family is None or not self.family.roles:
             return prior
-        change = entry_of(block, base_name(spec.name), family=self.family)
+        change = entry_of(block, base_name(case.spec.name), family=self.family)
         if change is None:
             worst = max(one.bound(self.kappa) for held in self.family.roles.values() for one in held.values())
             return Risk(total=max(worst, 0.0) + prior.total, terms=prior.terms)
@@ -363,7 +325,7 @@ RISKS: dict[str, RiskModel] = {
     for risk in (
         MeasuredRisk(),
         PRIOR,
-        TermRisk(
+        RiskModel(
             name="statistics",  # our reconstruction of BAOC's risk, whose formulas are unpublished
             description="by gradient statistics: coherence, noise, anisotropy, SNR by axis, fold residual, spread",
             needs=frozenset({"stats"}),

@@ -1,7 +1,7 @@
 """Segments: neighbouring blocks that behave alike, given to the allocator as one, which then runs one spec."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from baoc.core.blocks import merge_similar
 from baoc.types import Allocation, Block, Candidate, Cost, Profile, Risk
@@ -29,16 +29,7 @@ def joined(name: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate
     for spec in shared:
         parts = [block[spec] for block in by_spec]
         terms = {t: sum(p.risk.terms.get(t, 0.0) for p in parts) for t in parts[0].risk.terms}
-        cost = Cost(
-            state_bytes=sum(p.cost.state_bytes for p in parts),
-            host_bytes=sum(p.cost.host_bytes for p in parts),
-            shared_bytes=sum(p.cost.shared_bytes for p in parts),
-            in_bytes=sum(p.cost.in_bytes for p in parts),
-            out_bytes=sum(p.cost.out_bytes for p in parts),
-            step_s=sum(p.cost.step_s for p in parts),
-            link_s=sum(p.cost.link_s for p in parts),
-            saved_bytes=sum(p.cost.saved_bytes for p in parts),
-        )
+        cost = Cost(**{field.name: sum(getattr(p.cost, field.name) for p in parts) for field in fields(Cost)})
         risk = Risk(total=sum(p.risk.total for p in parts), terms=terms)
         merged.append(Candidate(block=name, spec=spec, cost=cost, risk=risk))
     return tuple(sorted(merged, key=lambda c: c.cost.charged_bytes))

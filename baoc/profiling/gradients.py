@@ -187,13 +187,17 @@ class GradientProfiler:
         fresh = self.state_dict()
         device = self._grad.device
         for _ in range(2):
-            for turn in (Turn.GATHER, Turn.SAMPLE):
-                self._step += 1
-                values = {name: param.detach() for name, param in self._params.items()}
-                self._take(turn, values)
+            self._take_unseen(Turn.GATHER, Turn.SAMPLE)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
+
+    def _take_unseen(self, *turns: Turn) -> None:
+        """Takes the parameters for gradients; whoever calls this puts the state back."""
+        values = {name: param.detach() for name, param in self._params.items()}
+        for turn in turns:
+            self._step += 1
+            self._take(turn, values)
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
@@ -207,10 +211,7 @@ class GradientProfiler:
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
-            for turn in (Turn.GATHER, Turn.SAMPLE, Turn.SAMPLE, Turn.GATHER):
-                self._step += 1
-                values = {name: param.detach() for name, param in self._params.items()}
-                self._take(turn, values)
+            self._take_unseen(Turn.GATHER, Turn.SAMPLE, Turn.SAMPLE, Turn.GATHER)
             self._averages.statistics(lr=self._lr)
             self.moments()
             most = meter.peak_allocated_bytes - before

@@ -37,7 +37,7 @@ def fold_residuals(matrices: Tensor) -> Tensor:
     its share is sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one fold of its own length.
     """
     length = matrices.shape[-1]
-    total = _energy(matrices)
+    total = energies(matrices)
     sums, level = matrices, 0
     found: list[Tensor] = []
     for wanted in FOLD_LEVELS:
@@ -53,7 +53,7 @@ def fold_residuals(matrices: Tensor) -> Tensor:
 
 def energies(matrices: Tensor) -> Tensor:
     """||G||^2 per matrix, float64 [count]."""
-    return _energy(matrices)
+    return matrices.square().sum((1, 2), dtype=torch.float64)
 
 
 def signal_to_noise(second: Tensor) -> Tensor:
@@ -103,10 +103,6 @@ def spread_of(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
     """Standard deviation of log v from its (count, sum, sum of squares); NaN where fewer than two elements count."""
     variance = (squares / count - (total / count).square()).clamp_(min=0.0)
     return torch.where(count > 1, variance.sqrt_(), torch.nan)
-
-
-def _energy(matrices: Tensor) -> Tensor:
-    return matrices.square().sum((1, 2), dtype=torch.float64)
 
 
 def _fold_sums(sums: Tensor, *, times: int) -> Tensor:

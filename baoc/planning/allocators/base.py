@@ -1,7 +1,7 @@
 """What every allocator shares: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import Protocol
 
@@ -202,19 +202,54 @@ def least_risk(problem: Problem) -> Ints:
     return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
+def allocated(
+    chosen: Collection[Candidate],
+    *,
+    allocator: str,
+    gap: float | None = None,
+    add: Callable[[Iterable[float]], float] = sum,
+) -> Allocation:
+    """One candidate per block as an Allocation, by whatever way they were chosen; `add` sums up risks and seconds."""
+    return Allocation(
+        choices={c.block: c.spec for c in chosen},
+        state_bytes=sum(c.cost.state_bytes for c in chosen),
+        step_s=add(c.cost.step_s for c in chosen),
+        transfer_bytes=sum(c.cost.transfer_bytes for c in chosen),
+        host_bytes=sum(c.cost.host_bytes for c in chosen),
+        link_s=add(c.cost.link_s for c in chosen),
+        risk=add(c.risk.total for c in chosen),
+        saved_bytes=sum(c.cost.saved_bytes for c in chosen),
+        allocator=allocator,
+        gap=gap,
+    )
+
+
 def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: float | None = None) -> Allocation:
     """The chosen indices as an Allocation; `bound` is a lower bound of the risk, from which the gap follows."""
     chosen = [row[int(index)] for row, index in zip(problem.candidates, choice, strict=True)]
-    risk = fsum(candidate.risk.total for candidate in chosen)
-    return Allocation(
-        choices={candidate.block: candidate.spec for candidate in chosen},
-        state_bytes=sum(candidate.cost.state_bytes for candidate in chosen),
-        risk=risk,
-        allocator=allocator,
-        step_s=fsum(candidate.cost.step_s for candidate in chosen),
-        transfer_bytes=sum(candidate.cost.transfer_bytes for candidate in chosen),
-        host_bytes=sum(candidate.cost.host_bytes for candidate in chosen),
-        link_s=fsum(candidate.cost.link_s for candidate in chosen),
-        saved_bytes=sum(candidate.cost.saved_bytes for candidate in chosen),
-        gap=None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY),
-    )
+    made = allocated(chosen, allocator=allocator, add=fsum)
+    return made if bound is None else replace(made, gap=max(0.0, made.risk - bound) / max(abs(made.risk), TINY))
+
+
+def without_choice(
+    candidates: Mapping[str, Sequence[Candidate]],
+    *,
+    limits: Limits,
+    allocator: str,
+    wanted: Callable[[Sequence[Candidate]], Sequence[str]],
+) -> Allocation:
+    """The first of the `wanted` specs that each block's candidates have, else the one of least risk.
+
+    Raises NoFeasibleAllocation with its own totals.
+    """
+
+    def index(options: Sequence[Candidate]) -> int:
+        by_spec = {candidate.spec: at for at, candidate in enumerate(options)}
+        found = next((by_spec[spec] for spec in wanted(options) if spec in by_spec), None)
+        return min(range(len(options)), key=lambda at: (options[at].risk.total, at)) if found is None else found
+
+    problem = make_problem(candidates, limits=limits)
+    choice = np.array([index(options) for options in problem.candidates], dtype=np.int64)
+    if not problem.feasible(choice):
+        raise unmet(problem, problem.used(choice))
+    return make_allocation(problem, choice, allocator=allocator)

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.planning.allocators.base import AllocatorTraits, make_allocation, make_problem, unmet
+from baoc.planning.allocators.base import AllocatorTraits, without_choice
 from baoc.planning.candidates import applies
 from baoc.planning.cost import state_bytes
 from baoc.types import Allocation, Block, Candidate, Limits
@@ -73,16 +71,10 @@ class RecipeAllocator:
         return AllocatorTraits(every_candidate=True)
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
-        problem = make_problem(candidates, limits=limits)
-        rows = zip(problem.names, problem.candidates, strict=True)
-        choice = np.array([self._index(name, options) for name, options in rows], dtype=np.int64)
-        if not problem.feasible(choice):
-            raise unmet(problem, problem.used(choice))
-        return make_allocation(problem, choice, allocator=self.name)
-
-    def _index(self, block: str, options: Sequence[Candidate]) -> int:
-        wanted = self.picks[block].spec if block in self.picks else FALLBACK
-        by_spec = {candidate.spec: index for index, candidate in enumerate(options)}
-        if wanted in by_spec:
-            return by_spec[wanted]
-        return min(range(len(options)), key=lambda index: (options[index].risk.total, index))
+        picks = {block: pick.spec for block, pick in self.picks.items()}
+        return without_choice(
+            candidates,
+            limits=limits,
+            allocator=self.name,
+            wanted=lambda options: (picks.get(options[0].block, FALLBACK),),
+        )

@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from baoc.core.baselines import FALLBACK, UNIFORM_BASELINES, UniformBaseline
 from baoc.errors import BadInputError
-from baoc.planning.allocators.base import AllocatorTraits, make_allocation, make_problem, unmet
+from baoc.planning.allocators.base import AllocatorTraits, without_choice
 from baoc.types import Allocation, Candidate, Limits
 
 
@@ -29,22 +27,15 @@ class UniformAllocator(UniformBaseline):
                 f"allocator={self.name}: {self.spec} applies to none of the {len(candidates)} blocks (or is not among "
                 "catalogue.specs): select it there, or choose another allocator"
             )
-        problem = make_problem(candidates, limits=limits)
-        choice = np.array([self._pick(options) for options in problem.candidates], dtype=np.int64)
-        if not problem.feasible(choice):
-            raise unmet(problem, problem.used(choice))
-        return make_allocation(problem, choice, allocator=self.name)
+        return without_choice(
+            candidates,
+            limits=limits,
+            allocator=self.name,
+            wanted=lambda options: (*([self.spec] if self._runs(options) else []), FALLBACK),
+        )
 
     def _runs(self, options: Sequence[Candidate]) -> bool:
         return any(candidate.spec == self.spec and candidate.role not in self.kept for candidate in options)
-
-    def _pick(self, options: Sequence[Candidate]) -> int:
-        by_spec = {candidate.spec: index for index, candidate in enumerate(options)}
-        if self._runs(options):
-            return by_spec[self.spec]
-        if FALLBACK in by_spec:
-            return by_spec[FALLBACK]
-        return min(range(len(options)), key=lambda index: (options[index].risk.total, index))
 
 
 UNIFORM: tuple[UniformAllocator, ...] = tuple(
