@@ -166,9 +166,6 @@ class Ranks:
     def share(self, tensors: Iterable[Any]) -> None:
         """Puts rank 0's numbers into the tensors of all."""
 
-    def average(self, tensor: Any) -> None:
-        """Puts the mean over ranks in the tensor's place."""
-
 
 ALONE = Ranks()
 
@@ -224,10 +221,6 @@ class Group(Ranks):
     def share(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             self._dist.broadcast(tensor.detach(), 0, group=self._gloo if tensor.device.type == "cpu" else None)
-
-    def average(self, tensor: Any) -> None:
-        self._dist.all_reduce(tensor, group=self._gloo if tensor.device.type == "cpu" else None)
-        tensor /= self.size
 
 
 def ranks() -> Ranks:

@@ -82,6 +82,15 @@ def require_datasets() -> Any:
     return datasets
 
 
+def share_of(stream: Any, *, rank: int, num_ranks: int) -> Any:
+    """This rank's part of a stream of `datasets`."""
+    if num_ranks == 1:
+        return stream
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank=rank, world_size=num_ranks)
+
+
 def parquet_files(path: Path) -> dict[str, list[str]]:
     """Part -> files, by whole words in the names of files and folders; files without one are for training."""
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}

@@ -17,7 +17,7 @@ import torch
 from baoc.data.base import DataModule, rank_of
 from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import require_datasets
+from baoc.data.tables import require_datasets, share_of
 from baoc.data.text import PackedTokens, batch_of, check_sizes
 from baoc.data.text_files import TextChunk
 from baoc.data.token_arrays import Encoded, encode_chunks, token_dtype
@@ -149,11 +149,7 @@ class Documents:
         return Documents(self._stream.skip(num_documents), name=self._name, column=self._column)
 
     def for_rank(self, rank: int, num_ranks: int) -> "Documents":
-        if num_ranks == 1:
-            return self
-        from datasets.distributed import split_dataset_by_node
-
-        part = split_dataset_by_node(self._stream, rank=rank, world_size=num_ranks)
+        part = share_of(self._stream, rank=rank, num_ranks=num_ranks)
         return Documents(part, name=self._name, column=self._column)
 
     def _read(self, rows: Iterator[Any]) -> Iterator[Any]:

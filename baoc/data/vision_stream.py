@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator
 
-from baoc.data.base import DataModule
+from baoc.data.base import DataModule, rank_of
 from baoc.data.decode import Augment
 from baoc.data.identity import content_of
 from baoc.data.images import check_labels
@@ -21,7 +21,7 @@ from baoc.data.scaling import Scaling, standardise, unit_range
 from baoc.data.sources import Batch
 from baoc.data.stored import EncodedImages
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import Columns, TableItems, find_columns, require_datasets, split_of, undecoded
+from baoc.data.tables import Columns, TableItems, find_columns, require_datasets, share_of, split_of, undecoded
 from baoc.data.vision import require_classes
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
@@ -114,6 +114,7 @@ class StreamedImages(DataModule):
             accumulate=self.accumulate,
             buffer=BLOCK,
             threads=self._threads,
+            rank=rank_of(self)[0],
         )
 
     def make_overfit_loader(self) -> SequentialLoader:
@@ -125,10 +126,13 @@ class StreamedImages(DataModule):
         return SequentialLoader(self._held, batch_size=self.batch_size, transform=self._scaling)
 
     def _open(self, epoch: int) -> Any:
-        """The training stream of an epoch: files in an order drawn from seed and epoch, samples in file order."""
+        """This rank's stream of an epoch: files in an order drawn from seed and epoch, samples in file order."""
         if self._num_skipped:
-            return self._train.skip(self._num_skipped)
-        return _shuffled_files(self._train, seed=self.seed, epoch=epoch)
+            whole = self._train.skip(self._num_skipped)
+        else:
+            whole = _shuffled_files(self._train, seed=self.seed, epoch=epoch)
+        rank, num_ranks = rank_of(self)
+        return share_of(whole, rank=rank, num_ranks=num_ranks)
 
     def _make(self, samples: list[Any], generator: Generator) -> Batch:
         source = self._encoded(samples, name=f"a batch of {self._name}")

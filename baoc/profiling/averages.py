@@ -25,8 +25,8 @@ from baoc.profiling.statistics import (
 from baoc.types import Axis, Block, GradientStats
 
 # Per piece, float64. Averages with decay beta1: energy ||g||^2, update ||u||^2. Sums over samples: descent <g, u>, and
-# signal and noise of pairs of consecutive steps, of accumulation halves, and of folds.
-SUMS = ("energy", "update", "descent", "signal", "noise", "half_signal", "half_noise", "fold_total")
+# signal and noise of pairs of consecutive steps, and of folds.
+SUMS = ("energy", "update", "descent", "signal", "noise", "fold_total")
 BUFFERS = 2  # of the size of the slices: the averages of g and of g^2
 BYTES_PER_PIECE = 8 * (len(SUMS) + 2 * len(FOLD_LEVELS))
 
@@ -40,7 +40,7 @@ class Averages:
         self.tensors = {name: torch.zeros(num_pieces, dtype=torch.float64, device=device) for name in SUMS}
         self.tensors["folds"] = torch.zeros((num_pieces, 2 * len(FOLD_LEVELS)), dtype=torch.float64, device=device)
         self.tensors |= {"m": slices.new(device), "v": slices.new(device)}
-        self.count = {"samples": 0, "halves": 0}
+        self.count = {"samples": 0}
 
     @property
     def nbytes(self) -> int:
@@ -72,17 +72,6 @@ class Averages:
         self.tensors["signal"] += self._slices.dots(a, c)
         self.tensors["noise"] += self._slices.sums((a - c).square_()) / 2
 
-    def halves(self, first: Tensor, whole: Tensor, *, fraction: float) -> None:
-        """The part of a step's gradient that its first `fraction` of samples gave, and the whole; writes to `first`.
-
-        With a and c the mean gradients of the parts, E ||a - c||^2 = tr Cov(a) + tr Cov(c) = tr Cov(step) / (f - f^2).
-        """
-        c = (whole - first).div_(1 - fraction)
-        a = first.div_(fraction)
-        self.tensors["half_signal"] += self._slices.dots(a, c)
-        self.tensors["half_noise"] += self._slices.sums((a - c).square_()) * fraction * (1 - fraction)
-        self.count["halves"] += 1
-
     def statistics(self, *, lr: dict[str, float]) -> dict[str, GradientStats]:
         """By block; empty before two samples."""
         if self.count["samples"] < 2:
@@ -104,12 +93,11 @@ def summarise(
     start1 = 1 - betas[0] ** samples  # v is taken as it is: what is told of it does not change with its scale
     held = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
     sizes = slices.block_sums(_per_piece(slices, [piece.numel for piece in slices.pieces], like=sums["energy"]))
-    pair = "half_" if count["halves"] else ""
     logs = _log_statistics(slices, v)
     columns = {
         "grad_rms": (held["energy"] / start1 / sizes).sqrt(),
         "coherence": coherence(slices.block_sums(slices.dots(m, m)), held["energy"], beta=betas[0], samples=samples),
-        "noise": noise_ratio(held[f"{pair}noise"], held[f"{pair}signal"]),
+        "noise": noise_ratio(held["noise"], held["signal"]),
         "update_rms": (held["update"] / start1 / sizes).sqrt(),
         "anisotropy": logs[0],
         "spread": logs[1],

@@ -29,7 +29,7 @@ class GradientProfiler:
 
     Call `observe()` between gradient clipping and the optimizer's step; it returns whether it sampled. Step 0 is never
     sampled: gates that start at zero make its gradients exactly zero. Non-finite elements count as 0. Noise is
-    estimated from consecutive steps, or from the halves of an accumulated step if `observe_half` is called.
+    estimated from consecutive steps.
 
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
     Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
@@ -57,7 +57,6 @@ class GradientProfiler:
         by_parts: bool = False,
         ranks: Ranks = ALONE,
     ):
-        self._ranks = ranks
         num_params = sum(block.numel for block in blocks)
         if max_bytes is None:
             max_bytes = int(BYTES_PER_PARAM * num_params) if num_params >= LARGE_PARAMS else MAX_BYTES
@@ -80,7 +79,6 @@ class GradientProfiler:
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
         self._part_turn = Turn.SKIP  # what the step in progress is for, where it comes by parts
-        self._fraction: float | None = None  # of the micro-batches whose sum waits for the rest
         self._stats: dict[str, GradientStats] | None = None
         self._released = False
         if self._schedule.large and device.type != "meta":
@@ -108,7 +106,6 @@ class GradientProfiler:
         """Samples the present gradients of `params` if the schedule chooses this step. `step` counts from 0."""
         turn = self._next_turn(step)
         if turn is Turn.SKIP:
-            self._fraction = None
             return False
         self._take(turn, self._gradients())
         return turn is Turn.SAMPLE
@@ -124,8 +121,6 @@ class GradientProfiler:
 
     def _take(self, turn: Turn, grads: Mapping[str, Tensor | None]) -> None:
         with self._schedule.running(turn):
-            if self._fraction is not None:  # the caller told of the first part only
-                self._second_part()
             self._swap()
             self._gather(grads)
             self._average(turn)
@@ -217,33 +212,6 @@ class GradientProfiler:
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         return most
-
-    @torch.no_grad()
-    def observe_half(self, *, step: int | None = None, fraction: float = 0.5) -> None:
-        """To be called twice in an accumulated step, before clipping: after the first `fraction` of its micro-batches,
-        and after the last one.
-
-        Where only the first call is made, `observe` takes its gradients for the whole sum, which they are without
-        clipping. Losses are taken to be divided by the number of micro-batches, as usual.
-        """
-        if self._released or step == 0 or self._step < 0 or self._schedule.turn() is not Turn.SAMPLE:
-            return
-        with self._schedule.running("half"):
-            if self._fraction is None:
-                self._gather(
-                    self._gradients()
-                )  # over the last step's gradient, which is not needed where there are halves
-                self._ranks.average(self._grad)  # which only the last micro-batch's backward does
-                self._swap()
-                self._fraction, self._prev_step = fraction, None
-            else:
-                self._second_part()
-
-    def _second_part(self) -> None:
-        assert self._fraction is not None
-        self._gather(self._gradients())
-        self._averages.halves(self._prev, self._grad, fraction=self._fraction)
-        self._fraction = None
 
     def _gradients(self) -> dict[str, Tensor | None]:
         return {name: param.grad for name, param in self._params.items()}

@@ -131,7 +131,6 @@ class BudgetedStrategy(Strategy):
         self._guard = _GradientGuard()
         self.context_bytes = 0
         self._waits, self._between = False, Between()  # whether weights in full pass the budget; what became of them
-        self._counted_step = self._micro_batches = 0
         self._last = False  # the backward that comes is the last one of its step
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -475,24 +474,6 @@ class BudgetedStrategy(Strategy):
             last = optimizer.last_backward()
         with last:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """With accumulation, shows the profiler the first half of a step's micro-batches, and all of them.
-
-        Scaled gradients (a GradScaler's) are left alone: the scale may change between two steps.
-        """
-        super().post_backward(closure_loss)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or self.reallocator is None or trainer.accumulate_grad_batches == 1:
-            return
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            return
-        if self._counted_step != self.reallocator.step:
-            self._counted_step, self._micro_batches = self.reallocator.step, 0
-        self._micro_batches += 1
-        half = trainer.accumulate_grad_batches // 2
-        if self._micro_batches in (half, trainer.accumulate_grad_batches):
-            self.reallocator.observe_half(fraction=half / trainer.accumulate_grad_batches)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

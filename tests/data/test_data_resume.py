@@ -79,8 +79,11 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("point", POINTS)
+# each limit at two points, each point under two limits or more
+PAIRS = [(limits, list(POINTS)[(at + more) % len(POINTS)]) for at, limits in enumerate(LIMITS) for more in (0, 2)]
+
+
+@pytest.mark.parametrize(("limits", "point"), PAIRS)
 def test_resumed_run_sees_the_batches_of_an_uninterrupted_one(limits, point, tmp_path):
     hook, step = POINTS[point]
     if limits == "part of the data":

@@ -197,19 +197,6 @@ def test_random_crops_are_parts_of_the_image():
     assert np.abs(slopes).min() < 60 < 90 < np.abs(slopes).max(), "areas differ"
 
 
-def test_ranks_share_each_batch():
-    def loader(**shared):
-        from baoc.data.loader import ShuffledLoader
-
-        return ShuffledLoader({"x": torch.arange(50)}, seed=1, **shared)
-
-    whole = [batch["x"].tolist() for batch in loader(batch_size=8)]
-    parts = [[batch["x"].tolist() for batch in loader(batch_size=4, rank=rank, num_ranks=2)] for rank in (0, 1)]
-    assert [left + right for left, right in zip(*parts, strict=True)] == whole
-    one = loader(batch_size=4, num_ranks=2)
-    one.load_state_dict(loader(batch_size=8).state_dict())  # the position means the same for one rank as for two
-
-
 def test_diffusion_gets_values_between_minus_one_and_one(tmp_path):
     data = build_data("digits", task="diffusion", batch_size=2000, val_fraction=0.5)
     pixels = next(iter(data.val_dataloader()))["images"]

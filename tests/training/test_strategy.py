@@ -209,17 +209,6 @@ def test_statistics_move_blocks_after_warm_up():
     assert strategy.reallocator.profiler.nbytes == 0
 
 
-def test_with_accumulation_noise_comes_from_the_two_halves_of_a_step():
-    settings = SessionSettings(reallocation=ReallocationSettings(mode="once", warmup_steps=50))
-    strategy = BaocStrategy("8gb", settings=settings)
-    fit(strategy, data=loader(batch_size=4), accumulate_grad_batches=4, gradient_clip_val=0.1, steps=8)
-    profiler = strategy.reallocator.profiler
-    assert profiler.state_dict()["count"]["halves"] >= 6
-    alone = BaocStrategy("8gb", settings=settings)
-    fit(alone, steps=8)
-    assert alone.reallocator.profiler.state_dict()["count"]["halves"] == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_cap_is_back_after_a_look_without_it(monkeypatch, narrow):

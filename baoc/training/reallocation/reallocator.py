@@ -180,15 +180,6 @@ class Reallocator:
             self.profiler.finish_parts()
         self._watched = False
 
-    def observe_half(self, *, fraction: float) -> None:
-        """To be called before clipping, with `fraction` of a step's micro-batches in the gradients, and at the last.
-
-        Noise is then taken from the two parts of one step instead of from consecutive steps.
-        """
-        if self.watching:
-            assert self.profiler is not None
-            self.profiler.observe_half(step=self.step, fraction=fraction)
-
     def after_step(self) -> None:
         """Counts the step and, where the trigger says so, decides again."""
         if self.ranks is ALONE:
