@@ -44,10 +44,6 @@ class Dataset:
     takes_path: bool = True
     is_own: bool = False
 
-    @property
-    def needs_path(self) -> bool:
-        return self.path_row == self.name
-
 
 MODELS_OWN = "model"  # of `tokenizer`: the one that is stored beside the network that is trained
 _SPLIT = {"val_fraction": 0.2, "split_seed": 0}
@@ -84,11 +80,11 @@ _text = partial(Dataset, tasks=("language", "masked"), module="baoc.data.text", 
 
 _ROWS = (
     _image_set(
-        name="digits", builder="build_digits", path_row="images", options=_SPLIT,
+        name="digits", builder="build_arrays", path_row="images", options=_SPLIT,
         description="UCI digits, 1,797 images of 8 x 8 pixels in 10 classes; embedded, needs no network",
     ),
     _image_set(
-        name="npz", builder="build_npz", path_row="npz", options=_SPLIT,
+        name="npz", builder="build_arrays", path_row="npz", options=_SPLIT,
         description="your own labelled images: dataset.path=FILE.npz with the arrays images and labels",
     ),
     _images(
@@ -189,7 +185,7 @@ def build_data(
         raise BadInputError(f"dataset {name} is generated and reads no dataset.path={path}: leave it out")
     if path is not None:
         row, options = DATASETS[row.path_row or name], {**options, "path": path}
-    elif row.needs_path:
+    elif row.path_row == name:
         raise BadInputError(f"dataset {name} needs dataset.path=...: {row.description}")
     for key in options.keys() - {*row.options, "path"}:
         raise unknown_name(key, what=f"option of dataset {row.name}", allowed=row.options)

@@ -36,12 +36,9 @@ log = logging.getLogger(__name__)
 _KINDS = "a folder with one folder per class, a folder or FILE of .parquet, or a FILE.npz with images and labels"
 
 
-def build_digits(**settings: Any) -> VisionDataModule:
-    return VisionDataModule(_of_arrays(read_digits()), **settings)
-
-
-def build_npz(path: str, **settings: Any) -> VisionDataModule:
-    return VisionDataModule(_of_arrays(read_npz(path)), **settings)
+def build_arrays(path: str | None = None, **settings: Any) -> VisionDataModule:
+    """The images of a .npz, or the embedded digits."""
+    return VisionDataModule(_of_arrays(read_digits() if path is None else read_npz(path)), **settings)
 
 
 def build_fashion_mnist(

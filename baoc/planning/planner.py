@@ -18,7 +18,7 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocated
-from baoc.planning.allocators.recipe import Pick, RecipeAllocator, pick
+from baoc.planning.allocators.recipe import RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, Try, all_tries, charged, least_of, saved_by, savings, spend
@@ -416,7 +416,7 @@ class Planner:
         if not found:
             plan = last_resort(self, tries, refused=refused, risk=name, profile=profile)
             return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
-        plan, one = min(found, key=lambda entry: (entry[0].allocation.risk, _effort(entry[0].allocation)))
+        plan, one = min(found, key=lambda e: (e[0].allocation.risk, e[0].allocation.link_s))
         if quick:
             proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
             plan = (
@@ -555,7 +555,12 @@ class Planner:
             state_bytes_adamw=self.state_bytes_adamw,
             least_feasible_bytes=least,
             most_useful_bytes=useful,
-            reasons=reasons(allocation, pool) if picks is None else _recipe_reasons(allocation, picks),
+            reasons=reasons(allocation, pool)
+            if picks is None
+            else tuple(
+                Reason(block=block, spec=spec, cheaper=None, dearer=None, text=picks[block].text)
+                for block, spec in allocation.choices.items()
+            ),
             basis=self._basis(risk),
         )
 
@@ -577,14 +582,6 @@ class Planner:
         return Basis(by=risk, text=text)
 
 
-def _recipe_reasons(allocation: Allocation, picks: Mapping[str, Pick]) -> tuple[Reason, ...]:
-    """By which role each block runs its spec, and which blocks fell back."""
-    return tuple(
-        Reason(block=block, spec=spec, cheaper=None, dearer=None, text=picks[block].text)
-        for block, spec in allocation.choices.items()
-    )
-
-
 def _read_by(risk: str, profile: Profile | None) -> Profile | None:
     """The profile where the risk reads one: others give the same whatever is newest, and need not be asked again."""
     return profile if RISKS[risk].needs else None
@@ -593,7 +590,3 @@ def _read_by(risk: str, profile: Profile | None) -> Profile | None:
 def _by_risk(candidate: Candidate) -> tuple[float, float, int]:
     cost = candidate.cost
     return candidate.risk.total, cost.link_s, cost.charged_bytes
-
-
-def _effort(allocation: Allocation) -> float:
-    return allocation.link_s

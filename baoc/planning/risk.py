@@ -7,7 +7,7 @@ change here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum, inf, isfinite, isnan, nan
 from typing import Any
 

@@ -25,7 +25,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -107,7 +107,11 @@ def probe_footprint(
         GradientDropper(released, meter=meter) as dropped,
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
-        run = _watched(run_micro_batch, restorer) if warm else run_micro_batch
+
+        def run() -> object:
+            with restorer.watching() if warm else nullcontext():
+                return run_micro_batch()
+
         peak, intervals, order = _training_peak(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
@@ -296,20 +300,6 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
-def _watched(run: Callable[[], object], restorer: ParamRestorer) -> Callable[[], object]:
-    """`run`, watched for writes into parameters unless an earlier probe watched them."""
-
-    def watched() -> object:
-        if restorer.was_watched:
-            return run()
-        with restorer.watching():
-            found = run()
-        restorer.mark_watched()
-        return found
-
-    return watched
-
-
 @contextmanager
 def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
     """Restores RNG states, training modes, buffers, written parameters and the modules' Python state.
@@ -319,7 +309,8 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
     _drop_gradients(params)
     restorer = ParamRestorer(params)
     python = PythonState(module) if module is not None else None
-    random_state, numpy_state = random.getstate(), _numpy_random()
+    numpy: Any = sys.modules.get("numpy")  # None where it was not imported
+    random_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     modes = [(child, child.training) for child in module.modules()] if module is not None else []
     buffers = [
         (child, name, buffer, None if buffer.is_meta else buffer.detach().to("cpu", copy=True))
@@ -337,7 +328,7 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
             python.restore()
         random.setstate(random_state)
         if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
         for child, mode in modes:
             child.training = mode
         with torch.no_grad():
@@ -346,8 +337,3 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
                 if saved is not None:
                     buffer.copy_(saved)
         _drop_gradients(params)
-
-
-def _numpy_random() -> Any:
-    """State of numpy's global generator; None if numpy is not imported."""
-    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None

@@ -107,7 +107,7 @@ class GradientProfiler:
         turn = self._next_turn(step)
         if turn is Turn.SKIP:
             return False
-        self._take(turn, self._gradients())
+        self._take(turn, {name: param.grad for name, param in self._params.items()})
         return turn is Turn.SAMPLE
 
     def _next_turn(self, step: int | None) -> Turn:
@@ -212,9 +212,6 @@ class GradientProfiler:
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         return most
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: param.grad for name, param in self._params.items()}
 
     def _gather(self, grads: Mapping[str, Tensor | None]) -> None:
         self._slices.gather_(self._targets, grads=grads)

@@ -5,7 +5,8 @@ Hardly any module does so, and copies of all weights would take time and memory.
 watches which parameters are written, and only these are copied, before the first write.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,19 +28,16 @@ class ParamRestorer:
             if param in _WRITTEN:
                 self._keep(param)
 
-    def watching(self) -> TorchDispatchMode:
-        """A dispatch mode that copies each parameter before the first write into it."""
-        return _WriteWatcher(self._params, self._keep)
-
-    @property
-    def was_watched(self) -> bool:
-        """Whether an earlier probe watched these parameters to the end."""
-        return not self._params or self._params[0] in _WATCHED
-
-    def mark_watched(self) -> None:
-        """To be called when the watched pass has ended: a pass that ran out of memory has not shown all its writes."""
-        if self._params:
-            _WATCHED[self._params[0]] = True
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, each parameter is copied before the first write into it; of parameters that an earlier probe watched
+        to the end it is known which are written. A pass that ran out of memory has not shown all its writes."""
+        if not self._params or self._params[0] in _WATCHED:
+            yield
+            return
+        with _WriteWatcher(self._params, self._keep):
+            yield
+        _WATCHED[self._params[0]] = True
 
     def _keep(self, param: Tensor) -> None:
         _WRITTEN[param] = True

@@ -105,7 +105,8 @@ def _object(value: Any) -> tuple[list[Undo], Sequence[Any]]:
         return [], [vars(value)]
     if type(value).__module__.partition(".")[0] in _LEFT or isinstance(value, BuiltinFunctionType | Iterator):
         return [], ()
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     held = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__dict__"}
     undo: list[Undo] = [partial(object.__setattr__, value, name, item) for name, item in held.items()]
     own = getattr(value, "__dict__", None)
@@ -116,10 +117,6 @@ def _refill(value: dict[Any, Any], was: dict[Any, Any]) -> None:
     if was.keys() != value.keys() or any(value[key] is not item for key, item in was.items()):
         value.clear()
         value.update(was)
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _replayable(value: Any) -> Any:

@@ -6,7 +6,7 @@ interpreter. `torch.distributed._tools.MemTracker` does not reset its peak withi
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -166,11 +166,9 @@ class MemoryTracker(TorchDispatchMode):
                 self._live[key] = (known[0], nbytes)
                 self._grow(key, before=known[1], after=nbytes)
             return
-        self._live[key] = (weakref.ref(storage, lambda _: self._forget(key)), nbytes)
+        freed = weakref.ref(storage, lambda _: self._grow(key, before=self._live.pop(key)[1], after=0))
+        self._live[key] = (freed, nbytes)
         self._grow(key, before=0, after=nbytes)
-
-    def _forget(self, key: int) -> None:
-        self._grow(key, before=self._live.pop(key)[1], after=0)
 
     def _grow(self, key: int, *, before: int, after: int) -> None:
         if self._allocator is None:
@@ -198,13 +196,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def leave(self) -> None:
         """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
-        above = []
-        while (mode := _get_current_dispatch_mode()) is not None and mode is not self:
-            above.append(_pop_mode())
-        if mode is self:
-            self.__exit__(None, None, None)
-        for other in reversed(above):
-            _push_mode(other)
+        with _popped(down_to=self) as mode:
+            if mode is self:
+                self.__exit__(None, None, None)
 
     def _resizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -218,17 +212,21 @@ class MemoryTracker(TorchDispatchMode):
 
 
 @contextmanager
-def untracked() -> Iterator[None]:
-    """Inside, no tracker sees operators: for reading data, which is no part of what a step holds on its device."""
+def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispatchMode | None]:
+    """Inside, there are no dispatch modes above `down_to`, which is given where it is active."""
     above: list[TorchDispatchMode] = []
-    while (mode := _get_current_dispatch_mode()) is not None:
-        above.append(mode)
-        _pop_mode()
+    while (mode := _get_current_dispatch_mode()) is not None and mode is not down_to:
+        above.append(_pop_mode())
     try:
-        yield
+        yield mode
     finally:
-        for mode in reversed(above):
-            _push_mode(mode)
+        for other in reversed(above):
+            _push_mode(other)
+
+
+def untracked() -> AbstractContextManager[object]:
+    """Inside, no tracker sees operators: for reading data, which is no part of what a step holds on its device."""
+    return _popped()
 
 
 class PeakMeter:

@@ -299,7 +299,7 @@ class Basis:
     """What a plan was chosen by, and what is known of the choice.
 
     Args:
-        by: measured | prior | statistics | shadow | recipe, or the name of a baseline.
+        by: measured | prior | statistics | recipe, or the name of a baseline.
         text: the same in one line, with its figures.
         recipe: name of the recipe that was chosen.
         family: of the measurements.
