@@ -339,8 +339,8 @@ _FOAM, _FACTORED = "arXiv 2512.07112", "arXiv 1804.04235"
 _LION, _SIGNUM = "arXiv 2302.06675", "arXiv 1802.04434"
 _SCALE, _SLIM = "arXiv 2506.16659", "arXiv 2503.01843"
 
-_MOMENTUM = {"betas": {"muon": (0.95, 0.95)}}
-_LION_BETAS = {"betas": {"lion": (0.9, 0.99)}}
+_MOMENTUM: dict[str, Any] = {"betas": {"muon": (0.95, 0.95)}}
+_LION_BETAS: dict[str, Any] = {"betas": {"lion": (0.9, 0.99)}}
 
 
 RECIPES: dict[str, Recipe] = {}

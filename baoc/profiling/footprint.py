@@ -327,7 +327,7 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
         if python is not None:
             python.restore()
         random.setstate(random_state)
-        if numpy_state is not None:
+        if numpy is not None:
             numpy.random.set_state(numpy_state)
         for child, mode in modes:
             child.training = mode

@@ -214,7 +214,7 @@ class MemoryTracker(TorchDispatchMode):
 @contextmanager
 def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispatchMode | None]:
     """Inside, there are no dispatch modes above `down_to`, which is given where it is active."""
-    above: list[TorchDispatchMode] = []
+    above: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and mode is not down_to:
         above.append(_pop_mode())
     try:

@@ -1,3 +1,4 @@
+# pyright: reportUnusedImport=false
 """The values that cross a stage line: frozen, keyword-only, free of torch, and writable as JSON by `to_plain`.
 
 One run is a chain of these (docs/runs.md); a stage reads the values before it and returns one more.

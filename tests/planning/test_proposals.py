@@ -19,7 +19,7 @@ def at(fraction: float, **settings: object) -> Planner:
     return Planner(PARAMS, budget=budget, settings=PlannerSettings(**settings))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.15, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 1.0])
 def test_every_proposal_is_within_the_budget(fraction: float):
     planner = at(fraction)
     made = proposals(planner)
@@ -69,8 +69,9 @@ def test_the_table_s_best_recipes_come_first_where_the_network_is_of_a_measured_
 
 
 def test_a_recipe_that_fits_only_with_other_weights_or_on_the_host_is_proposed_so():
+    tight = within(2**40, recipe=replace(RECIPES["muon8_lean"], weights="bf16_sr")).propose().peak_bytes
+
     def made(**more: object) -> dict[str, set[str]]:
-        tight = within(2**40, recipe=replace(RECIPES["muon8_lean"], weights="bf16_sr")).propose().peak_bytes
         return {one.name: set(one.choices.values()) for one in proposals(within(tight, family="language", **more))}  # pyright: ignore
 
     assert "muon8_lean" not in made()
