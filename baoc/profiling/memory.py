@@ -160,6 +160,8 @@ def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
     uncap_device(device)
     try:
         yield
+    except GeneratorExit:  # collected, at the latest when the interpreter ends and names of modules are gone
+        raise
     except BaseException:
         with suppress(BadInputError):
             _cap_again(device, budget=budget)

@@ -109,7 +109,7 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
         graph
         for backend in optimizer.registry.ready().marking
         for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
-        for graph in unit.engine._graphs._graphs.values()
+        for graph in unit.engine.graphs._graphs.values()
         if graph is not None
     ]
 

@@ -198,3 +198,11 @@ def test_a_look_without_the_cap_ends_with_it(monkeypatch):
         raise KeyError("whatever")  # not that the context alone takes such a budget
     with pytest.raises(BadInputError, match="context alone"), uncapped("cuda:0", budget=tight):
         pass
+
+
+def test_a_look_that_is_collected_sets_no_cap(monkeypatch):
+    """As at the interpreter's end, where names of modules are gone."""
+    look = uncapped("cpu", budget=Budget(name="8gb", memory_bytes=8 * GIB))
+    look.__enter__()
+    monkeypatch.setattr(memory, "suppress", None)
+    look.gen.close()
