@@ -1,8 +1,7 @@
-"""Options that a model, task or data set declares in its registry row: flat keys beside `name`, checked against the
-row.
+"""Options that the registry row of a model, task or data set declares.
 
-`model.dropout`, `task.label_smoothing` and `dataset.val_fraction` are therefore keys like any other, and a new option
-changes its row and its file in conf/ only.
+An option is written as a flat key beside `name`, such as `model.dropout`, `task.label_smoothing` or
+`dataset.val_fraction`, and is checked against the row. A new option changes its row and its file in conf/ only.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from baoc.types import to_plain
 
 
 class Row(Protocol):
-    """A row of MODELS, TASKS or DATASETS: defaults of its options, and types that the defaults do not show."""
+    """A row of MODELS, TASKS or DATASETS: the options' defaults, and the types that these do not show."""
 
     @property
     def options(self) -> Mapping[str, Any]: ...
@@ -33,8 +32,9 @@ GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset"
 
 
 def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
-    """Moves keys of a flat node that are not fields of the group's dataclass into `options`. Absent options take the
-    row's default unless `complete`. Raises BadInputError for an unknown name or key, or a wrong type."""
+    """Splits the flat node `given` into fields of the group's dataclass and, under `options`, all other keys. Absent
+    options take the row's default; with `complete` they are refused. Raises BadInputError for a node that is no
+    mapping, an unknown name or key, a wrong type, or a refused absence."""
     if not isinstance(given, Mapping):
         raise BadInputError(f"{group} must be a group of keys, not {plain_text(given)}: choose it with {group}=NAME")
     own = own_keys(group)
@@ -59,7 +59,7 @@ def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
 
 
 def own_keys(group: str) -> list[str]:
-    """The keys that every model, task or data set has."""
+    """The keys that every model, task or data set has, whatever its row."""
     return [item.name for item in fields(GROUPS[group]) if item.name != "options"]
 
 
@@ -70,7 +70,7 @@ def spread(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[str, Any]:
 
 
 def type_of(row: Row, key: str) -> Any:
-    """The type of an option: the declared one, or that of its default; text or null for a default of null."""
+    """The type of an option: the declared one, else that of its default. A default of null means text or null."""
     if key in row.option_types:
         return row.option_types[key]
     default = row.options[key]
@@ -80,7 +80,7 @@ def type_of(row: Row, key: str) -> Any:
 
 
 def row_of(group: str, name: str) -> Row:
-    """The row of a name of a registry or of the user's own code. Raises BadInputError for an unknown name."""
+    """The row of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
     from baoc.data import dataset_row
     from baoc.models import family_of
     from baoc.tasks import task_row
@@ -89,7 +89,7 @@ def row_of(group: str, name: str) -> Row:
 
 
 def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in which each inner group with a `_target_` is what Hydra's `instantiate` makes of it."""
+    """`options` with each inner group that has a `_target_` replaced by what Hydra's `instantiate` makes of it."""
     from hydra.utils import instantiate
 
     return {
@@ -99,10 +99,10 @@ def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_of(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the files of the user's own code, by setting."""
+    """Setting, such as `model=NAME` -> SHA-256 of the file with the user's own code."""
     named = {group: getattr(config, group).name for group in own_code.GROUPS}
     others = {group: name for group, name in named.items() if name not in registry_of(group)}
-    # The rest are names of objects that a program has handed over.
+    # Other names stand for objects that a program passed in: they have no file to hash.
     own = {g: name for g, name in others.items() if own_code.is_own(name) or name in own_code.declared(f"baoc.{g}s")}
     return {f"{group}={name}": own_code.identity(name, key=group) for group, name in own.items()}
 

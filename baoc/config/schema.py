@@ -25,8 +25,8 @@ _Beta = Annotated[float, Allowed("", ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """The task, which sets loss and metric (`baoc.tasks`); the model brings it. `options` are those of its registry
-    row."""
+    """The task, which sets loss and metric (`baoc.tasks`). Each file of conf/model selects one. `options` are those of
+    its registry row."""
 
     name: str = "vision"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class TaskConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (peft) on the layers that `targets` match; all other parameters are frozen. `rank` null means
-    no adapters, `alpha` null twice the rank. `targets` are suffixes of module names; empty selects every linear layer
-    except the head."""
+    no adapters. `alpha` null means twice the rank. `targets` are suffixes of module names; empty means every linear
+    layer except the head."""
 
     rank: Annotated[int, at_least(1, ", or null for no adapters")] | None = None
     alpha: Annotated[float, Allowed("above 0, or null for twice the rank", gt=0)] | None = None
@@ -49,14 +49,16 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The network and its preparation. `options` are its own (`baoc.models.MODELS`), written as keys beside `size`.
+    """The network and its preparation. `options` are those of its row in `baoc.models.MODELS`, as keys beside `size`.
 
-    `pretrained`: a folder or safetensors file to start from; null starts at random. `new_head` skips the file's head,
-    for other classes. `freeze`: patterns of parameter names that are not trained. `checkpointing` recomputes
-    activations in the backward pass: of all layers, none, or so many, the first ones. auto has it decided with the
-    micro-batch; null is auto where there is such a decision anyway, and false elsewhere. `activations`: bf16 keeps
-    norms and the residual stream in bf16 too, which bf16-mixed alone computes in float32. `compile` runs the layers
-    of the network by torch.compile in training; auto leaves it to the decision, where there is one on a GPU.
+    Attributes:
+        pretrained: Folder or safetensors file to start from; null starts at random.
+        new_head: Skip the file's head, for other classes.
+        freeze: Patterns of parameter names that are not trained.
+        activations: bf16 keeps norms and the residual stream in bf16 too; bf16-mixed alone computes them in float32.
+        checkpointing: Layers whose activations are recomputed in backward: all, none, or the first N. auto decides it
+            with the micro-batch; null is auto where a micro-batch is decided, else false.
+        compile: Run the layers by torch.compile in training. auto leaves it to the same decision, on a GPU.
     """
 
     name: str = "vit"
@@ -88,7 +90,7 @@ class DatasetConfig:
 class BlocksConfig:
     """How parameters are grouped into blocks: by the model's own declaration, then by `patterns`, then by `by`.
     `patterns` are (block name, regular expression or glob) pairs; the first match wins. `merge` is the penalty per
-    segment of the dynamic program that merges similar neighbours; null merges nothing."""
+    segment of the dynamic program that merges similar adjacent blocks; null merges nothing."""
 
     by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
@@ -105,7 +107,7 @@ class CatalogueConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskConfig:
-    """The risk model, and the weights of its terms (1 if absent)."""
+    """The risk model, and the weight of each of its terms. A term that is absent has weight 1."""
 
     name: str = "measured"
     weights: Mapping[str, Annotated[float, FROM_0]] = field(default_factory=dict)
@@ -122,8 +124,8 @@ class ReallocationConfig:
 
     `warmup_steps` are profiled before the first reallocation. `interval` separates later ones (modes interval and
     drift). `drift_threshold` is the relative change of a block's statistics that counts as drift. `min_gain` is the
-    share of the total risk that a proposal must save. `update_rms` is the size that updates are matched to after a
-    reallocation: AdamW's usual one, or that on the profiled gradients.
+    share of the total risk that a proposal must save. `update_rms` is the AdamW update RMS that blocks are matched to
+    after a reallocation: the usual one, or the one computed on the profiled gradients.
     """
 
     mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"
@@ -139,11 +141,11 @@ class OptimConfig:
     """Settings that all update rules share.
 
     The learning rate rises linearly to `lr` over `warmup_fraction` of the steps, then follows `schedule`; cosine ends
-    at `final_lr_fraction` of `lr`. `lr` null depends on the model's size. `matching` scales rules without momentum to
-    AdamW's update without its momentum (`displacement`), or to AdamW's (`rms`). `nonfinite`: a NaN or infinity in a
-    gradient skips its element, skips its step, or stops the run. `release_gradients` steps each block in backward and
-    frees its gradients, which needs one micro-batch per batch; null leaves it to the micro-batch search, and is off
-    without one.
+    at `final_lr_fraction` of `lr`. `lr` null depends on the model's size. `matching` scales the updates of rules
+    without momentum to the RMS of AdamW's update without its momentum (`displacement`) or with it (`rms`). `nonfinite`:
+    a NaN or infinity in a gradient skips its element, skips its step, or stops the run. `release_gradients` steps each
+    block in backward and frees its gradients, which needs one micro-batch per batch; null leaves it to the search for a
+    micro-batch, and means false without a search.
     """
 
     lr: Annotated[float, Allowed("above 0, or null for what suits the model", gt=0)] | None = None
@@ -186,11 +188,11 @@ class LoggerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """A checkpoint is written every `every_n_steps` or `every_minutes`, whichever comes first (null: never), and at the
-    end. `keep` is the number of newest checkpoints to keep. `export` writes the final weights as safetensors for the
-    model's library."""
+    end. The newest `keep` checkpoints stay. `export` writes the final weights as safetensors for the model's library.
+    """
 
     every_n_steps: Annotated[int, at_least(1, ", or null")] | None = None
-    # A killed run of hours has lost minutes, and a short one loses no time.
+    # A long run that is killed loses minutes at most; a short one spends no time on checkpoints.
     every_minutes: Annotated[float, Allowed("more than 0, or null", gt=0)] | None = 10.0
     keep: Annotated[int, at_least(1)] = 1
     export: bool = True
@@ -208,7 +210,7 @@ class RunConfig:
     profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: Annotated[int, at_least(1, " samples")] = 64  # global: samples per optimizer step
-    # Samples per forward of a device; null decides on CUDA only (docs/budgets.md).
+    # Samples per forward pass on each device; null searches for it on CUDA only (docs/budgets.md).
     micro_batch: Annotated[int, at_least(1, " samples, auto or null")] | Literal["auto"] | None = None
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -219,7 +221,7 @@ class RunConfig:
     catalogue: CatalogueConfig = field(default_factory=CatalogueConfig)
     risk: RiskConfig = field(default_factory=RiskConfig)
     allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
-    recipe: Recipe | None = None  # takes the place of an allocator
+    recipe: Recipe | None = None  # replaces the allocator
     race: RaceConfig = field(default_factory=RaceConfig)
     reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(max_steps=400, gradient_clip_val=1.0))

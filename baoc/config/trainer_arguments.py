@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from baoc.config.validate import Allowed, at_least
 
-TRAINER_OWNED: Mapping[str, str] = {
+TRAINER_OWNED: Mapping[str, str] = {  # argument that BAOC sets -> what to use instead, or why there is none
     "accelerator": "set device=auto|cpu|cuda",
     "accumulate_grad_batches": "set micro_batch: accumulation is batch_size / micro_batch",
     "barebones": "it would switch off what a budget needs",
@@ -45,11 +45,12 @@ _Steps = Annotated[int, at_least(1, ", or -1")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Lightning's Trainer arguments with their own names and defaults. TRAINER_OWNED lists the arguments that BAOC
-    sets, each with the setting to use instead. `precision=auto` is resolved for the device (`baoc.config.resolve`).
-    `devices`: processes of the run, each with a device of its own, on this machine or as torchrun or srun started them.
-    `strategy`: how they share it: each with all of the network (ddp, which auto is), or with its rows of all weights
-    (fsdp), whose layers stay gathered between forward and backward unless `reshard_after_forward`.
+    """Arguments of `lightning.Trainer` under Lightning's names, and how processes share the network.
+
+    `devices` is the number of processes, on this machine or as torchrun or srun started them. Each has one device.
+    `strategy` is `ddp` (also `auto`), where each process holds the whole network, or `fsdp`, where it holds its rows of
+    all weights. `reshard_after_forward` frees gathered layers of fsdp between forward and backward. `precision=auto` is
+    resolved for the device (`baoc.config.resolve`).
     """
 
     devices: Annotated[int, at_least(1)] = 1
@@ -80,6 +81,6 @@ class TrainerConfig:
     reload_dataloaders_every_n_epochs: Annotated[int, at_least(0)] = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`, but for its devices and their strategy."""
+        """Keyword arguments for `lightning.Trainer`, without those that say how processes share the network."""
         own = ("devices", "strategy", "reshard_after_forward")
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in own}

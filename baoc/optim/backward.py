@@ -1,23 +1,22 @@
 """Stepping blocks inside backward: gradient release, and overlap of host-placed blocks with the backward pass.
 
-`BackwardStepper` is the machinery. Its two policies are `DropGradients` (release: gradients go as soon as they are
-used, so that a step never holds all of them) and `KeepGradients` (overlap: copies of host-placed states run while the
-device computes). A step with either is:
+`BackwardStepper` is the common part. It has two policies. `DropGradients` (release) drops gradients as soon as they are
+used, so a step never holds all of them. `KeepGradients` (overlap) copies host-placed states while the device computes.
+A step with either is:
 
 1. Hooks. `attach` puts a post-accumulate hook on each parameter; autograd calls it when the gradient is final.
-2. Counting. `ready` counts the gradients that a unit still misses. A unit is a block (release) or a piece, the blocks
+2. Counting. `ready` counts the gradients that a unit still lacks. A unit is a block (release) or a piece, the blocks
    that pass through a host buffer together (overlap). A second gradient before `step` is refused.
-3. The unit is whole. It is stepped there and then by a backend of its own, with masks from the finite check, outside of
-   any autocast that the backward runs in. Options are read once, at the first gradient. On a GPU blocks are stepped in
-   groups from the second step on, as far as that holds at most `planning.cost.grouped_bytes` more (`together`).
-4. Autograd is told that weights changed (`increment_version`), because kernels write where it does not see it.
-5. `BlockwiseOptimizer.step` calls `finish`. Release steps what is left (blocks of which some parameters have no
-   gradient) and remembers the norm. Overlap checks that the gradients it used are as they were; its pieces are marked
-   done, and `step` steps the others.
+3. The step of a complete unit. A backend of its own steps it at once, with masks from the finite check and without the
+   backward's autocast. Options are read once, at the first gradient. On a GPU, from the second step on, blocks are
+   stepped in groups that hold at most `planning.cost.grouped_bytes` more (`together`).
+4. `increment_version` tells autograd that weights changed, because kernels write where it does not see it.
+5. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
+   keeps the norm. Overlap checks that gradients it used are unchanged; `step` then steps the other pieces.
 
-What has to know all gradients before the first update cannot be had in release: accumulation, skipping a step,
-GradScaler, averaging over processes, and the norm of this step to clip by. Overlap is for steps that do not clip, whose
-accumulation is over; the caller says so by `last_backward`.
+Release excludes what needs all gradients before the first update: accumulation, skipping a step, GradScaler, averaging
+over processes, and clipping by this step's norm. Overlap needs a backward that ends accumulation and is not clipped;
+the caller declares it by `last_backward`.
 """
 
 import logging
@@ -51,21 +50,20 @@ _ONE_BACKWARD = (
     "optimizer without release"
 )
 _NO_CHANGE = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
-_SCALING = "_step_supports_amp_scaling"  # attribute by which GradScaler knows an optimizer that unscales by itself
-StreamId = tuple[int, int, int]  # what torch calls a CUDA stream by: its number, device index and device type
+_SCALING = "_step_supports_amp_scaling"  # GradScaler lets an optimizer with it unscale by itself
+StreamId = tuple[int, int, int]  # of a CUDA stream: its number, device index and device type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRelease:
-    """How gradients are clipped before they are released, as nobody can do it after the backward.
+    """How gradients are clipped before they are released, because none are left to clip after backward.
 
     Args:
-        clip_norm: The most that the Euclidean norm of all gradients may be, or None. The norm that they are scaled by
-            is that of the *previous* step, because the one of this step is known when it is over. In the first step,
-            which has none before it, each block is scaled to at most its share of the limit,
-            clip_norm sqrt(elements of the block / of all): else one large first gradient would stay in every average of
-            squares for long.
-        clip_value: The most that an element may be, in size, or None.
+        clip_norm: Limit of the Euclidean norm of all gradients, or None. Gradients are scaled by the norm of the
+            *previous* step, because this step's is not known yet. The first step scales each block to its share of the
+            limit, clip_norm sqrt(elements of the block / of all): one large first gradient would stay in the averages
+            of squares for long.
+        clip_value: Limit of the absolute value of each element, or None.
     """
 
     clip_norm: float | None = None
@@ -79,7 +77,7 @@ class GradientRelease:
 
 
 class PartObserver(Protocol):
-    """Who wants to see the final gradients of a step, which come block by block."""
+    """An observer of a step's final gradients, which come block by block."""
 
     def begin_parts(self) -> None:
         """A step begins."""
@@ -90,15 +88,14 @@ class PartObserver(Protocol):
         ...
 
     def finish_parts(self) -> None:
-        """All have been seen; what did not come had no gradient."""
+        """The step ends; parameters that were not seen had no gradient."""
         ...
 
 
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
-    """What `release=` of an optimizer means; None without release.
+    """The settings that an optimizer's `release` argument means; None without release.
 
-    Raises BadInputError for anything but a bool or GradientRelease, and beside a policy that would have to take back
-    what was stepped.
+    Raises BadInputError for another type, and for nonfinite=skip_step, which would have to undo the steps of blocks.
     """
     if not isinstance(release, bool | GradientRelease):
         raise BadInputError(f"release={release!r}: give True, False, or GradientRelease(clip_norm=...)")
@@ -115,12 +112,12 @@ def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> Grad
 class BackwardStepper:
     """Steps units of blocks of `owner` in backward, as soon as their gradients are final.
 
-    What it holds of a step begins anew after each (`_reset`); hooks and copies find it through weak references.
+    `_reset` clears what it holds of a step. Hooks and copies hold it by weak references only.
     """
 
     policy = ""
-    late_text = ""  # what is warned of when settings change between backward and `step`
-    stepped_text = ""  # why what has to happen between steps cannot be done now
+    late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
+    stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
 
     def __init__(self, owner: "BlockwiseOptimizer"):
         self._told_late = False
@@ -143,14 +140,14 @@ class BackwardStepper:
 
     @property
     def mid_step(self) -> bool:
-        """True if some block was stepped, or is to be, and `step` was not called since."""
+        """True from the first block that is stepped, or waits to be, until `step` is called."""
         raise NotImplementedError
 
     def _gradient_is_final(self, param: Tensor) -> None:
         raise NotImplementedError
 
     def ready(self, param: Tensor) -> None:
-        """The gradient of `param` is final, as far as this backward goes."""
+        """Called by hooks: the gradient of `param` is final in this backward."""
         with self._lock:
             self._gradient_is_final(param)
 
@@ -168,11 +165,11 @@ class BackwardStepper:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
     def _run(self, slots: Sequence[Slot], step: Callable[[], object]) -> None:
-        """Calls `step`, which steps `slots`, as it would run outside of this backward."""
+        """Calls `step`, which steps `slots`, without autocast."""
         kind = slots[0].param.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             step()
-        # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
+        # Kernels write unseen by autograd: a later backward that needs the old weights has to fail.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
 
     def check_between_steps(self, what: str) -> None:
@@ -181,12 +178,12 @@ class BackwardStepper:
             raise BadInputError(f"{what} between backward and step(): {self.stepped_text}")
 
     def _warn_if_late(self) -> None:
-        """Has `say_late` called once the step is done, as a warning may be an error."""
+        """Has `say_late` called after the step if settings changed: as an error it must not interrupt the step."""
         if self._options is not None and self.owner.options() != self._options and not self._told_late:
             self.owner.after_step.append(self.say_late)
 
     def say_late(self) -> None:
-        """Warns once that settings changed when they could not act any more."""
+        """Warns, once, that settings changed too late for this step."""
         self.owner.after_step.remove(self.say_late)
         if not self._told_late:
             self._told_late = True
@@ -202,10 +199,10 @@ class BackwardStepper:
 
 
 class DropGradients(BackwardStepper):
-    """Gradient release: each block is stepped when all of its trainable parameters had a gradient, which is dropped.
+    """Gradient release: a block is stepped when all of its trainable parameters have gradients, which are then dropped.
 
-    `attach` puts hooks on the owner's parameters, `detach` takes them off; while detached, gradients stay until
-    `finish`. `observer` sees gradients by parts, and `before_block` is called when a block is about to be stepped.
+    `attach` puts hooks on the owner's parameters and `detach` takes them off; without hooks gradients stay until
+    `finish`. `observer` sees gradients by parts. `before_block` is called before each block's step.
     """
 
     policy = "drop_gradients"
@@ -216,8 +213,8 @@ class DropGradients(BackwardStepper):
         self.settings = settings
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None
-        self.sizes: dict[Tensor, int] = {}  # bytes of gradients by which to group, where small ones stand for them
-        self.norm: Tensor | None = None  # of the gradients of the last step that had some
+        self.sizes: dict[Tensor, int] = {}  # gradient bytes to group by, of parameters that stand for larger ones
+        self.norm: Tensor | None = None  # of all gradients in the last step that had some
         self._told_hooks = False
         super().__init__(owner)
         if settings.clip_norm is not None:
@@ -236,19 +233,19 @@ class DropGradients(BackwardStepper):
 
     def _reset(self) -> None:
         super()._reset()
-        self.seen: set[Tensor] = set()  # parameters that had their gradient in the step in progress
-        self._left: dict[str, int] = {}  # block -> parameters that still have none
+        self.seen: set[Tensor] = set()  # parameters whose gradient has come in this step
+        self._left: dict[str, int] = {}  # block -> number of parameters without a gradient yet
         self._stepped: set[str] = set()
         self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
-        self._whole: dict[tuple[str, ...], int] = {}  # group -> blocks of it that are whole
-        self._waiting: list[LiveBlock] = []  # whole blocks of one group, to be stepped together
+        self._whole: dict[tuple[str, ...], int] = {}  # group -> number of its complete blocks
+        self._waiting: list[LiveBlock] = []  # complete blocks of one group, to be stepped together
         self._streams: dict[str, set[StreamId]] = {}  # block -> CUDA streams that its gradients came on
-        self._factor: Tensor | None = None  # of all gradients, by the norm of the step before
+        self._factor: Tensor | None = None  # that scales all gradients, from the previous step's norm
         self._norms: dict[Tensor, Tensor] = {}
-        self._num_bad = 0  # non-finite elements known before it
+        self._num_bad = 0  # non-finite elements known before this step
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which begin between two steps; `adopt` gives them an owner and hooks."""
+        """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
         return {**kept, "observer": None, "before_block": None, "sizes": {}}
 
@@ -260,7 +257,7 @@ class DropGradients(BackwardStepper):
     # -- hooks
 
     def attach(self) -> None:
-        """Puts a hook on every parameter that has state and none yet."""
+        """Puts a hook on every parameter that has state and no hook yet."""
         registry = self.owner.registry
         self._block_of = {slot.param: name for name, live in registry.live.items() for slot in live.slots}
         self._hook(param for param in registry.names if param.requires_grad)
@@ -268,7 +265,7 @@ class DropGradients(BackwardStepper):
             _OWNERS[param] = weakref.ref(self)
 
     def detach(self) -> None:
-        """Takes the hooks off: from the next backward on gradients are kept until `step`."""
+        """Takes the hooks off: later backward passes keep gradients until `step`."""
         for param, handle in self._handles.items():
             handle.remove()
             if _releaser_of(param) is self:
@@ -277,7 +274,7 @@ class DropGradients(BackwardStepper):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, a backward steps nothing: gradients stay where they are, and whoever looks at them drops them."""
+        """Inside, a backward steps nothing and keeps gradients. The caller reads and drops them."""
         attached = bool(self._handles)
         self.detach()
         try:
@@ -324,7 +321,7 @@ class DropGradients(BackwardStepper):
             self._is_whole(live)
 
     def _begin(self) -> None:
-        """A step begins, at its first gradient: learning rates and the rest are read once for all blocks."""
+        """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         owner.registry.ready()
         devices = {param.device for param in self._block_of}
@@ -346,10 +343,11 @@ class DropGradients(BackwardStepper):
         raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
 
     def _is_whole(self, live: LiveBlock) -> None:
-        """A block has its gradients: it is stepped, with its group when that has all of them.
+        """Steps a complete block when all of its group is complete.
 
-        A group that another one overtakes is not waited for: what it misses may not come in this step, and groups that
-        wait for a frozen or skipped block each would keep the gradients of a whole backward.
+        A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
+        come in this step, and groups that wait for frozen or skipped blocks would keep the gradients of a whole
+        backward.
         """
         group = self._group_of(live)
         if self._waiting and self._group_of(self._waiting[0]) != group:
@@ -362,9 +360,9 @@ class DropGradients(BackwardStepper):
     def _group_of(self, live: LiveBlock) -> tuple[str, ...]:
         return self.owner.registry.groups.get(live.block.name, (live.block.name,))
 
-    @torch.no_grad()  # as a backward that makes a graph has not
+    @torch.no_grad()  # a backward with create_graph=True enables gradients
     def _step_waiting(self) -> None:
-        """Steps the blocks that wait, group by group, with the gradients that their parameters have."""
+        """Steps the waiting blocks, group by group, with the gradients that are there."""
         registry = self.owner.registry
         by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
         for live in self._waiting:
@@ -378,7 +376,7 @@ class DropGradients(BackwardStepper):
                 self.step_with(lives, unit=registry.alone(group))
 
     def step_with(self, lives: list[LiveBlock], *, unit: StepUnit) -> None:
-        """One step of some blocks by `unit`: mask, clip, observe, update, and their gradients are dropped."""
+        """Steps some blocks by `unit`: masks, clips, shows, uses and drops their gradients."""
         owner = self.owner
         assert self._options is not None
         if self.before_block is not None:
@@ -405,7 +403,7 @@ class DropGradients(BackwardStepper):
             slot.param.grad = None
 
     def flush(self) -> None:
-        """Steps the blocks that wait for gradients which this step does not bring, or for others to be stepped with."""
+        """Steps the blocks that still have gradients: incomplete ones, and those that wait for their group."""
         left = [live for live in self.owner.registry.live.values() if any(s.param.grad is not None for s in live.slots)]
         if left and self._options is None:
             self._begin()
@@ -416,9 +414,9 @@ class DropGradients(BackwardStepper):
         self._step_waiting()
 
     def finish(self) -> None:
-        """Ends the step: what is left is stepped, and the norm of all gradients is that of the previous step now."""
+        """Ends the step: steps what is left, and keeps the norm of all gradients for the next step's clipping."""
         owner = self.owner
-        if hasattr(owner, "grad_scale"):  # left by GradScaler.step, and by nobody else
+        if hasattr(owner, "grad_scale"):  # only GradScaler.step sets it
             raise BadInputError(
                 "a GradScaler skips the whole step where a gradient overflows, but with gradient release blocks are "
                 "stepped before the last gradient is known, with gradients that are scaled still: train in bf16, "
@@ -434,7 +432,7 @@ class DropGradients(BackwardStepper):
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
             self._told_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
-        # In the order of parameters, whatever order their gradients came in. Usable ones have a finite norm.
+        # In the order of parameters, so that the sum does not depend on that of gradients.
         norms = [self._norms[param] for param in self._block_of if param in self._norms]
         if norms:
             self.norm = _total(norms)
@@ -443,7 +441,7 @@ class DropGradients(BackwardStepper):
         self._reset()
 
     def _group(self) -> None:
-        """Who is stepped with whom from now on, by the order in which gradients came."""
+        """Groups blocks that are stepped together from now on, by the order in which gradients came."""
         registry = self.owner.registry
         names = dict.fromkeys(name for name, _ in self._order)
         groups = together(
@@ -470,7 +468,7 @@ class DropGradients(BackwardStepper):
                 grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
 
     def _clip_together(self, params: list[Tensor]) -> None:
-        """By norm as `_clip` does, in few launches, where the norm to go by is known."""
+        """Clips by norm as `_clip` does, in few launches; needs the previous step's norm."""
         assert self.settings.clip_norm is not None
         grads = [param.grad for param in params if param.grad is not None]
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
@@ -480,10 +478,10 @@ class DropGradients(BackwardStepper):
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
-        """What to multiply the gradients of a block by; no number is waited for."""
+        """The factor, at most 1, for the gradients of a block. It stays on the device, so nothing waits."""
         if self.norm is not None:
             if self._factor is None:
-                norm = self.norm.to(params[0].device)  # a checkpoint's may be elsewhere, where other roundings are
+                norm = self.norm.to(params[0].device)  # one from a checkpoint may be on another device
                 self._factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             return self._factor
         numel = max(sum(param.numel() for param in self._block_of), 1)
@@ -494,7 +492,7 @@ class DropGradients(BackwardStepper):
     # -- between steps
 
     def check_zeroing(self, *, set_to_none: bool) -> None:
-        """Raises BadInputError where `zero_grad` cannot mean what it says."""
+        """Raises BadInputError where `zero_grad` would keep gradients, or drop some that were used."""
         if not set_to_none:
             raise BadInputError(
                 "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"
@@ -510,7 +508,7 @@ class DropGradients(BackwardStepper):
         return {} if self.norm is None else {"norm": self.norm.clone()}
 
     def load_state_dict(self, state: Any) -> None:
-        """`state` is what a checkpoint has under `release`; without any the next step is a first one for clipping."""
+        """Loads what a checkpoint has under `release`. Without a norm, the next step is clipped as a first one."""
         norm = state.get("norm") if isinstance(state, Mapping) else None
         if norm is not None and not (isinstance(norm, Tensor) and norm.ndim == 0):
             raise CheckpointError("'release' of the optimizer checkpoint has a norm that is no number: it is damaged")
@@ -519,7 +517,7 @@ class DropGradients(BackwardStepper):
 
 
 def take_from_others(params: list[Tensor]) -> None:
-    """Ends the release of any optimizer that steps one of `params` in backward: the newest one trains them."""
+    """Detaches the release of other optimizers on any of `params`: the newest optimizer trains them."""
     for releaser in {id(r): r for p in params if (r := _releaser_of(p)) is not None}.values():
         releaser.detach()
         log.warning(
@@ -533,7 +531,7 @@ def _releaser_of(param: Tensor) -> DropGradients | None:
 
 
 def _total(norms: list[Tensor]) -> Tensor:
-    """Norm of all, from those of the parts."""
+    """The norm of all gradients, from the norms of the parts."""
     dtype = norms[0].dtype
     return torch.linalg.vector_norm(torch.stack([norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]))
 
@@ -552,18 +550,18 @@ def _set_aside(params: list[Tensor]) -> Iterator[None]:
 
 
 def stream_now(device: torch.device) -> StreamId:
-    """The current stream of a CUDA device. torch.cuda.current_stream makes an object of it, for three times the price,
-    and it is asked for with every gradient."""
+    """The current stream of a CUDA device. It is read with every gradient, and torch.cuda.current_stream takes three
+    times as long because it builds an object."""
     return torch._C._cuda_getCurrentStream(device.index)
 
 
 @contextmanager
 def in_order(streams: Set[StreamId]) -> Iterator[None]:
-    """Inside, what is done on the current stream comes after what was begun on `streams` of its device; afterwards they
-    go on behind it.
+    """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
+    `streams` wait for it.
 
-    Branches of a network may run on streams of their own, and each makes its gradients there: who steps them together
-    waits for all, and the memory of a gradient that is dropped is its own stream's to use again.
+    Branches of a network may make gradients on streams of their own. A step of them together waits for all; the memory
+    of a dropped gradient goes back to its own stream, which may use it again only after the step.
     """
     now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
     if now is None or streams == {now}:
@@ -589,10 +587,10 @@ def together(
 ) -> list[tuple[str, ...]]:
     """Groups of blocks that are stepped together.
 
-    Gradients come in `order` (block, bytes), and a block has `left` of them. Groups are of blocks that come one after
-    the other, up to `limit` bytes, and so that never more than that is there beside what was by then where each is
-    stepped alone. By then, and not in all: activations go as backward goes on, so that a peak of gradients at its end,
-    as of an embedding, costs less than the same bytes at its beginning.
+    Gradients come in `order` (block, bytes); a block has `left` of them. `joins` says whether two blocks can be in one
+    group. A group is consecutive blocks of at most `limit` bytes. At each point, the gradients held are at most the
+    larger of `limit` and the peak up to there of stepping each block alone. The peak up to there, and not of all,
+    because activations go as backward goes on: gradients at its end cost less than the same bytes at its beginning.
     """
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
@@ -618,10 +616,10 @@ def together(
 
 
 class KeepGradients(BackwardStepper):
-    """Overlap: inside `last_backward` each piece of host-placed blocks is stepped when its gradients are final.
+    """Overlap: inside `last_backward`, each piece of host-placed blocks is stepped when its gradients are final.
 
-    Gradients stay, so whoever looks at them before `step` finds them, but nobody may change them: they have been used.
-    Between steps it holds nothing but hooks.
+    Gradients stay readable until `step`, but nobody may change them, because they have been used. Between steps it
+    holds only hooks.
     """
 
     policy = "keep"
@@ -630,20 +628,20 @@ class KeepGradients(BackwardStepper):
 
     def __init__(self, owner: "BlockwiseOptimizer"):
         self._on = False
-        self._finals: list[Tensor] = []  # parameters in the order in which their gradients were final
-        self._learned: set[str] = set()  # blocks whose order the registry knows
-        self.num_stepped = 0  # parameters that the last step found stepped in backward
+        self._finals: list[Tensor] = []  # parameters, in the order in which their gradients became final
+        self._learned: set[str] = set()  # blocks when the registry last learned their order
+        self.num_stepped = 0  # parameters that the last step's backward stepped
         super().__init__(owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies get hooks of their own, from whoever owns them."""
+        """Nothing: the owner builds another one for a copy."""
         return {}
 
     def _reset(self) -> None:
         super()._reset()
         self._place: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
-        self._left: dict[tuple[int, int], int] = {}  # piece -> parameters without a gradient so far
-        self.versions: dict[Tensor, int] = {}  # parameter that was stepped -> version of its gradient
+        self._left: dict[tuple[int, int], int] = {}  # piece -> number of parameters without a gradient yet
+        self.versions: dict[Tensor, int] = {}  # parameter stepped in backward -> its gradient's version
 
     @property
     def mid_step(self) -> bool:
@@ -651,7 +649,7 @@ class KeepGradients(BackwardStepper):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Inside, a backward steps host-placed blocks as soon as their gradients are final, where that is possible."""
+        """Inside, a backward steps host-placed blocks when their gradients are final, where that is possible."""
         refuse_ranks("last_backward")
         self.check_between_steps("last_backward was entered")
         self._on = self._prepare()
@@ -661,7 +659,7 @@ class KeepGradients(BackwardStepper):
             self._on = False
 
     def _prepare(self) -> bool:
-        """Notes which parameters wait for which piece; False where all blocks have to wait for `step`."""
+        """Notes which piece each parameter belongs to; False where all blocks have to wait for `step`."""
         owner = self.owner
         seen = any(subscriber.wanted() for subscriber in owner.before_step)
         thawed = any(param.requires_grad for param in owner.registry.frozen)  # blocks may still come in this step
@@ -683,7 +681,7 @@ class KeepGradients(BackwardStepper):
         if self._place:
             if self.finish not in owner.before_check:
                 owner.before_check.append(self.finish)
-            vars(owner)[_SCALING] = True  # so that a GradScaler comes to `step` with scaled gradients, and is refused
+            vars(owner)[_SCALING] = True  # so that a GradScaler calls `step`, which refuses scaled gradients
         return bool(self._place)
 
     def _gradient_is_final(self, param: Tensor) -> None:
@@ -714,13 +712,13 @@ class KeepGradients(BackwardStepper):
         inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
         self._run(slots, lambda: backend.step(index, inputs))
         backend.done.add(index)
-        # These gradients were used: they may not be changed any more.
+        # `check` compares these: gradients that were used may not change.
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     def check(self) -> None:
-        """To be called before anything is done to gradients; waits until those that were used are done with.
+        """To be called before anything is done to gradients; makes later work wait for the steps that use them.
 
-        Raises BadInputError if they are not what blocks were stepped with.
+        Raises BadInputError where a used gradient was changed or dropped.
         """
         for param, version in self.versions.items():
             if param.grad is None or param.grad._version != version:
@@ -733,7 +731,7 @@ class KeepGradients(BackwardStepper):
             self.owner.registry.join()
 
     def accept_masks(self) -> None:
-        """Gradients were masked, which changes nothing for blocks that were stepped: they left the same out."""
+        """Notes the gradients' versions after masking. Stepped blocks had left out the same elements."""
         self.versions = {param: param.grad._version for param in self.versions if param.grad is not None}
 
     def finish(self) -> None:

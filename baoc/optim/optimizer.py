@@ -1,14 +1,14 @@
-"""BlockwiseOptimizer: one torch optimizer whose blocks each run the spec that an allocation gave them.
+"""BlockwiseOptimizer: one torch optimizer in which each block of parameters runs the spec that an allocation gave it.
 
-It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step (`_step`) is
+It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step (`_step`) goes through
 
-1. the registry's backends, built anew only where something moved since the last step (`_ready`),
-2. the finite check (`finite_check`, in `baoc.optim.nonfinite`), which may mask elements or skip the step,
-3. who subscribed to `before_step` and sees the final gradients,
-4. the backends, one for all blocks that it can step (`baoc.optim.backends`: eager, native, fused, hosted),
-5. who subscribed to `after_step`.
+1. `_ready`: the registry's backends, rebuilt only where a parameter or state moved since the last step,
+2. `finite_check` (`baoc.optim.nonfinite`), which may mask gradient elements or skip the step,
+3. the subscribers of `before_step`, who see the final gradients,
+4. the backends (`baoc.optim.backends`: eager, native, fused, hosted), each once for all blocks that it steps,
+5. the subscribers of `after_step`.
 
-Gradient release and overlap step blocks in backward already, and meet in `baoc.optim.backward`.
+Gradient release and overlap step blocks during backward already, see `baoc.optim.backward`.
 """
 
 import weakref
@@ -38,7 +38,7 @@ from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
-# Wrapped by schedulers, or set by whoever owns us: not part of a copy.
+# Attributes that copies leave out: schedulers wrap `step`, and the optimizer's owner sets the others.
 _UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step", "late_planner", "network")
 
 
@@ -47,9 +47,9 @@ class BeforeStep:
     """A subscriber to `BlockwiseOptimizer.before_step`.
 
     Attributes:
-        call: Called in each step, when gradients are final and non-finite elements in them are 0. It may change
+        call: Called in each step, when gradients are final and their non-finite elements are 0. It may change
             parameter groups.
-        wanted: False while `call` does not need the gradients of the coming step, which may then be used before it.
+        wanted: Returns False while `call` does not need the coming step's gradients: backward may then step blocks.
     """
 
     call: Callable[[], object]
@@ -63,9 +63,9 @@ class BlockwiseOptimizer(Optimizer):
         optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
 
     `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python -m
-    baoc.optim.table` prints the bytes of every spec. State is allocated at once, for trainable parameters only. Weights
-    that are not native make the parameters bf16 when the optimizer is built, so run the model in bf16 or under bf16
-    autocast; `export_weights` returns fp32, and moving a block back to native weights restores them.
+    baoc.optim.table` prints the bytes of every spec. State is allocated here, for trainable parameters only. A
+    weights format other than native makes the parameters bf16 here, so run the model in bf16 or under bf16 autocast;
+    `export_weights` returns fp32, and moving a block back to native weights restores them.
     `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
 
     Args:
@@ -77,25 +77,25 @@ class BlockwiseOptimizer(Optimizer):
             TrainingFailedError.
         rms_matching: Scale each block's update to AdamW's RMS. False runs rules as published. "displacement" scales
             rules without momentum to AdamW's update without momentum.
-        target_rms: That RMS by block; .2 where it is missing.
+        target_rms: Block -> AdamW's update RMS; .2 where it is missing.
         backend: "auto", or the backend that steps every block.
-        release: Step each block in the backward pass, and drop its gradients. True, or GradientRelease(clip_norm=...),
-            because clip_grad_norm_ finds none afterwards. Accumulation is refused; `step()` is called as before.
-        tuning: Multiples of the learning rate and betas by rule and role, see `baoc.core.recipes`. A schedule goes on
-            acting: it moves the rate that is multiplied, and a beta that it moves is the schedule's.
-        device: Parameters that are elsewhere move there one by one, in the format of their spec.
+        release: Step each block in the backward pass, and drop its gradients. GradientRelease(clip_norm=...) clips as
+            well, because clip_grad_norm_ finds none afterwards. Accumulation is refused. Call `step()` as usual.
+        tuning: Multiples of the learning rate and betas by rule and role, see `baoc.core.recipes`. The multiple is of
+            the scheduled rate; a beta that a scheduler changes replaces the tuned one.
+        device: Parameters on another device move there one by one, in the format of their spec.
 
     Attributes:
-        finite_check: Decides in each step which gradient elements are left out, or that the step is skipped. It may be
-            replaced by another with the methods of `NonFiniteFilter`; its `vote` lets processes decide together.
-        before_step: `BeforeStep` subscribers. None with gradient release, see `DropGradients.observer`.
-        after_step: Callables without arguments, called when all blocks were stepped. As before_step no part
-            of copies.
-        releaser: What steps blocks in backward with gradient release, else None.
-        overlap: What steps host-placed blocks inside `last_backward`.
+        finite_check: Decides in each step which gradient elements are left out, or that the step is skipped. Any object
+            with the methods of `NonFiniteFilter` may replace it; its `vote` lets processes decide together.
+        before_step: `BeforeStep` subscribers; refused with gradient release, see `DropGradients.observer`.
+        after_step: Callables without arguments, called when all blocks have been stepped.
+        releaser: Steps blocks in backward with gradient release; else None.
+        overlap: Steps host-placed blocks in backward, inside `last_backward`.
         load_report: What the last `load_state_dict` converted.
-        late_planner: Says which spec each parameter runs that comes late; None runs the one given for all, or fp32
-            AdamW. `network`: a weak reference to the module by whose names such are called. Neither is of copies.
+        late_planner: Late parameters -> their specs by name; None: the spec given for all, or fp32 AdamW.
+        network: Weak reference to the module that late parameters take their names from. Copies have neither of these
+            two, and no subscribers.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class BlockwiseOptimizer(Optimizer):
         self.rms_matching = bool(rms_matching)
         matched_by = "rms" if isinstance(rms_matching, bool) else rms_matching
         releasing = release_settings(release, nonfinite=nonfinite)
-        self.before_check: list[Callable[[], object]] = []  # of one step, by overlap
+        self.before_check: list[Callable[[], object]] = []  # overlap adds to it for one step
         self.before_step: list[BeforeStep] = []
         self.after_step: list[Callable[[], object]] = []
         self.late_planner: Callable[[Sequence[ParamInfo]], Mapping[str, str]] | None = None
@@ -131,9 +131,9 @@ class BlockwiseOptimizer(Optimizer):
         self.releaser: DropGradients | None = None
         self.load_report: loading.LoadReport | None = None
         self.finite_check = NonFiniteFilter(nonfinite)
-        self.num_steps = 0  # the codecs' phase
-        self._stalling: set[str] = set()  # blocks that were warned of
-        self._unseeded = False  # whether the next step has to start some v
+        self.num_steps = 0  # completed steps, the codecs' phase
+        self._stalling: set[str] = set()  # blocks that a warning has named
+        self._unseeded = False  # whether the next step initializes some v (`seed`)
         self._registry: BlockRegistry | None = None
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -149,7 +149,7 @@ class BlockwiseOptimizer(Optimizer):
         self.overlap = KeepGradients(self)
         if releasing is not None:
             self.releaser = DropGradients(self, releasing)
-            self._step_supports_amp_scaling = True  # so that a GradScaler comes to `step`, where it is refused
+            self._step_supports_amp_scaling = True  # so that a GradScaler calls `step`, which refuses it
         self._warn_of_stalling(registry.live)
         if isinstance(params, torch.nn.Module):
             watch_loads(params, self)
@@ -161,7 +161,8 @@ class BlockwiseOptimizer(Optimizer):
         return self._registry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; parameters that come late run the spec that was given for all, else fp32 AdamW."""
+        """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises where they cannot, and adds
+        nothing."""
         if self._registry is not None:
             param_group = self._with_names(param_group)
             (param_group,) = groups.to_groups([param_group], held=self.param_groups)
@@ -181,13 +182,13 @@ class BlockwiseOptimizer(Optimizer):
                 raise
 
     def _admit(self, infos: list[ParamInfo]) -> None:
-        """Parameters that come late get states, by the specs of whoever plans, and what else they need."""
+        """Gives late parameters their states, by the specs of `late_planner` if there is one."""
         specs = self.late_planner(infos) if self.late_planner is not None and infos else None
         self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
         self._welcome()
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A late group whose plain parameters are called what the network calls them, where it has all of them."""
+        """A late group with the network's names for plain parameters, if the network has all of them."""
         network = None if self.network is None else self.network()
         given = group.get("params")
         if network is None or given is None or "param_names" in group:
@@ -199,7 +200,7 @@ class BlockwiseOptimizer(Optimizer):
         return {**group, "params": params}
 
     def _welcome(self) -> None:
-        """What parameters that came late get beside their states."""
+        """Completes late parameters that have states: saved states, seeding, warnings and hooks."""
         loading.load_late(self.registry, param_groups=self.param_groups)
         self._note_unseeded()
         self._warn_of_stalling(self.registry.live)
@@ -210,7 +211,7 @@ class BlockwiseOptimizer(Optimizer):
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
-        """Once per block."""
+        """Warns once per block that 16-bit weights without correction lose small updates."""
         new = [name for name in masters.stalling(self.registry, names) if name not in self._stalling]
         self._stalling.update(new)
         if new:
@@ -221,9 +222,9 @@ class BlockwiseOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. A closure is run once, with gradients enabled, and its result returned.
 
-        With gradient release most of it was done in the backward before, and this ends it.
+        With gradient release backward has stepped most blocks; this steps the others and ends the step.
         """
-        # What torch wraps around a step, a name for profilers and calls of hooks, costs as much as a fifth of it.
+        # torch's wrapper, which calls hooks and labels profiles, costs up to a fifth of a step.
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -256,21 +257,21 @@ class BlockwiseOptimizer(Optimizer):
         return self._step_all(loss)
 
     def _step_all(self, loss: Any) -> Any:
-        """A step whose gradients are there."""
+        """Steps all blocks by gradients that are complete."""
         for look in tuple(self.before_check):
             look()
         unit = self._ready()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._capture(unit)
             return loss
-        options = self.options()  # before what is known of the gradients is taken: it may raise
+        options = self.options()  # may raise, so before the check uses up its marks
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
             return loss
         if self.before_step:
             for subscriber in tuple(self.before_step):
                 subscriber.call()
-            options = self.options()  # which they may have changed
+            options = self.options()  # subscribers may have changed them
         if self._unseeded:
             self.seed(self.registry.live.values())
         inputs = self.inputs(masks, options=options, phase=self.num_steps + 1)
@@ -291,7 +292,7 @@ class BlockwiseOptimizer(Optimizer):
     def _notice_params(self) -> None:
         """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
         registry = self.registry
-        try:  # by identity first, so it takes no time; two tensors that differ have no truth value
+        try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
             same = [group["params"] for group in self.param_groups] == registry.listed
         except RuntimeError:
             same = False
@@ -304,7 +305,7 @@ class BlockwiseOptimizer(Optimizer):
             self._admit(registry.thawed(self.param_groups))
 
     def _ready(self) -> StepUnit:
-        """What a step goes through: as it was, unless parameters or states moved since the last one."""
+        """The StepUnit of this step: the last one, unless parameters or states have moved since."""
         registry = self.registry
         unit, held = registry.unit, registry.witness
         if unit is None or registry.unstepped or not registry.placed:
@@ -317,52 +318,52 @@ class BlockwiseOptimizer(Optimizer):
         return unit
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:
-        """Starts v of `blocks` that wait for their next gradient, which is there now, see `baoc.optim.seeding`."""
+        """Initializes v of those `blocks` that wait for a gradient and have one now (`baoc.optim.seeding`)."""
         seeding.seed(blocks, registry=self.registry, param_groups=self.param_groups)
         self._note_unseeded()
 
     def _count_step(self) -> None:
-        """Ends a step whose blocks were stepped in backward."""
+        """Counts a step whose blocks were stepped in backward, and calls `after_step`."""
         self.num_steps += 1
         self._note_unseeded()
         for subscriber in tuple(self.after_step):
             subscriber()
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """`with optimizer.last_backward(): loss.backward()` lets host-placed blocks be stepped in backward already.
+        """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already.
 
-        To be said of the last backward before `step` if nothing clips, unscales or drops gradients between the two.
+        Use it for the last backward before `step`, and only if nothing clips, unscales or drops gradients between the
+        two.
         """
         return self.overlap.last_backward()
 
     def options(self) -> list[Options]:
-        """What the parameter groups say now, then what tuned blocks make of it.
-
-        Raises BadInputError for what no schedule can mean.
-        """
+        """Settings of a step: one row per parameter group, then `BlockRegistry.rows`. Raises BadInputError for a value
+        outside AdamW's range, which a schedule may have set."""
         plain = []
         for group in self.param_groups:
             lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
             first, second = betas
             if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
-                groups.check_settings({**group, "lr": lr})  # a schedule made them what weights would not survive
+                groups.check_settings({**group, "lr": lr})  # raises: a schedule may have set them
             plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
         rows = self.registry.rows
         return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
 
     def _tuned(self, options: Options, tuned: Tuned, group: int) -> Options:
-        """A group's settings as a block of it has them that learns at a rate and with betas of its own."""
+        """The settings `options` of a parameter group, as `tuned` changes them."""
         betas = betas_of(tuned, self.param_groups[group])
         return Options(lr=options.lr * tuned.lr, betas=betas, eps=options.eps, weight_decay=options.weight_decay)
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
-        """What backends are told of a step; `phase` is its number, from 1."""
+        """What backends get for a step. `masks`: as `finite_check` returns them; `phase`: the step's number, from 1."""
         return StepInputs(
             state=self.registry.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
 
     def _capture(self, unit: StepUnit) -> None:
-        """The device's part of a step, which somebody captures in a CUDA graph."""
+        """Runs the device's part of a step in the capture of a CUDA graph. Raises BadInputError unless
+        nonfinite=skip_element."""
         if self.nonfinite != "skip_element":
             raise BadInputError(
                 f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
@@ -374,9 +375,9 @@ class BlockwiseOptimizer(Optimizer):
     def prepare_replay(self) -> None:
         """To be called before each replay of a CUDA graph in which `step` was captured.
 
-        A capture only takes down what the device does. This does the host's part: it counts the step and sends learning
-        rates, bias corrections and the gradients' addresses to where the graph reads them. Run some steps before
-        capturing, so that kernels are compiled and each block's update RMS is measured.
+        A graph replays only the device's part. This does the host's: it counts the step and writes learning rates, bias
+        corrections and the gradients' addresses to where the graph reads them. Run some steps before capturing, so that
+        kernels are compiled and each block's update RMS has been measured.
 
         Raises BadInputError with gradient release.
         """
@@ -390,12 +391,12 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def mask_nonfinite(self) -> int | None:
-        """Zeroes non-finite gradient elements, to be called before clipping; returns how many there were.
+        """Zeroes non-finite gradient elements and returns their number. To be called before clipping.
 
-        The coming step leaves them out as `nonfinite` says. Without this call the step looks for itself. The fused
-        backend does it in one pass without waiting for the device, so that the number is not known yet and None is
-        returned; it leaves -0.0 as a mark, which scaling and clamping keep: add nothing to these gradients afterwards.
-        With gradient release it was done in backward; this steps the blocks of which some parameters have no gradient.
+        The coming step treats them as `nonfinite` says. Without this call the step checks gradients itself. The fused
+        backend does not wait for the device, so this returns None. It marks the elements by -0.0, which scaling and
+        clamping keep: add nothing to these gradients afterwards. With gradient release backward has masked; this then
+        steps the blocks of which some parameters have no gradient.
         """
         self.registry.lend_gradients()
         unit = self.registry.ready()
@@ -412,7 +413,7 @@ class BlockwiseOptimizer(Optimizer):
             stepping.check_between_steps(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what `mask_nonfinite` found in the gradients goes with them."""
+        """As torch's; also forgets what `mask_nonfinite` found in the gradients."""
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
@@ -426,13 +427,13 @@ class BlockwiseOptimizer(Optimizer):
 
     @property
     def num_nonfinite(self) -> int:
-        """Non-finite gradient elements since this optimizer was built."""
+        """Non-finite gradient elements found since this optimizer was built."""
         self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
         return self.finite_check.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
-        """Parameter name -> non-finite elements, when there last were some."""
+        """Parameter name -> non-finite elements, at the last time that there were some."""
         self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
         return self.finite_check.last_nonfinite
 
@@ -456,7 +457,7 @@ class BlockwiseOptimizer(Optimizer):
         return {name: self.registry.block_bytes(live) for name, live in self.registry.live.items()}
 
     def block_host_bytes(self) -> dict[str, int]:
-        """Live bytes of the state that host-placed blocks keep on the host, by block; 0 of others."""
+        """Block -> live bytes of its optimizer state on the host; 0 unless it is host-placed."""
         return {name: self.registry.block_host_bytes(live) for name, live in self.registry.live.items()}
 
     def state_bytes(self) -> int:
@@ -464,7 +465,8 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def update_rms(self, blocks: Iterable[str] | None = None) -> dict[str, float]:
-        """Block -> RMS of its last update before the learning rate, of the blocks (of `blocks`) that can tell."""
+        """Block -> RMS of its last update before the learning rate. Blocks that do not know it are left out; None asks
+        all."""
         asked = self.registry.live if blocks is None else blocks
         rms = {name: migration.rms_of(name, registry=self.registry, param_groups=self.param_groups) for name in asked}
         return {name: float(value) for name, value in rms.items() if value is not None}
@@ -472,7 +474,7 @@ class BlockwiseOptimizer(Optimizer):
     # -- changing it ----------------------------------------------------------------------------------------------
 
     def set_target_rms(self, target_rms: Mapping[str, float]) -> None:
-        """New AdamW update RMS by block, from a profile. Blocks that are matched now take it at their next step."""
+        """Sets AdamW's update RMS by block, as from a profile. Matched blocks use it from their next step on."""
         for name, target in target_rms.items():
             if name not in self.registry.live:
                 raise unknown_name(name, what="block", allowed=self.registry.live)
@@ -485,7 +487,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def retune(self, tuning: Tuning | None) -> None:
-        """Rates and betas by rule and role from the next step on, of blocks that are there and of those that come."""
+        """Sets learning rates and betas by rule and role, of present and late blocks, from the next step on."""
         if tuning == self.registry.tuning:
             return
         self._keeps_betas = tuning is not None and bool(tuning.betas)
@@ -502,8 +504,8 @@ class BlockwiseOptimizer(Optimizer):
     ) -> list[BlockMove]:
         """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
 
-        `moments` (by parameter name) start v where a block had none. Nothing changes if any of `specs` is refused. Done
-        block by block, those that shrink first, so memory never exceeds the larger plan by more than a block.
+        `moments` (by parameter name) initialize v where a block had none. Nothing changes if any of `specs` is refused.
+        Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most.
         """
         live, targets, where = self.registry.live, [], groups.named_params(self.param_groups)
         for name, given in specs.items():
@@ -555,7 +557,7 @@ class BlockwiseOptimizer(Optimizer):
         """Loads BAOC's own or torch.optim.AdamW's checkpoint by parameter name, converted to the specs in force.
 
         `load_report` then says what was converted, with which error, and which names were on one side only. Load the
-        model before: weights are its own to load, and of split ones the checkpoint has the corrections. Raises
+        model first: its checkpoint has the weights, and this one only the corrections of split ones. Raises
         CheckpointError before anything is changed.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -574,11 +576,12 @@ class BlockwiseOptimizer(Optimizer):
             hook(self)
 
     def _resume(self, state_dict: dict[str, Any]) -> None:
-        """For subclasses: what else to take from a checkpoint, once it is checked and before states are filled."""
+        """For subclasses: takes more from a checkpoint, once it is checked and before states are filled."""
 
     @torch.no_grad()
     def to_adamw_state_dict(self) -> dict[str, Any]:
-        """A state dict that torch.optim.AdamW over the same groups loads; what a rule does not keep is inferred."""
+        """A state dict that torch.optim.AdamW over the same groups loads; states that a rule does not keep are
+        inferred."""
         return checkpoint.to_adamw(self.registry, param_groups=self.param_groups)
 
     @torch.no_grad()
@@ -588,7 +591,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Sets parameters to fp32 (or other) numbers by name, each kept as its block keeps weights. Others stay.
+        """Sets parameters by name to fp32 (or other) values, in the weights format of their blocks. Others stay.
 
         Raises BadInputError for an unknown name or another shape, with nothing changed.
         """
@@ -597,7 +600,7 @@ class BlockwiseOptimizer(Optimizer):
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> "BlockwiseOptimizer":
-        """A shallow copy shares parameters, states and plan, as of any optimizer."""
+        """A shallow copy: it shares parameters, states and plan. Raises TypeError with gradient release."""
         if self.releaser is not None:
             raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
         twin = object.__new__(type(self))
@@ -607,7 +610,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @staticmethod
     def _subscribed() -> dict[str, Any]:
-        """The subscribers of a copy: none."""
+        """What copies have in place of subscribers, late_planner and network."""
         return {"before_check": [], "before_step": [], "after_step": [], "late_planner": None, "network": None}
 
     def _own(self) -> dict[str, Any]:

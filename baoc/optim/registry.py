@@ -1,18 +1,18 @@
-"""The registry: which parameters of an optimizer are in which block, under which spec, with which states and backend.
+"""The registry: for each parameter of an optimizer its block, spec, states and backend.
 
 What it holds, from the outside in:
 
 1. A `Block` is a set of parameters that an allocation gave one spec. `LiveBlock` is a block as it runs: spec, rule,
-   update matching, and one `Slot` per parameter (group, codecs, how weights are kept). `live` maps names to them.
-2. `build` checks blocks and specs against the parameter groups, allocates every state, and gives weights the format of
-   their spec (`add_block`). `add_late_params` does the same for parameters that come later: in a new group, or frozen
-   before and with a gradient now. These run the spec that was given for all, else fp32 AdamW.
-3. States are views of one slab of bytes per block. `state` maps parameters to them. Slabs of host-placed blocks lie in
-   the `arena`, in CPU memory, and `visiting` brings a block's states to the device for whoever reads or converts them.
-4. A step goes through a `StepUnit`: the backends of all blocks, and what the finite check has to look at. It is built
-   by `ready` when it is first asked for and kept in `unit`. Backends hold addresses, so it is dropped (`refresh`,
-   `drop_backends`) by whoever replaces a state, a match or a parameter's data. What others did behind its back is
-   noticed by `witness`, one state that was replaced when all were, and by each backend's `moved`.
+   update matching, and one `Slot` per parameter (group, codecs, weights format). `live` maps names to them.
+2. `build` checks blocks and specs against the parameter groups, allocates every state, and converts weights to the
+   format of their spec (`add_block`). `add_late_params` does the same for late parameters: those of a new group, and
+   those that were frozen and have a gradient now. They run the spec that was given for all, else fp32 AdamW.
+3. States are views of one slab of bytes per block; `state` maps parameters to them. Slabs of host-placed blocks lie in
+   the `arena`, in CPU memory. `visiting` brings a block's states to the device for whoever reads or converts them.
+4. A step calls a `StepUnit`: the backends of all blocks, and what the finite check looks at. `ready` builds it and
+   keeps it in `unit`. Backends hold addresses, so whoever replaces a state, a match or a parameter's data drops it
+   (`refresh`, `drop_backends`). Replacements by others are detected by `witness`, a sample state whose identity is
+   compared, and by each backend's `moved`.
 5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
 6. A rank steps its rows of a sharded parameter as a plain tensor, the parameter's twin (`baoc.optim.shards`). `state`
    has twins for keys, and `lend_gradients` gives them the gradients of a step.
@@ -49,28 +49,28 @@ if TYPE_CHECKING:
     from baoc.optim.checkpoint import Saved
 
 log = logging.getLogger(__name__)
-FALLBACK = "adamw"  # what a parameter that comes late runs, unless one spec was given for all
+FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all
 
 
 class BlockRegistry:
-    """Live blocks of one optimizer and their states. The module's text says how the parts belong together.
+    """Live blocks of one optimizer and their states. The module's docstring says how they work together.
 
     Args:
-        shown: The optimizer's own dict of parameter -> states. It shows nothing of host-placed blocks, because whoever
-            walks through it, as Lightning does at the start of a fit, moves what is there to the device.
-        backend: "auto", or the name of the backend that is to step every block.
-        target_rms: Update RMS of AdamW by block, where it was measured.
+        shown: The optimizer's own dict of parameter -> states. States of host-placed blocks are not in it, because
+            Lightning moves all that is there to the device at the start of a fit.
+        backend: "auto", or the name of the backend that steps every block.
+        target_rms: Block -> AdamW's update RMS, where it was measured.
         matched_by: How updates are matched, see `baoc.optim.matching`.
         tuning: Multiples of the learning rate and betas by rule and role.
 
     Attributes:
         names: Parameter -> name, of those that have state.
-        twins: Sharded parameter -> what is stepped of it here, and how it is cut.
+        twins: Sharded parameter -> this rank's rows of it as a plain tensor, and how it is cut.
         shards: The ranks over which parameters are cut; None where none is.
-        idle: Slots of which other ranks have all rows, and this one counts the steps.
-        frozen: The parameters that have none.
-        listed: All parameters, by group, as the parameter groups had them when backends were last dropped.
-        rows: Group and change, of the options of a step that follow those of the groups.
+        idle: Slots without rows on this rank, which only counts their steps.
+        frozen: The parameters that have no state.
+        listed: All parameters, by group, as of the last `refresh`.
+        rows: Group and tuning of each set of options that follows those of the groups in a step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BlockRegistry:
         self.matched_by = matched_by
         self.backend = backend
         self.tuning = tuning
-        self.rows: list[tuple[int, Tuned]] = []  # of the options of a step behind those of the groups: group and change
+        self.rows: list[tuple[int, Tuned]] = []
         self.target_rms = dict(target_rms)
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
@@ -97,17 +97,17 @@ class BlockRegistry:
         self.idle: list[Slot] = []
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []
-        self.unit: StepUnit | None = None  # what a step goes through, once it is built
-        self.witness: tuple[State, str, Tensor] | None = None  # a state that its backends hold
+        self.unit: StepUnit | None = None  # None until a step asks for it
+        self.witness: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
         self._rings: Pipelines | None = None
-        self._finals: dict[Tensor, int] = {}  # parameter -> when its gradient is final in backward, among others
+        self._finals: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
         self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
-        self._unread: dict[str, int] = {}  # what backends that are gone found in gradients
-        self.late_spec: str | OptimizerSpec | None = None  # what was given for all
-        self.placed = self.unstepped = False  # `unstepped`: some weights came since the last step
-        self.waiting: Saved | None = None  # states that were loaded of parameters that do not train yet
+        self._unread: dict[str, int] = {}  # non-finite elements that dropped backends had found
+        self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
+        self.placed = self.unstepped = False  # `unstepped`: weights may have changed since the last step
+        self.waiting: Saved | None = None  # loaded states of parameters that are not trained yet
 
     def build(
         self,
@@ -119,7 +119,7 @@ class BlockRegistry:
     ) -> None:
         """Checks blocks and specs against the groups, then allocates every state.
 
-        `device`: where parameters come to that wait elsewhere, block by block, as their specs keep them.
+        `device`: parameters elsewhere move there block by block, in the format of their specs. None moves none.
         """
         if isinstance(specs, str | OptimizerSpec):
             self.late_spec = specs
@@ -143,7 +143,7 @@ class BlockRegistry:
         self.refresh(param_groups)
 
     def make_block(self, block: Block, *, spec: OptimizerSpec, where: Mapping[str, tuple[Tensor, int]]) -> LiveBlock:
-        """A block with its slots, tuned as its rule and role are, and no state yet. `where`: `groups.named_params`."""
+        """A block with its slots, tuned by rule and role, without states. `where`: `groups.named_params`."""
         tuned = None if self.tuning is None else self.tuning.of(block, rule=spec.rule)
         slots = []
         for info in block.params:
@@ -160,7 +160,7 @@ class BlockRegistry:
         return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
 
     def _twin(self, param: Tensor, *, name: str) -> tuple[Tensor, Shard | None]:
-        """What is stepped of a parameter, which stays the same, and how it is cut."""
+        """The tensor that is stepped for a parameter, always the same, and how the parameter is cut."""
         if param not in self.twins:
             shard = shard_of(param)
             if shard is None:
@@ -171,7 +171,7 @@ class BlockRegistry:
         return self.twins[param]
 
     def lend_gradients(self) -> None:
-        """Twins get the gradients of their parameters, and follow those that were moved."""
+        """Gives twins their parameters' gradients, and the data of parameters that were moved."""
         for param, (twin, _) in self.twins.items():
             part, grad = local(param), param.grad
             if part.data_ptr() != twin.data_ptr():
@@ -181,12 +181,12 @@ class BlockRegistry:
             twin.grad = None if grad is None else local(grad)
 
     def return_gradients(self) -> None:
-        """Whoever drops gradients drops them in the parameters: twins hold none between steps."""
+        """Drops the twins' gradients, so that whoever drops a parameter's gradient frees it."""
         for twin, _ in self.twins.values():
             twin.grad = None
 
     def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
-        """Gives every block the rates and betas of another tuning."""
+        """Gives every block the learning rates and betas of `tuning`; None gives those of the groups."""
         self.tuning = tuning
         for live in self.live.values():
             tuned = None if tuning is None else tuning.of(live.block, rule=live.spec.rule)
@@ -197,11 +197,11 @@ class BlockRegistry:
     def add_block(
         self, live: LiveBlock, *, device: torch.device | None = None, states: list[State] | None = None
     ) -> None:
-        """Adds a block before its first step: allocates its states and brings its weights into the format of its spec.
+        """Adds a block before its first step: allocates its states and converts its weights to the format of its spec.
 
         Args:
-            device: Where parameters come to that wait elsewhere; None leaves them where they are.
-            states: States that were allocated already, in the order of its slots.
+            device: Parameters elsewhere move there; None leaves them where they are.
+            states: States that are allocated already, in the order of the block's slots.
         """
         waiting = make_room(live, device=device)
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
@@ -217,41 +217,39 @@ class BlockRegistry:
         self._shown[slot.owner] = {} if slot.placed_on_host else state
 
     def target(self, block: str) -> float:
-        """The update RMS that AdamW is taken to have on a block where none was measured."""
+        """AdamW's update RMS on a block: the measured one, else the usual one."""
         return self.target_rms.get(block, matching.DEFAULT_TARGET)
 
     def add_match(self, live: LiveBlock, *, target: float) -> None:
-        """Gives a matched block its matching state, own RMS still to be measured; `target` is AdamW's RMS."""
+        """Gives a matched block its matching state, without an own RMS yet. `target` is AdamW's update RMS on it."""
         if live.matched and live.slots:
             live.match = new_match(self.own_target(live, target=target), device=live.slots[0].param.device)
 
     def own_target(self, live: LiveBlock, *, target: float) -> float:
-        """The RMS that a block's update is scaled to, where AdamW's on it is `target`."""
+        """The RMS that a block's update is scaled to, if AdamW's on the block is `target`."""
         return matching.UNAVERAGED_TARGET if self.has_own_target(live) else target
 
     def has_own_target(self, live: LiveBlock) -> bool:
-        """Whether the block's RMS tells nothing of AdamW's: matched by displacement, its rule averages nothing."""
+        """Whether AdamW's RMS does not matter: displacement matches a rule without momentum to 1."""
         return self.matched_by == "displacement" and live.matched and not matching.averages(live.rule.info)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the states: whoever owns them puts them back into the copy, and packs them again.
-
-        Raises BadInputError where parameters are sharded.
-        """
+        """Without the states: the optimizer puts them back into the copy by `adopt`. Raises BadInputError where
+        parameters are sharded."""
         if self.twins:
             raise refusal("sharded_copy")
         self.drop_backends()
         return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
-        """Takes the states of a copy, all of which are in `shown`, and puts them where they belong."""
+        """Takes a copy's states from `shown` and packs them into slabs, those of host-placed blocks into the arena."""
         self._shown, self.state = shown, dict(shown)
         for live in self.live.values():
             self.pack(live)
         self._gather()
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
-        """To be called after blocks, states or groups changed: backends are built anew by the next step."""
+        """To be called after blocks, states or groups changed: the next step builds new backends."""
         self.drop_backends()
         self._gather()
         self._give_rows(num_groups=len(param_groups))
@@ -261,7 +259,7 @@ class BlockRegistry:
         self.idle = [slot for slot in cut if slot.counts_steps and not slot.param.numel()]
 
     def _give_rows(self, *, num_groups: int) -> None:
-        """Slots of one group that are tuned alike share a row of the options of a step."""
+        """Gives tuned slots their row in a step's options, one for all slots of a group with one tuning."""
         slots = [slot for live in self.live.values() for slot in live.slots if slot.tuned is not None]
         found = {(slot.group, slot.tuned): slot.tuned for slot in slots}
         self.rows = [(group, tuned) for (group, _), tuned in found.items() if tuned is not None]
@@ -275,17 +273,17 @@ class BlockRegistry:
         self.unit, self.witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
 
     def _keep_counts(self) -> None:
-        """What backends found in gradients, before they go."""
+        """Keeps the counts of non-finite elements of backends that are about to be dropped."""
         self._unread |= new_bad(self.everything, wait=True)
 
     def _gather(self) -> None:
-        """Host-placed states into the arena, in the order in which they pass."""
+        """Gathers states of host-placed blocks in the arena, in the order in which they are stepped."""
         on_cpu = [live for live in order_of_travel(self.live.values()) if live.slots[0].home.type == "cpu"]
         if self.arena.gather(on_cpu, state=self.state):
             self.drop_backends()
 
     def ready(self) -> StepUnit:
-        """What a step goes through, for parameters as they are now."""
+        """The StepUnit of all blocks, rebuilt where parameters or states have moved."""
         if not self.placed or ((seen := self.witness) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
         elif self.unit is not None and any([backend.moved for backend in self.unit.backends]):
@@ -318,13 +316,13 @@ class BlockRegistry:
 
     @property
     def everything(self) -> StepUnit:
-        """All backends there are now, those of blocks that backward steps included, to be asked what they found."""
+        """All present backends, those of `alone` included, to ask for the non-finite elements they found."""
         units = [*filter(None, [self.unit]), *self._alone.values()]
         backends = [backend for unit in units for backend in unit.backends]
         return StepUnit(backends=backends, guarded={}, unread=self._unread)
 
     def alone(self, names: tuple[str, ...]) -> StepUnit:
-        """What steps some blocks by themselves, on the backend that steps them among all others too, one for all."""
+        """The StepUnit of some blocks, on the backend that steps them in `unit` too, which must be one for all."""
         unit = self._alone.get(names)
         if unit is not None and not unit.backends[0].moved:
             return unit
@@ -338,27 +336,28 @@ class BlockRegistry:
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Blocks of a group are stepped together in backward from now on. What stepped them goes, for step counts are
-        views of the newest."""
+        """From now on backward steps the blocks of each group together. Their present units go, because step counts are
+        views of the newest unit's."""
         self._keep_counts()
         self._alone = {}
         self.groups = {name: group for group in groups for name in group}
 
     def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
-        """Whether the block can be stepped with `others`: the same backend steps all, and none comes from the host."""
+        """Whether one unit can step the block and `others`: all have one backend, and none is host-placed."""
         backends = {self.choices[one.block.name].backend for one in (live, *others)}
         return len(backends) == 1 and all(self.rings.of(one) is None for one in (live, *others))
 
     def forget_overwritten(self, *, begins: bool = False) -> None:
-        """Corrections of weights that somebody has written since they were taken in go; `begins`: so does a step."""
+        """Drops corrections of split weights that were overwritten. `begins`: a step begins, so later ones cannot be
+        told."""
         for slot in (slot for live in self.live.values() for slot in live.slots) if self.unstepped else ():
             drop_stale(slot, self.state[slot.param], for_good=begins)
         self.unstepped &= not begins
 
     def note_bits(self) -> None:
-        """Others may write to the weights from here to the next step: those that are as now then have kept theirs.
+        """Notes split weights before others may write to them, so that the next step knows which were overwritten.
 
-        Nothing before the first step and after loading, when the corrections came last.
+        Before the first step and after loading it does nothing: the bits were noted when the corrections were made.
         """
         if self.unstepped:
             return
@@ -371,21 +370,21 @@ class BlockRegistry:
 
     @property
     def rings(self) -> Pipelines:
-        """Through which host-placed blocks pass to be stepped; made when it is first asked for."""
+        """The buffers through which host-placed blocks pass to be stepped, built when first asked for."""
         if self._rings is None:
             self._rings = Pipelines(self.travelling(), home=self.state)
         return self._rings
 
     def travelling(self) -> list[LiveBlock]:
-        """Host-placed blocks in the order in which they are to pass."""
+        """Host-placed blocks in the order in which they are stepped."""
         last = len(self._finals)
         placed = order_of_travel(self.live.values())
         return sorted(placed, key=lambda live: max(self._finals.get(slot.param, last) for slot in live.slots))
 
     def learn_travel(self, finals: Sequence[Tensor]) -> None:
-        """Host-placed blocks pass in the order in which their gradients become final; `finals` are parameters so.
+        """Orders host-placed blocks by when their gradients are final; `finals` are parameters in that order.
 
-        Else a piece would wait in its buffer for a block that is late, others would pass it and fetch it again.
+        In another order a buffer would wait for a late block, and blocks that overtake it would be fetched again.
         """
         before = self.travelling()
         self._finals = {param: index for index, param in enumerate(finals)}
@@ -393,18 +392,18 @@ class BlockRegistry:
             self.drop_backends()
 
     def join(self) -> None:
-        """Ends a step: what is launched from now on sees its weights."""
+        """Ends a step: work launched afterwards sees the new weights."""
         if self._rings is not None:
             self._rings.join()
 
     def synchronize(self) -> None:
-        """Returns when all states are where they are kept. To be called before anybody reads them."""
+        """Waits until all states are where they are kept. To be called before anybody reads them."""
         if self._rings is not None:
             self._rings.synchronize()
 
     @contextmanager
     def visiting(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
-        """Inside, a host-placed block has its states on its parameters' device; with `keep`, changes come home."""
+        """Inside, a host-placed block's states are on its parameters' device; `keep` copies changes back."""
         if not live.on_host:
             yield
             return
@@ -422,7 +421,7 @@ class BlockRegistry:
             yield
         finally:
             for slot, there in zip(live.slots, away, strict=True):
-                if self.state[slot.param] is there:  # nobody gave it another one
+                if self.state[slot.param] is there:  # not replaced inside
                     self.state[slot.param] = home[slot.param]
                     for key, value in home[slot.param].items() if keep else ():
                         value.copy_(there[key])
@@ -444,17 +443,17 @@ class BlockRegistry:
         param_groups: list[dict[str, Any]],
         specs: Mapping[str, str] | None = None,
     ) -> None:
-        """Gives states to parameters that no plan has: each becomes a block of its own. `specs`: by parameter, where
-        they were planned for.
+        """Gives states to parameters that the plan does not have: each becomes a block. `specs` maps parameter names to
+        specs that were planned for them.
 
-        Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run the spec.
+        Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run its spec.
         """
         where = groups.named_params(param_groups)
         late = [(info, self._late_block(info)) for info in infos]
         chosen = {
             info.name: groups.to_spec((specs or {}).get(info.name) or self.late_spec or FALLBACK) for info, _ in late
         }
-        for info, block in late:  # all are looked at before any gets state
+        for info, block in late:  # all are checked before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(chosen[info.name], block=block)
         lives = [self.make_block(block, spec=chosen[info.name], where=where) for info, block in late]
@@ -475,7 +474,7 @@ class BlockRegistry:
         )
 
     def _late_block(self, info: ParamInfo) -> Block:
-        """A block of its own, under a name that no block has."""
+        """A block of one parameter, under a name that no other block has."""
         block = groups.single_block(info)
         while block.name in self.live:
             block = replace(block, name=f"{block.name}_late")
@@ -488,8 +487,8 @@ class BlockRegistry:
         return [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late]
 
     def place(self) -> None:
-        """Moves states to their parameters' device, for a model that was moved after the optimizer was built, and for
-        states that somebody moved away and back. Parameters may have been sharded as well."""
+        """Moves states to their parameters' device, where the model or the states were moved. Raises BadInputError
+        where parameters were sharded after the optimizer was built."""
         for param, name in self.names.items():
             refuse_shard(param, name=name)
             if is_sharded(param) and param not in self.twins:
@@ -503,7 +502,7 @@ class BlockRegistry:
         self.placed = True
 
     def pack(self, live: LiveBlock) -> None:
-        """Puts the block's states into slabs where they are to be kept, where they do not lie so already."""
+        """Moves the block's states into slabs where they are kept, unless they lie so already."""
         states = packed(live.slots, [self.state[slot.param] for slot in live.slots])
         for slot, state in zip(live.slots, states, strict=True):
             slot.on_cpu = slot.param.device.type == "cpu"
@@ -512,7 +511,7 @@ class BlockRegistry:
             self.set_state(slot, state)
 
     def block_bytes(self, live: LiveBlock) -> int:
-        """Live bytes of a block's state on its parameters' device, its matching state included."""
+        """Live bytes of a block's state, its matching state included, on its parameters' device."""
         match = [live.match] if live.match is not None else []
         if live.on_host:
             return tensor_bytes(match)
@@ -535,11 +534,8 @@ class BlockRegistry:
 
 
 def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
-    """Raises BadInputError where the blocks' weights cannot be kept as their specs say, where host-placed ones cannot
-    pass, or where there is no room for what they need there.
-
-    `device`: where their parameters will be, if they are not there yet.
-    """
+    """Raises BadInputError where blocks cannot keep their weights or be host-placed as their specs say, or host memory
+    is short. `device`: where parameters will be, if they are not there yet."""
     refuse_casts(lives)
     refuse_averages(lives)
     placed = order_of_travel(lives)

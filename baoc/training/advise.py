@@ -1,7 +1,7 @@
-"""How to run a global batch within a budget, for those who own their loader and their loop.
+"""`advise`: how to run a global batch within a budget, for users with their own loader and training loop.
 
-The search is that of `run.py` (`training.measure.microbatch_search`): a few small micro-batches are tried, every way to
-run the batch is planned, and the best is tried itself.
+It runs the search of `run.py` (`training.measure.microbatch_search`), which tries a few small micro-batches, plans
+every way to run the batch, and tries the best of these itself.
 """
 
 import hashlib
@@ -38,15 +38,15 @@ from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
 OBJECTIVES = ("quality", "throughput", "balanced")
-LONG = 10_000  # steps of a run that is worth deciding well
+LONG = 10_000  # assumed steps of the run: enough to be worth a careful decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to run: `accumulation` micro-batches of `micro_batch` samples a step, `recomputed` layers' activations
-    computed again in backward, and the optimizer that `optimizer()` builds.
+    """What to run: `accumulation` micro-batches of `micro_batch` samples per step, with the activations of the first
+    `recomputed` layers recomputed in backward, and the optimizer that `optimizer()` builds.
 
-    `peak_bytes` and `samples_per_s` are predicted, of the option that was tried itself.
+    `peak_bytes` and `samples_per_s` are predictions for this option, which the search has tried itself.
     """
 
     micro_batch: int
@@ -62,15 +62,15 @@ class Advice:
     settings: SessionSettings = field(repr=False)
 
     def recompute(self) -> int:
-        """Has the first `recomputed` layers of the network compute their activations again; returns their number."""
+        """Switches on activation checkpointing for the first `recomputed` layers; returns their number."""
         if self.recomputed:
             with _declared(self.model, self.layers):
                 enable_checkpointing(self.model, name=type(self.model).__name__, count=self.recomputed)
         return self.recomputed
 
     def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
-        """The BaocOptimizer on this micro-batch, after `recompute`. `params`: the network, or its groups; `options` are
-        those of BaocOptimizer."""
+        """Builds the BaocOptimizer for this micro-batch; call `recompute` before. `params`: the network (None), or its
+        groups. `options` are those of BaocOptimizer."""
         given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, **options}
         return BaocOptimizer(self.model if params is None else params, model=self.model, **given)
 
@@ -99,24 +99,23 @@ def advise(
 ) -> Advice:
     """Micro-batch, accumulation, recomputation and optimizer for `batch_size` samples a step within `budget`.
 
-    The network, its place, random numbers and gradients are as before; `Advice.recompute` and `Advice.optimizer` put
-    the advice into effect.
+    Afterwards the network, its device and gradients, and the random generators are as before. `Advice.recompute` and
+    `Advice.optimizer` apply the advice.
 
     Args:
-        make_batch: Makes a batch of so many samples, in the form that `loss` takes, to be moved to the device.
-        loss: Loss of (model, batch), the mean over its samples. None calls `training_step(batch, 0)` of a
-            LightningModule.
-        batch_size: Samples of an optimizer step, all micro-batches together.
+        make_batch: Returns a batch of the given number of samples, as `loss` takes it. It is moved to the device.
+        loss: Returns the mean loss of (model, batch). None calls `training_step(batch, 0)` of a LightningModule.
+        batch_size: Samples per optimizer step, all micro-batches together.
         precision: `32-true` or `bf16-mixed`, as a Lightning Trainer's; the search runs `loss` under its autocast.
-        objective: `quality`, `throughput` or `balanced`: what is preferred among ways that fit.
-        layers: Modules that may recompute their activations. None takes `model.checkpoint_units`, else the longest
+        objective: What is preferred among options that fit: `quality`, `throughput` or `balanced`.
+        layers: Modules whose activations may be recomputed. None takes `model.checkpoint_units`, else the longest
             ModuleList.
-        device: Where it will be trained; None is a GPU if there is one.
+        device: Where the network will be trained; None is a GPU if there is one.
 
     Raises:
-        BadInputError: An argument cannot be had, `make_batch` or `loss` raises, `loss` returns no loss, or a BatchNorm
-            takes statistics of a batch.
-        InfeasibleBudgetError: No way fits; the message names the least budget.
+        BadInputError: An argument is not allowed, `make_batch` or `loss` raises, `loss` returns no tensor of one
+            number, or a BatchNorm is in training mode.
+        InfeasibleBudgetError: No option fits; the message names the least budget.
     """
     if not isinstance(model, nn.Module):
         raise BadInputError(f"advise was given a {type(model).__name__} as its network: pass a torch.nn.Module")
@@ -163,7 +162,7 @@ def advise(
         trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
         task=TaskConfig(
             name="own", options={"told_by": _told_by(loss, make_batch, settings)}
-        ),  # of which decisions are kept
+        ),  # a decision is kept for this key
     )
     step: Any = model.training_step if loss is None else loss
     made = own_code.told(make_batch, key="make_batch")
@@ -205,7 +204,7 @@ def advise(
 
 
 class _Given(Task):
-    """The user's network and loss, as the search takes a task. Validation is the user's, and is not looked at."""
+    """The user's network and loss as the Task that the search takes. It validates nothing."""
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
 
@@ -230,7 +229,7 @@ class _Given(Task):
 
 
 class _GivenBatch(DataModule):
-    """One batch over and over."""
+    """A data module that repeats one batch."""
 
     def __init__(self, batch: MadeBatch):
         super().__init__(batch_size=1)
@@ -248,7 +247,7 @@ class _GivenBatch(DataModule):
 
 
 class _Step:
-    """A forward pass of the micro-batch that was chosen, for BaocOptimizer's `probe`."""
+    """BaocOptimizer's `probe`: the loss of a forward pass on the chosen micro-batch."""
 
     def __init__(self, task: _Given, *, make_batch: Callable[[int], Any], micro_batch: int, precision: str):
         self._task, self._make, self._size, self._precision = task, make_batch, micro_batch, precision
@@ -261,18 +260,18 @@ class _Step:
 
 
 def _told_by(*given: object) -> str:
-    """A hash of callables' sources, where these can be read, and of settings."""
+    """SHA-256 of each value's source code where it can be read, else of its repr."""
     texts = []
     for value in given:
         try:
             texts.append(inspect.getsource(cast(Any, value)))
-        except (OSError, TypeError):  # of a console, or no function
+        except (OSError, TypeError):  # defined in a console, or no function
             texts.append(repr(value))
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Layers that may compute their activations again."""
+    """The layers whose activations may be recomputed: `checkpoint_units`, else the longest ModuleList."""
     declared = getattr(model, "checkpoint_units", None)
     if declared is not None:
         return list(declared)
@@ -286,7 +285,7 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 
 def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
-    """`layers` if all are modules of the network; others would be switched and change nothing."""
+    """`layers` as a list. Raises BadInputError for one that is no module of the network: it would change nothing."""
     given: list[Any] = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
     own = {id(module) for module in model.modules()}
     if foreign := [layer for layer in given if id(layer) not in own]:
@@ -298,7 +297,7 @@ def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _declared(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the network names these layers as those that may recompute their activations."""
+    """Inside, the network's `checkpoint_units` are `layers`: those whose activations may be recomputed."""
     if list(getattr(model, "checkpoint_units", [])) == list(layers):
         yield
         return
@@ -312,7 +311,7 @@ def _declared(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts the network back: where it is, its buffers, its mode and its gradients."""
+    """Inside, the network trains. Afterwards its device, buffers, modes and gradients are as before."""
     place = next(iter(model.parameters())).device
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     grads = {param: param.grad for param in model.parameters()}

@@ -1,7 +1,10 @@
-"""Weights that a budget does not hold in full: they wait on the host until a plan knows what is kept of them.
+"""Weights that a budget does not hold in full: they wait on the host until a plan says in which format each is kept.
 
-What is decided before is looked at with 16 bits in their place, and the optimizer then takes them in block by block
-(`BlockwiseOptimizer`'s `device`), so that they never are on the device together. Weights that it holds come at once.
+1. `must_wait` says whether they wait. Weights that the budget holds go to the device at once.
+2. Measurements before the plan run with bf16 in their place (`visiting`).
+3. The optimizer moves them to the device block by block, in their final format (`BlockwiseOptimizer`'s `device`), so
+   the full weights are never there together. `needs_room` says whether weights on the device first go back (`leave`).
+4. `ArrivedWeights` serves a resume under another plan. `Between` restores weights between fits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,28 +26,28 @@ from baoc.types import Budget, Footprint, Plan
 from baoc.units import format_bytes
 
 ADVICE = ("a smaller model.size", "weights of fewer bits to begin with (trainer.precision=bf16-true)")
-MIXED = ("bf16-mixed", "bf16-true")  # precisions whose layers take weights of 16 bits
+MIXED = ("bf16-mixed", "bf16-true")  # precisions whose layers accept bf16 weights
 
 
 def weights_bytes(module: nn.Module) -> int:
-    """Bytes of parameters and buffers as they are, each once."""
+    """Bytes of parameters and buffers in their present types; shared ones count once."""
     return sum(value.nbytes for value in {*module.parameters(), *module.buffers()})
 
 
 def _least_bytes(module: nn.Module, *, context_bytes: int) -> int:
-    """Of a device that has nothing but the weights as they are: with the context, and the allocator's pages."""
+    """Bytes of a device that holds only these weights: with the CUDA context and the allocator's pages."""
     return weights_bytes(module) + context_bytes + LATE_MODULES_BYTES + PAGES_BYTES
 
 
 def must_wait(module: nn.Module, *, device: torch.device, budget: Budget, context_bytes: int) -> bool:
-    """Whether the weights in full alone are more than the budget leaves on this device beside its pages."""
+    """Whether the weights in their present types need more than the budget's memory, on a CUDA device."""
     if device.type != "cuda" or budget.memory_bytes is None:
         return False
     return _least_bytes(module, context_bytes=context_bytes) > budget.memory_bytes
 
 
 def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> InfeasibleBudgetError:
-    """The refusal where not even a look outside of the cap can tell what would fit."""
+    """The error for weights that do not fit even for a measurement, so that the least budget is unknown."""
     needed = _least_bytes(module, context_bytes=context_bytes)
     memory = budget.memory_bytes or 0
     return InfeasibleBudgetError(
@@ -61,11 +64,12 @@ def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> Infeasi
 def visiting(
     module: nn.Module, *, narrow: Mapping[str, Tensor], device: torch.device, budget: Budget, context_bytes: int = 0
 ) -> Iterator[None]:
-    """Inside, `module` is on `device`, of its parameters those in `narrow` in 16 bits; these wait on the host, in full,
-    before and afterwards, and the others stay.
+    """Inside, `module` is on `device`, with bf16 values in the parameters of `narrow`; the exact values are on the
+    host.
 
-    Where that passes the cap it comes outside of it, for a refusal to name what would fit. Raises
-    InfeasibleBudgetError where the device has no room at all.
+    Afterwards the parameters of `narrow` are back on the host; all others stay on the device. Where bf16 passes the cap
+    too, the module moves without the cap, so that the planner can still name a budget that would fit. Raises
+    InfeasibleBudgetError where the device itself has no room.
     """
     with ExitStack() as stack:
         try:
@@ -88,8 +92,7 @@ def _come(module: nn.Module, *, stack: ExitStack, narrow: Mapping[str, Tensor], 
 
 
 def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
-    """Whether the optimizer's states may find no room beside weights that are on the device in full, before these are
-    narrowed."""
+    """Whether states and the full weights, which are on the device, may exceed the budget before narrowing."""
     memory = plan.budget.memory_bytes
     if (
         footprint is None
@@ -103,18 +106,18 @@ def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
 
 
 def leave(params: Mapping[str, Tensor]) -> None:
-    """Puts parameters on the host, as they are."""
+    """Moves parameters to the CPU in their present types and drops their gradients."""
     for param in params.values():
         param.grad = None
         param.data = param.detach().cpu()
 
 
 class ArrivedWeights:
-    """Weights in all of their bits of those parameters that a plan keeps in fewer, as they are when it is made.
+    """Full copies, in CPU memory, of the parameters that the plan keeps in fewer bits, made when this is built.
 
-    For a resume whose checkpoint has another plan, by which some of them are to be whole again. Between loading and
-    training the module and callbacks may have put other numbers into the model than the file has (averages swap theirs
-    with the current ones), and those stay. `narrowed` is to be called when the optimizer has been built.
+    They serve a resume whose checkpoint has another plan, under which some of these are full again. The copies are what
+    the module and callbacks left in the model between loading and training, which may differ from the file (weight
+    averages swap places with current weights). Call `narrowed` when the optimizer has been built.
     """
 
     def __init__(self, session: Session):
@@ -134,18 +137,18 @@ class ArrivedWeights:
         self._versions = {name: param._version for name, param in self._params.items()}
 
     def untouched(self) -> dict[str, Tensor]:
-        """The weights of parameters that nobody has written to since they were narrowed."""
+        """Parameter name -> full weights, of the parameters that nobody has written to since `narrowed`."""
         return {
             name: self._whole[name] for name, param in self._params.items() if param._version == self._versions[name]
         }
 
 
 class Between:
-    """What becomes of weights between fits.
+    """Restores weights between fits.
 
-    A pass that trains nothing may hold those in 16 bits that are bf16 numbers, as split weights from a checkpoint are.
-    And a fit leaves them as its optimizer keeps them, with corrections beside; the next one begins with the numbers
-    that they stand for, in the types in which they came.
+    A fit leaves weights in the formats of its specs, with corrections in the optimizer's states. `leave` and `resume`
+    give the next fit the numbers that they stand for, in their first types. For a pass that trains nothing, `narrow`
+    makes bf16 of the weights that lose nothing by it, such as split weights from a checkpoint, and `widen` undoes it.
     """
 
     def __init__(self) -> None:
@@ -153,13 +156,13 @@ class Between:
         self._left: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
 
     def leave(self, optimizer: BlockwiseOptimizer) -> None:
-        """A fit is over."""
+        """Ends a fit: keeps its optimizer and the versions of its parameters."""
         slots = [slot for live in optimizer.registry.live.values() for slot in live.slots]
         self._left.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
     def resume(self, module: nn.Module) -> None:
-        """Another one begins. Weights that were written to since, by a checkpoint say, are what they are now."""
+        """Begins another fit. Weights written to since the last one, as by a checkpoint, keep their numbers."""
         left, self._left = self._left, []
         mine = set(module.parameters())
         for optimizer, versions in left:
@@ -173,7 +176,7 @@ class Between:
                             slot.param.data = master(slot.param, registry.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
-        """Parameters that lose nothing become bf16, where they are."""
+        """Makes parameters bf16, on their device, where that loses nothing."""
         for param in module.parameters():
             near = param.detach().to(BF16)
             if param.element_size() > BF16.itemsize and torch.equal(near.to(param.dtype), param.detach()):
@@ -181,7 +184,7 @@ class Between:
                 param.data = near
 
     def widen(self) -> None:
-        """They are as they were; to be called when they are on the host again."""
+        """Undoes `narrow`. To be called when the parameters are on the host again."""
         for param, dtype in self._whole.items():
             param.data = param.detach().to(dtype)
         self._whole.clear()

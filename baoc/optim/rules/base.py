@@ -1,4 +1,4 @@
-"""What an update rule is: the arithmetic of one step on one tensor, with its states decoded to fp32.
+"""The interface of update rules. A rule is the arithmetic of one step on one tensor, with its states decoded to fp32.
 
 Rules know nothing of storage, parameter groups, matching or weight decay; those belong to `baoc.optim`.
 """
@@ -13,11 +13,15 @@ from baoc.types import RuleInfo, StateDecl
 
 @dataclass(slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may know of the step. Not frozen, because one is built per tensor and step.
+    """What a rule may know of the current step. It is not frozen, because one is built per tensor and step.
 
-    `step` is the number of this step, counted from 1, of a rule that counts steps (else 0). `finite` is None when every
-    element of the gradient is finite; else True where it is, and the gradient is 0 elsewhere. `matrix` is (fan_out,
-    fan_in) where the tensor has one; `transposed` says that it is stored (fan_in, fan_out).
+    Attributes:
+        step: Number of this step, from 1, for a rule that counts steps; else 0.
+        finite: Bool mask in the gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None
+            where every element is finite.
+        matrix: (fan_out, fan_in) where the tensor has one.
+        transposed: The tensor is stored as (fan_in, fan_out).
+        shard: An `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole.
     """
 
     step: int = 0
@@ -27,15 +31,16 @@ class RuleContext:
     finite: Tensor | None = None
     matrix: tuple[int, int] | None = None
     transposed: bool = False
-    shard: Any = None  # an `optim.shards.Shard` where the rule needs a whole matrix, of which these are some rows
+    shard: Any = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Direction:
-    """The update as `numerator / denominator / divisor`, to be subtracted times the learning rate.
+    """The update, `numerator / denominator / divisor`. The weights change by minus the learning rate times it.
 
-    Kept apart so that AdamW's last operation can be torch's own `addcdiv_(numerator, denominator, value=-(lr /
-    divisor))`, bit for bit. Both have the shape of the gradient; `numerator` may be a state and is never written to.
+    The three are kept apart so that AdamW's last operation is torch's own `addcdiv_(numerator, denominator, value=-(lr
+    / divisor))`, bit for bit. Both tensors have the gradient's shape. `numerator` may be a state and is never written
+    to.
     """
 
     numerator: Tensor
@@ -43,33 +48,33 @@ class Direction:
     divisor: float = 1.0
 
     def update(self) -> Tensor:
-        """`numerator / denominator`, still to be divided by `divisor`. May be a state: do not write to it."""
+        """`numerator / denominator`, not yet divided by `divisor`. It may be a state: do not write to it."""
         return self.numerator if self.denominator is None else self.numerator / self.denominator
 
 
 @runtime_checkable
 class UpdateRule(Protocol):
-    """One rule. Objects are stateless and shared; the registry keeps one per name."""
+    """One update rule. Its object holds no state; the registry keeps one per name, which all optimizers share."""
 
     @property
     def info(self) -> RuleInfo: ...
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
-        """Update `states` in place with `grad` and return the update.
+        """Updates `states` in place with `grad` and returns the update.
 
-        `grad` is fp32 and is never written to; `states` maps the names of `info.states` to fp32 tensors of their
-        declared shape. Reductions leave out the elements that `ctx.finite` excludes, and an average of which nothing is
-        left keeps its value. What stands at an excluded element afterwards does not matter: the caller restores it.
+        `grad` is fp32 and is never written to. `states` maps the names of `info.states` to fp32 tensors of their
+        declared shape. Means and sums leave out the elements where `ctx.finite` is False; an average over no elements
+        keeps its value. States may be anything at excluded elements, because the caller restores them.
         """
         ...
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        """The update of step `ctx.step` again, from the states it left, or None where these do not tell."""
+        """The update of step `ctx.step`, recomputed from the states after it; None where they do not determine it."""
         ...
 
 
 class Rule:
-    """Base of the rules here: holds `info`, and by default cannot tell its last update."""
+    """Base of the rules in this package. It holds `info`; its `last` determines nothing."""
 
     def __init__(self, info: RuleInfo):
         self.info = info

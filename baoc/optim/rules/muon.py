@@ -1,6 +1,6 @@
-"""Muon (Jordan et al. 2024): momentum whose singular values are all made about 1, for hidden matrices.
+"""Muon (Jordan et al. 2024), for hidden matrices: momentum whose singular values are all replaced by about 1.
 
-The polar factor is approached by five Newton-Schulz steps, see `baoc.kernels.polar`.
+Five Newton-Schulz steps approximate the polar factor, see `baoc.kernels.polar`.
 """
 
 from dataclasses import replace
@@ -17,15 +17,16 @@ _TINY = 1e-30
 
 
 def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """U V^T of each matrix U S V^T, roughly, as fp32; `matrices` [..., rows, cols] are left as they are.
+    """The polar factor U V^T of each matrix U S V^T, approximated, in fp32.
 
-    Matrices of one shape may be stacked, which saves launches. A matrix of zeros stays zeros. `dtype` is that of the
-    products: bf16, for tensor cores, is off by 2 to 4 % in norm where singular values lie within two decades; what is
-    less than 1 % of the largest is lost in its rounding (and comes out smaller than 1).
+    `matrices` are [..., rows, cols] and are not written to. Stacking matrices of one shape saves kernel launches. A
+    matrix of zeros stays zeros. `dtype` is that of the products. bf16 uses tensor cores and is off by 2 to 4 % in norm
+    where singular values lie within two decades; those below 1 % of the largest are lost in rounding and come out
+    smaller than 1.
     """
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = (matrices if wide else matrices.mT).to(torch.float32)
-    # By the largest element first: squares of gradients far below 1 would be lost.
+    # The largest element divides first, because squares of tiny gradients would underflow in the norm.
     x = x / x.abs().amax((-2, -1), keepdim=True).clamp_(min=_TINY)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_TINY)).to(dtype)
     stack = x.reshape(-1, *x.shape[-2:])
@@ -42,7 +43,7 @@ def _steps(x: Tensor) -> Tensor:
 
 
 def _steps_on_gram(x: Tensor) -> Tensor:
-    """The same in fp32, by products as small as the shorter side: X <- P X is G <- P G P for G = X X^T."""
+    """`_steps` by the smaller matrix G = X X^T: X <- P X makes it P G P, and `q` is the product of all P."""
     gram, q = torch.bmm(x, x.mT), None
     for step in range(STEPS):
         p = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
@@ -55,9 +56,9 @@ def _steps_on_gram(x: Tensor) -> Tensor:
 
 
 class Muon(Rule):
-    """sqrt(max(1, rows / cols)) NS((1 - beta1) g + beta1 m), m the average of g (Nesterov momentum).
+    """The update is sqrt(max(1, rows / cols)) NS((1 - beta1) g + beta1 m), with m the average of g (Nesterov momentum).
 
-    As published beta1 is .95. Excluded elements are 0 in the matrix that is orthogonalized.
+    The published beta1 is .95. Excluded elements are 0 in the matrix that is orthogonalized.
     """
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
