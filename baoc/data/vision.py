@@ -84,8 +84,8 @@ class VisionDataModule(NumberedDataModule):
 
 
 def require_classes(labels: Tensor, *, of: str, task: str) -> None:
-    """Raises BadInputError where images are to be told apart, and all are of one class."""
-    if task == "vision" and bool((labels == labels[0]).all()):
+    """Raises BadInputError where images are to be told apart, and all are of one class; not of shapes alone."""
+    if task == "vision" and not labels.is_meta and bool((labels == labels[0]).all()):
         raise BadInputError(
             f"every label of {of} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
             "images has one folder per class, such as cats/1.png and dogs/2.png"

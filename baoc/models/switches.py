@@ -109,14 +109,14 @@ def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = F
     """
     units = recomputable_layers(model) or [model]
     for unit in units:
-        _switch(unit, _COMPILES, (_ANY if any_batch else _ONE) if compiled else None)
+        _switch(unit, COMPILES, (_ANY if any_batch else _ONE) if compiled else None)
     return len(units)
 
 
-_RECOMPUTES, _COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
+_RECOMPUTES, COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
 _ONE, _ANY = "one", "any"  # what is compiled is for one size of a batch, or for any
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-_compiled: dict[tuple[type[nn.Module], str, bool], Callable[..., Any]] = {}
+compiled_layers: dict[tuple[type[nn.Module], str, bool], Callable[..., Any]] = {}
 _VARIANTS = 64  # of what is compiled of a class at most: by size, and by the types of its weights
 
 
@@ -125,7 +125,7 @@ def _switch(unit: nn.Module, name: str, value: str | None) -> None:
     if value:
         unit.__dict__[name] = value
     kept = _kept_class(unit)
-    unit.__class__ = _switchable(kept) if unit.__dict__.keys() & {_RECOMPUTES, _COMPILES} else kept
+    unit.__class__ = _switchable(kept) if unit.__dict__.keys() & {_RECOMPUTES, COMPILES} else kept
 
 
 def _kept_class(module: nn.Module) -> type[nn.Module]:
@@ -142,7 +142,7 @@ def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
                 return cls.forward(self, *args, **kwargs)
             recomputes = _RECOMPUTES in self.__dict__
             modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-            if not modes and (size := self.__dict__.get(_COMPILES)):
+            if not modes and (size := self.__dict__.get(COMPILES)):
                 return _compiled_forward(cls, size, recomputes, args)(self, *args, **kwargs)
             run = partial(_under, modes, cls.forward) if modes else cls.forward
             return (
@@ -157,7 +157,7 @@ def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: Sequence[Any]) -> Callable[..., Any]:
     key = cls, size, recomputes
-    if key not in _compiled:
+    if key not in compiled_layers:
         from torch import _dynamo
 
         _dynamo.config.recompile_limit = max(_VARIANTS, _dynamo.config.recompile_limit)
@@ -173,15 +173,15 @@ def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: S
         # torch knows what it compiled by the code: that for any size would serve one too.
         code = run.__code__.replace(co_name=f"{cls.__name__}_{size}_{'recomputed' if recomputes else 'kept'}")
         own = FunctionType(code, run.__globals__, closure=run.__closure__)
-        _compiled[key] = torch.compile(own, dynamic=False, backend=_kernels)
+        compiled_layers[key] = torch.compile(own, dynamic=False, backend=inductor_kernels)
     if size == _ANY:
         for value in args:
             if isinstance(value, Tensor) and value.ndim > 1:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-    return _compiled[key]
+    return compiled_layers[key]
 
 
-def _kernels(graph: Any, inputs: Any) -> Any:
+def inductor_kernels(graph: Any, inputs: Any) -> Any:
     """What torch's inductor makes of a graph, see `set_compiled`."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx

@@ -106,7 +106,7 @@ def run_case(name: str, *, out: Path, seconds: float, timed: bool, turn: str, ov
         set_compiled(task.model, kind != "eager", any_batch=kind == "any")
         if kind == "timed" and torch.compile is compile_was:
             torch._dynamo.reset()
-            switches._compiled.clear()
+            switches.compiled_layers.clear()
             torch.compile = lambda f, **_: compile_was(f, dynamic=False)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             with cast_to_bf16(narrow if weights == "bf16" else {}, module=task):

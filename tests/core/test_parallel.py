@@ -94,7 +94,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     "strategy, devices=auto": (lambda: strategy("auto"), "BaocStrategy was built in .* trains on one device, and"),
     "strategy, devices=1": (
         lambda: strategy(1),
-        "BaocStrategy was built in .*Use BaocDDPStrategy, which takes the same",
+        "BaocStrategy was built in .*Use BaocDDPStrategy or, for fully_shard, BaocFSDPStrategy, which take the same",
     ),
     **{
         f"optimizer, {budget}": (

@@ -71,20 +71,6 @@ def test_a_weight_that_does_not_change_keeps_its_bits():
         assert torch.equal(near, before[0]) and torch.equal(correction, before[1])
 
 
-class TestSixteenBits:
-    def test_every_fp32_number_comes_back_bit_for_bit(self):
-        bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
-        values = torch.cat([bits.to(torch.int32), torch.arange(0, 2**17, dtype=torch.int32) + (127 << 23)])
-        values = values.view(FLOAT32)
-        values = values[values.isfinite() & (values.abs() < 3.38e38)]
-        near, correction = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
-        split_weights_(near, correction, values=values)
-        assert torch.equal(merge_weights(near, correction).view(torch.int32), values.view(torch.int32))
-        apart = (near.to(torch.float64) - values.to(torch.float64)).abs()
-        nearest = (values.to(torch.bfloat16).to(torch.float64) - values.to(torch.float64)).abs()
-        assert torch.equal(apart, nearest), "the bf16 part must be a nearest bf16 number"
-
-
 def hashed(index: int, *, seed: int, phase: int) -> int:
     """The hash in Python's integers."""
     h = (index * 0x9E3779B1 + seed + phase * 0x85EBCA77) % 2**32

@@ -8,7 +8,7 @@ from torch import nn
 
 from baoc.models import switches
 from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputed_layers, set_compiled
-from tests.models.test_recomputed_layers import Layer, Net, gradients
+from tests.support.layered import Layer, Net, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
 
@@ -22,10 +22,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         traced.append(len(graph.graph.nodes))
         return graph.forward
 
-    monkeypatch.setattr(switches, "_kernels", backend)
-    monkeypatch.setattr(switches, "_compiled", {})
+    monkeypatch.setattr(switches, "inductor_kernels", backend)
+    monkeypatch.setattr(switches, "compiled_layers", {})
     yield traced
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("any_batch", [False, True])

@@ -207,7 +207,7 @@ class TestBadCheckpoints:
             self.load(state)
 
     def test_a_spec_that_is_not_known(self) -> None:
-        with pytest.raises(CheckpointError, match=r"block w of the checkpoint cannot be read: .* no optimizer spec"):
+        with pytest.raises(CheckpointError, match=r"block w of the checkpoint cannot be read: no optimizer spec"):
             self.load(self.broken(blocks={"w": {"spec": "adamw_int1", "params": ["w"]}}))
 
     def test_another_models_shapes(self) -> None:

@@ -377,7 +377,7 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
 ):
     """What torch would compile runs as it is here, and its seconds are said to be more or less."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    monkeypatch.setattr(switches, "_compiled", {})
+    monkeypatch.setattr(switches, "compiled_layers", {})
     monkeypatch.setattr(Decision, "may_compile", lambda self, _: not self.tryouts.compiled)
     rehearse, compiled = Trials.rehearsed, []
 
@@ -398,7 +398,7 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    return any(switches._COMPILES in part.__dict__ for part in module.modules())
+    return any(switches.COMPILES in part.__dict__ for part in module.modules())
 
 
 def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():

@@ -38,10 +38,14 @@ def digits():
     return build_data("digits", task="vision", batch_size=BATCH, seed=2)
 
 
+def model_depth(state: dict[str, torch.Tensor]) -> int:
+    return len({name.split(".")[2] for name in state if name.startswith("vit.layers.")})
+
+
 def plain_losses(state: dict[str, torch.Tensor]) -> list[float]:
     config = ViTConfig(
         hidden_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=model_depth(state),
         num_attention_heads=4,
         intermediate_size=256,
         layer_norm_eps=1e-6,

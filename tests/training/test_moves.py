@@ -20,7 +20,7 @@ from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings, reallocator
 from baoc.training.session import Session, SessionSettings
 from baoc.types import Footprint
-from tests.support.training_runs import EVERY_STEP, config, logged
+from tests.support.training_runs import EVERY_STEP, brief, config, logged
 from tests.support.watched_runs import Watch, events, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
@@ -125,7 +125,8 @@ def test_each_event_tells_how_updates_changed_across_the_switch(
 ) -> None:
     dynamics = DynamicsConfig(schedule=(ScheduleEntry(budget="state_10", step=6),))
     run_dir = tmp_path / "day" / "run"
-    run(run_dir, monkeypatch, Watch(), budget=parse_budget("state_50"), dynamics=dynamics)
+    with brief(depth=4):
+        run(run_dir, monkeypatch, Watch(), budget=parse_budget("state_50"), dynamics=dynamics)
     event = next(event for event in events(run_dir) if event["trigger"] == "budget")
     ratios = event["update_rms_ratio"]
     assert set(ratios) <= {move["block"] for move in event["moves"]} and len(ratios) >= len(event["moves"]) / 2

