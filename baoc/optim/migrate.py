@@ -1,12 +1,12 @@
 """Moving a parameter's or a block's state from one spec to another, tensor by tensor.
 
 Averages carry the bias of their zero start, and one step count per tensor corrects m and v alike. It is therefore read
-as the age of the states, the number of gradients they stand for, and inherited so that it stays right:
-- v is inherited: the count goes on. An m that is new starts from 0 at that age, so its updates grow to their usual size
-  over 1 / (1 - beta1) steps.
-- v comes from the profile's moments, or where there are none from the next gradient (`optim.seeding`): the age is
-  SEED_AGE. An inherited m is kept; a new one starts from 0 as above.
-A rule that counts no steps is taken to have full-grown averages. Weights are moved with their corrections.
+as the age of the states, the number of gradients that they average, and set so that the correction stays right:
+- v is inherited: the count goes on. A new m starts from 0 at that age, so its updates grow to their usual size over
+  1 / (1 - beta1) steps.
+- v is new, from the profile's moments or else from the next gradient (`optim.seeding`): the age is SEED_AGE. An
+  inherited m is kept; a new one starts from 0 as above.
+The averages of a rule that counts no steps are taken to have no bias. Weights are moved with their corrections.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ _ORDER = ("dropped", "kept", "converted", "new")
 
 @dataclass(slots=True)
 class ConversionReport:
-    """What became of each state over the tensors of a block, and the squared error and size of what was converted."""
+    """What became of each state of a block; squared error and squared size of those that were converted."""
 
     how: dict[str, str] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)
     size: dict[str, float] = field(default_factory=dict)
 
     def note(self, name: str, how: str) -> None:
-        """Of several tensors the one that lost most speaks for the block."""
+        """Notes a tensor's outcome. The tensor that lost most speaks for the block (the last of _ORDER)."""
         self.how[name] = max(self.how.get(name, how), how, key=_ORDER.index)
 
     def measure(self, name: str, *, wanted: Tensor, stored: Tensor) -> None:
@@ -62,10 +62,10 @@ def convert(
     fresh: bool = False,
     seeded: bool = True,
 ) -> bool:
-    """Fills `new`, the zero state of `target`, from `old`, the state of `source`. See the module's text.
+    """Fills `new`, the zero state of `target`, from `old`, the state of `source`. The module's docstring says how.
 
-    `fresh`: nothing was trained yet. `seeded` False: the v of `old` is still to be started. Returns whether that of
-    `new` is.
+    `fresh`: no step was taken yet. `seeded` False: v of `old` still waits for its first gradient. Returns whether v of
+    `new` does.
     """
     kinds = {kept.decl.kind for kept in source.kept}
     needs_v = any(kept.decl.kind is StateKind.V for kept in target.kept)
@@ -91,7 +91,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mover:
-    """The states of one kind of one tensor, `held` before. `step` is their age, `age` the one they will be read at."""
+    """Moves the states of one kind of one tensor from `held`, of age `step`, to new ones of age `age`."""
 
     target: Slot
     kind: StateKind
@@ -126,7 +126,7 @@ class _Mover:
         report.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
 
     def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
-        """The numbers of the new state, still with the bias of the old one."""
+        """The numbers of the new state, with the bias of the old state's age."""
         param = self.target.param
         ctx = self.target.context(step=0, betas=(0.0, 0.0), eps=0.0)
         if not held:
@@ -139,7 +139,7 @@ class _Mover:
             return values[held[0].decl]
         full = inherit.expand(values, ctx=ctx, shape=tuple(param.shape))
         if self.kind is StateKind.V and held[0].decl.layout is StateLayout.FOLDED and moments is not None:
-            # What was folded says where v is large; how large, the profile knows better than any assumption.
+            # A folded v says where v is large; the profile says how large.
             mean = moments.row.to(device=param.device, dtype=torch.float32).mean()
             full = full * (mean * self._bias(held[0].decl, at=self.step) / full.mean().clamp(min=1e-30))
         return inherit.reduce(full, kept.decl, ctx=ctx)
@@ -154,7 +154,7 @@ class _Mover:
 
 
 def recast(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
-    """Moves the weights themselves where the target keeps them otherwise; a correction goes along where it does not."""
+    """Converts the weights where the target's format is another; else takes the correction over."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
@@ -175,16 +175,16 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
 
 
 def rms_of(name: str, *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
-    """RMS of a block's last update before the learning rate; None where the block cannot tell."""
+    """RMS of a block's last update before the learning rate; None where it is unknown."""
     live = registry.live[name]
-    if live.applied is not None and live.applied >= 0:  # what steps on the device has a place for it before it is known
+    if live.applied is not None and live.applied >= 0:  # below 0 while only its place exists
         return live.applied
     with registry.visiting(live, keep=False):
         return last_rms(live, state=registry.state, param_groups=param_groups)
 
 
 def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
-    """RMS of an unmatched block's last update, from the states it left; None where they do not tell."""
+    """RMS of an unmatched block's last update, recomputed from its states; None where they do not determine it."""
     if live.unseeded:
         return live.carried
     total, count = 0.0, 0
@@ -210,7 +210,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
-    """Bytes of states and weights that a move adds on the device, negative where it frees some."""
+    """Bytes of states and weights that a move adds on the device; negative where it frees some."""
     after, before = (
         (0 if live.on_host else state_bytes(live.block, spec=live.spec, rule=live.rule.info))
         + weight_bytes(live.block, spec=live.spec)
@@ -228,14 +228,14 @@ def move(
     fresh: bool,
     why: str,
 ) -> BlockMove:
-    """Makes `target` the live block of its name, its states inherited; its update RMS goes on where it was.
+    """Replaces the live block of that name by `target`, which inherits its states and update RMS.
 
-    `fresh`: nothing was trained yet. The old slab is freed when this returns; until then both are there, and on the
-    parameters' device wherever they are kept.
+    `fresh`: no step was taken yet. Old and new states are on the parameters' device together until this returns, those
+    of host-placed blocks too.
     """
     held = registry.live[target.block.name]
     bytes_before = registry.block_bytes(held)
-    unlike = registry.has_own_target(held)  # its RMS is no measure for what comes
+    unlike = registry.has_own_target(held)  # its RMS says nothing of AdamW's
     rms = held.match[0].item() if held.match is not None and not unlike else None
     report = ConversionReport()
     with registry.visiting(held, keep=False):

@@ -453,7 +453,7 @@ class BlockwiseOptimizer(Optimizer):
         return {name: live.spec.name for name, live in self.registry.live.items()}
 
     def block_state_bytes(self) -> dict[str, int]:
-        """Live bytes of optimizer state on the device by block, steps and matching factors included."""
+        """Block -> live bytes of its optimizer state on the device, steps and matching factors included."""
         return {name: self.registry.block_bytes(live) for name, live in self.registry.live.items()}
 
     def block_host_bytes(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""Parameters that `fully_shard` cuts along their first dimension: what a rank steps of them, and what ranks add up.
+"""Parameters that `fully_shard` cuts along their first dimension: what a rank steps, and what ranks sum.
 
-A rank steps its rows as if they were a parameter: its slot has a `twin`, a plain tensor in the same memory, which
-shares the gradient for the time of a step. So backends, codecs and the finite check know of no ranks. What does is
-what is summed over a whole tensor (`Shards.total_`), and what a checkpoint shows (`Shard.shown`).
+A rank steps its rows like a parameter: the slot has a `twin`, a plain tensor in the same memory, which shares the
+gradient during a step. So backends, codecs and the finite check know nothing of ranks. Only sums over a whole tensor
+(`Shards.total_`) and what a checkpoint shows (`Shard.shown`) do.
 """
 
 import sys
@@ -21,7 +21,7 @@ from baoc.units import MIB
 
 
 def _tensors() -> Any:
-    """torch.distributed.tensor where somebody has loaded it; without it there is no DTensor."""
+    """The module torch.distributed.tensor if it is imported, else None: then there is no DTensor."""
     return sys.modules.get("torch.distributed.tensor")
 
 
@@ -31,13 +31,13 @@ def is_sharded(param: Any) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, in its memory; any other tensor as it is."""
+    """This rank's part of a DTensor, in the same memory; any other tensor itself."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def whole(param: Any) -> Tensor:
-    """All of a parameter or a state, which of a DTensor all ranks get together; as bytes, since not every backend of
-    messages knows every type."""
+    """The whole of a parameter or state. For a DTensor all ranks gather it, as bytes: not every backend knows every
+    type."""
     if not is_sharded(param):
         return param
     part = local(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
@@ -48,7 +48,7 @@ def whole(param: Any) -> Tensor:
 
 
 def whole_on_first(state: Any) -> Any:
-    """The state with all of each tensor that is cut, on the CPU, which all ranks gather together; rank 0 keeps it."""
+    """`state` with each DTensor replaced by the whole on rank 0's CPU, and by None on other ranks. Collective."""
     if isinstance(state, Mapping):
         return {key: whole_on_first(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -60,7 +60,7 @@ def whole_on_first(state: Any) -> Any:
 
 
 def described(info: ParamInfo, *, param: Any) -> ParamInfo:
-    """The description of a whole parameter, which says whether it is sharded."""
+    """`info` of a whole parameter, with `whole` set where it is sharded."""
     if not is_sharded(param):
         return info if info.whole is None else replace(info, whole=None)
     shape = tuple(param.shape)
@@ -68,7 +68,7 @@ def described(info: ParamInfo, *, param: Any) -> ParamInfo:
 
 
 def largest_part(info: ParamInfo, *, param: Any) -> ParamInfo:
-    """The description of what the rank has that has most of a parameter, which is the first."""
+    """`info` of the largest part that a rank has of a parameter, which is the first rank's."""
     shard = shard_of(param)
     if shard is None:
         return info
@@ -97,19 +97,19 @@ class Shards:
     size: int
 
     def total_(self, tensor: Tensor) -> Tensor:
-        """Adds the tensor up over ranks, in place."""
+        """Sums the tensor over ranks, in place."""
         if self.size > 1:
             torch.distributed.all_reduce(tensor, group=self.group)
         return tensor
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over ranks, of numbers on the CPU."""
+        """The sum of each number over ranks."""
         if self.size == 1:
             return list(numbers)
         return self.total_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
 
     def exchange(self, parts: Tensor, *, into: Tensor) -> Tensor:
-        """Part i of the first dimension goes to rank i; what came from rank i is part i of `into`."""
+        """All-to-all: part i of the first dimension goes to rank i, and part i of `into` comes from rank i."""
         torch.distributed.all_to_all_single(into, parts, group=self.group)
         return into
 
@@ -123,7 +123,7 @@ class Shard:
     first: int
 
     def taken(self, value: Any, *, shape: Sequence[int]) -> Tensor:
-        """This rank's part, of `shape`, of a tensor that goes with the parameter: a DTensor cut alike, or a whole."""
+        """This rank's part, of `shape`, of a whole tensor or of a DTensor that belongs to the parameter."""
         if is_sharded(value):
             if value.device_mesh == self.owner.device_mesh and value.placements == self.owner.placements:
                 return local(value).reshape(tuple(shape))
@@ -132,11 +132,11 @@ class Shard:
         return value.reshape(-1)[begin : begin + prod(shape)].reshape(tuple(shape))
 
     def gathered(self, value: Tensor) -> Tensor:
-        """All of a tensor that is cut as the parameter is, of which this rank has `value`."""
+        """The whole of a tensor that is cut as the parameter is, of which this rank has `value`. Collective."""
         return whole(self.shown(value, shape=tuple(self.owner.shape)))
 
     def shown(self, value: Tensor, *, shape: Sequence[int]) -> Any:
-        """A state of this rank as a DTensor of `shape`, which is cut as the parameter is."""
+        """`value`, this rank's part of a state, as a DTensor of `shape` that is cut as the parameter is."""
         stride = torch.empty(tuple(shape), device="meta").stride()
         rows = value.reshape(-1, *shape[1:])
         owner = self.owner
@@ -145,7 +145,7 @@ class Shard:
 
 
 def shard_of(param: Any) -> Shard | None:
-    """How a parameter is cut; None of one that is not."""
+    """How a parameter is cut; None where it is not."""
     if not is_sharded(param):
         return None
     dim = next(i for i, placement in enumerate(param.placements) if not placement.is_replicate())
@@ -158,7 +158,7 @@ def shard_of(param: Any) -> Shard | None:
 
 
 def warm(device: torch.device) -> None:
-    """All ranks: the communicator makes its buffers, which are part of a device's context, before that is read."""
+    """Has the communicator allocate its buffers before the device's context is measured. Collective."""
     if device.type == "cuda" and ranks() is not ALONE:
         sent = torch.zeros(WARM_BYTES, dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(sent)
@@ -172,9 +172,9 @@ WARM_BYTES = 64 * MIB
 
 
 def check_edges(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
-    """Raises BadInputError where what one rank has of a state ends within a group of its codec.
+    """Raises BadInputError where a rank's part of a state ends within a group of its codec.
 
-    `states`: state -> its numbers on all ranks, and those in a group.
+    `states`: state -> (its elements on all ranks, elements of a group).
     """
     rows, size = shard.owner.shape[0], shard.shards.size
     for numel, grouped in states.values():
@@ -184,17 +184,18 @@ def check_edges(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard
 
 
 def twin_of(param: Any) -> Tensor:
-    """What is stepped of a parameter: itself, or this rank's part of it as a plain tensor in the same memory."""
+    """The tensor that is stepped for a parameter: itself, or this rank's part as a plain tensor in the same memory."""
     return local(param).detach() if is_sharded(param) else param
 
 
 def part_of(info: ParamInfo, *, twin: Tensor, shard: Shard | None) -> ParamInfo:
-    """The description of what a rank steps."""
+    """`info` of the rows that this rank steps."""
     return info if shard is None else replace(info, shape=tuple(twin.shape))
 
 
 def one_of(shards: Mapping[str, Shard]) -> Shards | None:
-    """The ranks that all sharded parameters are cut over. Raises BadInputError where they are several sets of ranks."""
+    """The ranks over which all sharded parameters are cut. Raises BadInputError where these are several sets of
+    ranks."""
     found = list(shards.items())
     for name, shard in found[1:]:
         if shard.shards.group is not found[0][1].shards.group:

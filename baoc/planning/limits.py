@@ -1,11 +1,11 @@
-"""How a memory budget becomes limits that are sums over blocks, which is all that an allocator understands.
+"""Turns a memory budget into limits that are sums over blocks, the only ones that allocators understand.
 
 A peak is the largest of several moments of a step, so it is no sum over blocks. The planner therefore tries several
-`Try` values: each fixes the room that temporaries of a step get (`levels`), how far host placement goes
-(`placement.Way`), and how the bytes that 16-bit weights save are counted (`Savings`). Within one Try the charged bytes
-are sums, and the peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights,
-gradients and autocast's copies, as at the largest moment), then `gradients` (weights and gradients), then `weights`
-alone, which holds at every moment.
+`Try` values: each fixes the room for a step's temporaries (`levels`), how far host placement goes (`placement.Way`),
+and how the bytes that 16-bit weights save are counted (`Savings`). Within one Try the charged bytes are sums, and the
+peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights, gradients and autocast's
+copies, as at the largest moment), then `gradients` (weights and gradients), then `weights` alone, which holds at every
+moment.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Try:
-    """Candidates and limits of one level, one way to place states and one to count savings.
+    """Candidates and limits for one level, one way of host placement and one count of savings.
 
-    `base_peak` is the peak without state, with room for what states pass through that are kept on the host.
+    `base_peak` is the peak without state, with room for the buffers that host-placed states pass through.
     """
 
     pool: Pool
@@ -40,7 +40,7 @@ class Try:
     way: Way = field(default_factory=Way)
 
     def least(self) -> list[Candidate]:
-        """The candidate of fewest charged bytes of every block; within the host's memory, if it can be met here."""
+        """Each block's candidate of fewest charged bytes; within the host's memory, if that can be met here."""
         chosen = [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
         room = self.limits.host_bytes
         if room is None or sum(c.cost.host_bytes for c in chosen) <= room:
@@ -49,13 +49,13 @@ class Try:
 
     @property
     def meets_bytes(self) -> bool:
-        """Whether every block can run something within the bytes of the device."""
+        """Whether every block has a candidate within the bytes of the device."""
         room = self.limits.state_bytes
         return room is None or sum(min(c.cost.charged_bytes for c in row) for row in self.pool.values()) <= room
 
     @property
     def meets_host(self) -> bool:
-        """Whether every block can run something within the host's memory."""
+        """Whether every block has a candidate within the host's memory."""
         room = self.limits.host_bytes
         return room is None or sum(min(c.cost.host_bytes for c in options) for options in self.pool.values()) <= room
 
@@ -74,20 +74,20 @@ def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, f
 
 
 def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint: Footprint) -> int:
-    """What the weights of `spec` save on the block, counted as `count` says."""
+    """Bytes that the weights format of `spec` saves on the block, counted as `count` says."""
     less = saved(block, spec=spec)
     if count == "copies" and footprint.intervals:
         return footprint.saved_at_most(less)
     return sum(less.values()) * (1 if count == "weights" else 2)
 
 
-Saved = tuple[tuple[int, ...], ...]  # bytes by block and format of weights, in order
+Saved = tuple[tuple[int, ...], ...]  # bytes saved: [block][weights format]
 
 
 def savings(
     blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec], count: Savings, footprint: Footprint
 ) -> Saved:
-    """What each format of weights among `specs` saves on each block."""
+    """Bytes that each weights format among `specs` saves on each block."""
     formats = _formats(specs)
     return tuple(
         tuple(saved_bytes(block, spec, count=count, footprint=footprint) for spec in formats.values())
@@ -112,25 +112,24 @@ def charged(
 
 
 def _formats(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
-    """A spec of each format of weights."""
+    """Weights format -> a spec that has it."""
     return {spec.weights: spec for spec in specs.values()}
 
 
 def saved_by(
     choices: Mapping[str, str], *, blocks: Collection[Block], specs: Mapping[str, OptimizerSpec]
 ) -> dict[str, int]:
-    """What an allocation saves on the weights of each parameter."""
+    """Parameter name -> bytes that an allocation saves on its weights."""
     return {name: nbytes for block in blocks for name, nbytes in saved(block, spec=specs[choices[block.name]]).items()}
 
 
-SPARE = 0.02  # of a budget, that is not worth a search
+SPARE = 0.02  # share of a budget that is not worth a search
 SEARCHES = 5
 
 
 def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_ins: bool = False) -> Iterator[Try]:
-    """Every level of room for temporaries and staging on which every block can run something, savings counted in every
-    way; little room first, savings boldest first.
-    """
+    """Every Try with a candidate for each block: over levels from little room to much, ways of placement, and counts of
+    savings from the boldest on."""
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
         by_level = list(levels(planner.footprint, specs=planner.specs))
@@ -146,7 +145,7 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_i
 
 
 def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
-    """The candidates of fewest bytes in the budget's own measure, within the host's memory where that can be met."""
+    """The candidates of fewest bytes in the budget's own measure; within the host's memory, if that can be met."""
     tries = list(tries)
     return min((one.least() for one in [t for t in tries if t.meets_host] or tries), key=planner.taken)
 
@@ -154,10 +153,10 @@ def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
 def spend(
     planner: "Planner", beyond: Sequence[tuple[Plan, Try]], *, found: Plan, attempt: Callable[[Try], Plan]
 ) -> Plan:
-    """A plan of less risk than `found` where that leaves more than SPARE of the budget and there is one.
+    """A plan of less risk than `found`, if `found` leaves more than SPARE of the budget and there is one; else `found`.
 
-    `beyond` are plans whose own peak passes the budget, as their savings were counted too boldly: `attempt` makes the
-    best of them again with fewer bytes to charge, at first so many more than the least as `found` leaves, then halving
+    `beyond` are plans whose peak passes the budget because their savings were counted too boldly. `attempt` makes the
+    least risky of them again with fewer charged bytes: first the least plus what `found` leaves, then by bisection
     towards the most with which the peak fits.
     """
     memory = planner.budget.memory_bytes
@@ -185,7 +184,7 @@ def spend(
 
 
 def _ways(planner: "Planner", *, risk: str, profile: Profile | None) -> list[Way]:
-    """How far host placement may go; where its staging is charged to nothing, as far as it likes."""
+    """How far host placement may go; only the farthest way where its buffers are charged to no limit."""
     if not planner.places:
         return [Way()]
     found = ways(planner.candidates(risk=risk, profile=profile, count="none"), specs=planner.specs)

@@ -34,16 +34,16 @@ MOST_ASKED = 80  # characters of the file: a budget has a dozen
 
 
 class BudgetControl(L.Callback):
-    """Place it before the monitors; needs BaocStrategy as the Trainer's strategy.
+    """Applies changes of the budget between steps. Place it before the monitors; the Trainer's strategy has to be
+    BaocStrategy.
 
-    `schedule`: see BudgetChange. `run_dir`: where `budget` is read (`echo 6gb > RUN/budget`; without the file the
-    schedule counts again, and an empty one changes nothing) and `budget.json` written. `memory` measures anew from each
-    change on.
+    `schedule`: see BudgetChange. `run_dir`: has `budget`, which is read, and `budget.json`, which is written. A text
+    such as 6gb in `budget` asks for that budget. An empty file changes nothing; without the file the schedule counts
+    again. `memory` restarts its measurement at each change. By `vote` the first of several ranks reads the file and all
+    follow in one step.
 
-    A batch of more samples per forward than any before needs more memory under a memory budget: a small part of it
-    tells how much (`callbacks.growth`), and states make room before it goes through the network.
-
-    Of several ranks the first reads the file; by a `vote` what it saw holds for all in one step.
+    A batch of more samples per forward than any before needs more memory. Under a memory budget a small part of it is
+    run to predict how much (`callbacks.growth`), and states make room before the batch goes through the network.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class BudgetControl(L.Callback):
         self.tell = tell
         self._run_dir = run_dir
         self._memory = memory
-        self._seen: tuple[int, int] | None = None  # of the file, when it was last read
-        self._refused: tuple[Budget, Footprint | None] | None = None  # not to be tried at every step again
+        self._seen: tuple[int, int] | None = None  # the file's time and size when it was last read
+        self._refused: tuple[Budget, Footprint | None] | None = None  # not tried again at every step
         self._answered: dict[str, Any] = {}
         self._grew = False
         self._strategy: Any = None
@@ -84,7 +84,7 @@ class BudgetControl(L.Callback):
             strategy.reallocation_listeners.append(lambda _, plan, __: self._held(plan))
 
     def _planned(self, planner: Planner, plan: Plan) -> None:
-        """Refuses a schedule that cannot be met; after a resume, puts in force what was when the checkpoint was taken.
+        """Refuses a schedule that cannot be met. A resume restores the budget that was in force at the checkpoint.
 
         The checkpoint's allocation is loaded after this and has to meet the budget that it was made for.
         """
@@ -108,10 +108,10 @@ class BudgetControl(L.Callback):
         self._answer(step=saved.get("step", 0), budget=planner.budget, why=why, plan=plan)
 
     def _go_on(self, planner: Planner, saved: Mapping[str, Any]) -> str:
-        """Puts in force what was when the checkpoint was taken; returns why that is the budget now.
+        """Restores the budget that was in force at the checkpoint; returns the reason for the budget now.
 
-        Of a run that was given another budget only its largest batch stays. `auto` is what is free now: what calm
-        blocks gave up counts from there.
+        If the run was given another budget, only its largest batch is restored. `auto` is what is free now, less what
+        calm blocks have given up.
         """
         self.wanted.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
@@ -164,7 +164,7 @@ class BudgetControl(L.Callback):
         self._saved = state_dict
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says what the run ends before."""
+        """Names the changes that never come, because the run ends before."""
         given = {f"budget.schedule, {change.when}": change.step for change in self.schedule}
         for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
             if step is not None and 0 < trainer.max_steps <= step:
@@ -221,7 +221,7 @@ class BudgetControl(L.Callback):
         self.tell(f"step {step}: budget {budget.name} is in force ({why})")
 
     def _looked(self) -> tuple[tuple[int, int] | None, int]:
-        """What tells one content of the file from another, None where there is none, and the file's mode."""
+        """The file's modification time and size, None without a file; and its mode."""
         try:
             found = None if self._run_dir is None else (self._run_dir / ASK).stat()
         except OSError:
@@ -229,7 +229,7 @@ class BudgetControl(L.Callback):
         return (None, 0) if found is None else ((found.st_mtime_ns, found.st_size), found.st_mode)
 
     def _asked_anew(self) -> str | None:
-        """What the file asks for now, "" where it is gone; None where that is nothing new."""
+        """The new text of the file, "" where it was removed; None where nothing changed."""
         mark, mode = self._looked()
         if self._run_dir is None or mark == self._seen:
             return None
@@ -250,7 +250,7 @@ class BudgetControl(L.Callback):
             self._write(refused=f"{path} is not followed: {error}")
             self.tell(f"{path} is not followed: {error}")
             return
-        self._refused = None  # who asks again is answered again
+        self._refused = None  # a request is tried even if it was refused before
         if self._answered.get("refused"):
             self._write(refused=None)
 
@@ -262,12 +262,12 @@ class BudgetControl(L.Callback):
             self.tell(f"gradients have calmed down to shares of what they were: {told}")
 
     def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
-        """`budget.json`: what is in force, since when and why, and why what was asked for last is not."""
+        """Begins a new `budget.json`: the budget in force, since when and why. Later requests may be refused in it."""
         self._answered = {"schema": 1, "pid": os.getpid(), "step": step, "budget": budget, "why": why, "refused": None}
         self._held(plan)
 
     def _held(self, plan: Plan) -> None:
-        """The plan that holds the budget now, which decisions and checkpoints change under one and the same budget."""
+        """Writes the plan that meets the budget now; decisions and checkpoints replace it under the same budget."""
         self._answered["state_bytes"] = plan.allocation.state_bytes
         self._answered["peak_bytes_predicted"] = plan.peak_bytes
         self._write(refused=self._answered["refused"])
@@ -279,8 +279,8 @@ class BudgetControl(L.Callback):
 
 
 def _text(path: Path, *, mode: int) -> str:
-    """What is asked for, as it may be shown: its beginning, control characters written out. Nothing but a file is
-    opened, as a pipe would be waited for."""
+    """What the file asks for, fit to be shown: its beginning, control characters escaped. Only a regular file is
+    opened, because a pipe would block."""
     if not stat.S_ISREG(mode):
         return "(no file)"
     try:
@@ -293,5 +293,5 @@ def _text(path: Path, *, mode: int) -> str:
 
 
 def _more(one: Budget, other: Budget) -> bool:
-    """Whether `one` lets the process hold more than `other`; a budget that does not limit memory lets it hold all."""
+    """Whether `one` allows more memory than `other`. A budget without a limit of memory allows all."""
     return other.memory_bytes is not None and (one.memory_bytes is None or one.memory_bytes > other.memory_bytes)

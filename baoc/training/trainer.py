@@ -1,4 +1,4 @@
-"""The Trainer of a run, with the strategy and all that watches it; and what its failures mean to the user."""
+"""Builds a run's Trainer with its strategy and callbacks, and turns its failures into errors that say what to do."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role
 
-# Set in the environment, it has every step and stretch of a run on a CPU measured, at several times the cost of a step.
+# Environment variable: if set, every step and phase on a CPU is measured, at several times the cost of a step.
 TRACK_EVERY_STEP = "BAOC_TRACK_EVERY_STEP"
 
 
@@ -75,7 +75,7 @@ class Parts:
 
 
 def session_settings(config: RunConfig) -> SessionSettings:
-    """What planning and reallocation need, in the words of `baoc.training.reallocation`."""
+    """The configuration as settings of planning and reallocation."""
     traits = ALLOCATORS[config.allocator.name].traits
     planner = PlannerSettings(
         specs=config.catalogue.specs,
@@ -105,11 +105,11 @@ def session_settings(config: RunConfig) -> SessionSettings:
 def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
 ) -> BudgetedStrategy:
-    """The strategy, of several devices in a process group, with the recorder and the loggers as its listeners."""
+    """The strategy, to which recorder and loggers listen. Raises BadInputError for a trainer.strategy on one device."""
 
     def moved(event: Reallocation, plan: Plan, _: Any) -> None:
         log_plan(loggers, plan=plan)
-        if event.accepted:  # the whole table each time: decisions to stay wait for the next one
+        if event.accepted:  # the whole table, with decisions to stay since the last one
             log_reallocations(loggers, run_dir=recorder.run_dir)
 
     make = partial(BaocStrategy, device=device) if ranks() is ALONE else BaocDDPStrategy
@@ -146,10 +146,10 @@ def assemble_trainer(
     latency: LatencyTable | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> Parts:
-    """Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
+    """Builds Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
 
-    `latency`: what is known of a step's seconds already, by the decision or by the run that is resumed. `sources`:
-    hashes that checkpoints keep.
+    `latency`: seconds of a step that the micro-batch decision or the resumed run measured. `sources`: hashes that
+    checkpoints keep.
     """
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(
@@ -229,7 +229,7 @@ def assemble_trainer(
 
 
 def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrategy, predicted_bytes: int) -> None:
-    """Tells the memory monitor what the plan knows, and lets it measure migrations."""
+    """Gives the memory monitor the plan's numbers, and has it track migrations and averages."""
     assert strategy.reallocator is not None
     device = strategy.root_device
     memory.context_bytes, memory.predicted_bytes = context_now(device), predicted_bytes
@@ -248,7 +248,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
 
 @contextmanager
 def failures(device: str) -> Iterator[None]:
-    """Turns what training raises into the error that says what to do: a checkpoint of another model, out of memory."""
+    """Inside, errors of training become errors that say what to do, such as for a checkpoint of another model."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""Reads what the user's optimizer says and hands its schedulers over to ours; refuses what would change its meaning."""
+"""Reads the user's optimizer and moves its schedulers to ours. Refuses settings that no rule here has."""
 
 import logging
 import weakref
@@ -17,7 +17,7 @@ from baoc.training.session import SessionSettings
 from baoc.types import Budget
 
 log = logging.getLogger(__name__)
-# Switches of torch's Adam family that choose an implementation, not an arithmetic: ours has its own.
+# Arguments of torch's Adam family that choose an implementation and not the arithmetic: backends replace them.
 IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 REFUSED_KEYS = ("amsgrad", "maximize")
 SPLIT_ROWS = "*+split8"
@@ -27,8 +27,8 @@ ROUNDED_ROWS = "*+bf16_sr"
 def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers returned") -> dict[str, Any]:
     """lr, betas, eps and weight_decay of the user's AdamW (or Adam without weight decay), as our optimizer's defaults.
 
-    Raises BadInputError for any other optimizer, and for switches that the rules here do not have. `said`: how the
-    optimizer came here, for the message.
+    Raises BadInputError for any other optimizer, and for amsgrad and maximize. `said` begins the message: how the
+    optimizer was given.
     """
     groups = optimizer.param_groups
     decays = any(group.get("weight_decay", 0) for group in groups)
@@ -48,8 +48,8 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
 
 
 def check_switches(switches: Mapping[str, Any]) -> None:
-    """Takes the arguments of torch's AdamW that choose an implementation, with a word; raises BadInputError for those
-    that change its meaning."""
+    """Logs that arguments of torch's AdamW which choose an implementation have no effect. Raises BadInputError for
+    unknown ones and those that change the arithmetic."""
     for key, value in switches.items():
         if key not in (*IMPLEMENTATION_KEYS, *REFUSED_KEYS):
             allowed = ("lr", "betas", "eps", "weight_decay", *sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS)
@@ -87,9 +87,9 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def count_steps_for_schedulers(optimizer: Optimizer) -> None:
-    """Lets `optimizer.step` say that it was called, as torch's schedulers arrange for the optimizer they are built on.
+    """Lets `optimizer.step` note its calls, as torch's schedulers arrange for the optimizer that they are built on.
 
-    Without it they warn that the optimizer they were rebound to had its step overridden.
+    Without it, schedulers that are rebound to the optimizer warn that its step was overridden.
     """
     plain, me = type(optimizer).step, weakref.ref(optimizer)
 
@@ -105,7 +105,7 @@ def count_steps_for_schedulers(optimizer: Optimizer) -> None:
 
 
 def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimizer) -> None:
-    """Makes every scheduler that steps `old` step `new` instead, those inside SequentialLR and ChainedScheduler too."""
+    """Makes schedulers of `old` step `new`, including those inside SequentialLR and ChainedScheduler."""
     for scheduler in schedulers:
         if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and scheduler.optimizer is old:
             scheduler.optimizer = new
@@ -113,12 +113,12 @@ def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimiz
 
 
 def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
-    """Adds `*+split8` to a catalogue that was left open, where a memory budget on CUDA can use it.
+    """Adds `*+split8` to an open catalogue where a memory budget on CUDA can use it. Others keep native weights'
+    results.
 
-    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins. Weights that are rounded at random are
-    offered to the measured choice alone, which takes them last.
-    Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
-    or in a bf16 model. Elsewhere results stay those of native weights.
+    An open catalogue is `*`, or `*` with `*@streamed`, which gets `*+split8@streamed` too. Stochastically rounded
+    weights are offered only to the measured choice, which takes them last. 16-bit weights with a correction save as
+    much as a 32-bit moment. Layers accept them under bf16 autocast or in a bf16 model.
     """
     fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
     more = {("*",): (SPLIT_ROWS,), ("*", "*@streamed"): (SPLIT_ROWS, f"{SPLIT_ROWS}@streamed")}.get(

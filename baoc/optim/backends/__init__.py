@@ -1,7 +1,7 @@
-"""Who steps what. This is the one place that decides it: fused kernels where there are some, else eager torch.
+"""Chooses the backend that steps each block, and builds it. No other module decides this.
 
-Blocks that are placed on the host pass through rings of buffers (`optim.offload`), and the same backends step them
-on the device, on staged states.
+Host-placed blocks pass through rings of buffers (`optim.offload`). The same backends step them on the device, on staged
+states.
 """
 
 import logging
@@ -36,31 +36,31 @@ BACKENDS: dict[str, type[Backend]] = {
     "exchanged": ExchangedBackend,
 }
 _AUTO = ("fused",)  # in order of preference; eager steps what none of them takes
-# Elements of all blocks together from which `auto` steps natively on the CPU. Smaller networks step in milliseconds
-# anyhow, and need no compiler for it; results that were recorded with them stay the same bits.
+# Elements of an optimizer from which `auto` steps natively on the CPU. Smaller networks step in milliseconds anyway and
+# so need no compiler; results recorded with them stay the same bit for bit.
 NATIVE_FROM = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Who steps a block, and why nobody who was asked before does."""
+    """The backend that steps a block, and why those that were asked before it do not."""
 
     backend: str
     refused: str = ""
 
 
 def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
-    """The backend for a block of an optimizer that steps `numel` elements altogether.
+    """The backend for a block of an optimizer that steps `numel` elements altogether, wherever states are placed.
 
-    `auto` takes the fastest that can step it: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16 parameters
-    whose rule, storage and weights have a kernel, `native` (C++) for the same on the CPU in an optimizer of at least
-    NATIVE_FROM elements, and `eager` for all else. fp32 AdamW on the CPU is eager under `auto`, for that is torch's own
-    step bit for bit. The native step agrees with the eager one to the tolerance that tests/kernels/test_native_*.py
-    state (a unit in the last place of an update, a code in thousands), so a machine without a compiler trains the same
-    to that tolerance and not to the bit; name a backend where it has to be. A backend that is named takes what it can;
-    the rest is eager too, and the log says so.
-    Matrices that need other ranks' rows of them are `exchanged` by kernels, else eager.
-    Where states are placed makes no difference.
+    `auto` takes the fastest that can step the block: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16
+    parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from NATIVE_FROM
+    elements on; `eager` for all else, and for fp32 AdamW on the CPU, where it is torch's own step bit for bit. A named
+    backend takes what it can; the rest is eager, and the log says so. Matrices that need other ranks' rows are
+    `exchanged` by kernels, else eager.
+
+    native agrees with eager to the tolerance in tests/kernels/test_native_*.py (a unit in the last place of an update,
+    a code in thousands). A machine without a compiler trains the same only to that tolerance: name a backend where bits
+    matter.
     """
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
     if any(slot.gathers for slot in block.slots):
@@ -80,7 +80,7 @@ def _automatic(spec: OptimizerSpec, *, numel: int) -> tuple[str, ...]:
 
 
 def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
-    """What to name for a small optimizer that stands in measurements for one of `numel` elements under `auto`."""
+    """The backend to name for a small optimizer that is measured in place of one of `numel` elements under `auto`."""
     if device.type != "cpu" or "native" not in _automatic(spec, numel=numel) or native_refusal(spec):
         return "auto"
     return "native" if NativeBackend.available() else "auto"
@@ -89,7 +89,7 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 def build_backends(
     blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Pipelines
 ) -> tuple[list[Backend], dict[str, Choice]]:
-    """The backends that are needed, those that work beside the others first, and who steps each block."""
+    """The backends that all blocks need, and each block's Choice. Those that work beside the others come first."""
     blocks = list(blocks)
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
@@ -114,11 +114,8 @@ def build_backends(
 def build_alone(
     blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Pipelines
 ) -> Backend:
-    """A backend for some blocks by themselves, stepped in the middle of a backward pass, which then drops their
-    gradients. On the host there is one of them.
-
-    Its kernels are launched plainly: nothing is captured there.
-    """
+    """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed
+    block comes by itself. Kernels are launched without CUDA graphs."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
     block = blocks[0]
@@ -132,7 +129,7 @@ def build_alone(
 
 
 def _check_as_built(slot: Slot) -> None:
-    """Raises BadInputError where a parameter is no longer what its states and its kind of weights were made for."""
+    """Raises BadInputError where a parameter's shape or type is no longer that of its states or weights format."""
     if not changed(slot):
         return
     shape, dtype = tuple(slot.param.shape), slot.param.dtype

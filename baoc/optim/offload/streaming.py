@@ -1,8 +1,7 @@
-"""Streamed blocks: their states come to the device to be stepped, and go back, while others are stepped.
+"""Streamed blocks: their states are copied to the device, stepped and copied back, while other blocks are stepped.
 
 A piece is a run of blocks that are copied and stepped together. Pieces travel through a ring of device memory, in which
-each has a place of its own: as many as fit are on their way at a time, whatever their sizes. What waits for what, and
-nothing else does:
+each has a fixed place: as many as fit are on their way at a time, whatever their sizes. These are the only waits:
 
     copy in (IN)     for the copies out of all that was in its place, and for this piece's own of the step before
     step (STEP)      for that copy in, and for what the caller has launched by then: gradients, and readers of weights
@@ -10,8 +9,8 @@ nothing else does:
     the caller       at the end of the step for all steps, but for no copy out: forward reads weights, not states
     the host         for copies out before anything reads or writes states where they are kept (`synchronize`)
 
-When a piece has left, what comes next in the order of travel is sent for at once, as far as there is room; after the
-last of a step these are the first ones of the next step, which so are there before its first gradient is.
+When a piece has left, the next ones in the order of travel are fetched at once, as far as there is room. After the last
+piece of a step these are the first ones of the next step, so that they are there before its first gradient.
 """
 
 import weakref
@@ -28,12 +27,12 @@ from baoc.optim.state import LiveBlock, State, views
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
-# leaves it), so that where the ring is large there are fewer; so many on their way keep both ways of the link at work.
+# leaves), so a large ring has larger pieces. This many on their way keep both directions of the link busy.
 NUM_PIECES = 4
 
 
 class _Chunk:
-    """Bytes of a piece's place that are copied by themselves, so that no large piece holds the link up."""
+    """Bytes of a piece's place that are copied in one go, so that a large piece does not hold up the link."""
 
     def __init__(self, *, first: int, end: int, runs: list[tuple[Tensor, Tensor]]):
         self.first, self.end = first, end
@@ -53,18 +52,18 @@ class _Chunk:
 
 
 class Piece:
-    """Blocks that travel together. `staged` is their state as it lies in `memory` (uint8), for whoever steps them."""
+    """Blocks that travel together. `staged` are their states as views of `memory` (uint8), for their backend."""
 
     def __init__(
         self, blocks: Sequence[LiveBlock], *, home: dict[Tensor, State], memory: Tensor, first: int, chunk_bytes: int
     ):
-        """Its place are the bytes of `memory`, which is the ring's, from `first` on."""
+        """The piece's place is in `memory`, the ring's bytes, from `first` on."""
         self.blocks = list(blocks)
         self.first, self.end = first, first + sum(live.slab_bytes for live in self.blocks)
-        self.order = self.index = 0  # which order of travel, and the place in that
+        self.order = self.index = 0  # its order of travel, and its index there
         self.here = False  # its states are in its place, or on their way
-        self.wanted = False  # and have not been stepped since they came
-        self.ready: Any = None  # mark: a step may begin
+        self.wanted = False  # they are to be stepped before they leave
+        self.ready: Any = None  # mark after which its step may begin
         self._home = home
         self.staged: dict[Tensor, State] = {}
         begin = first
@@ -76,7 +75,7 @@ class Piece:
         self.chunks = self._cut(memory, chunk_bytes=chunk_bytes)
 
     def _cut(self, memory: Tensor, *, chunk_bytes: int) -> list[_Chunk]:
-        """What lies side by side on the host as it does in the ring is copied at once, up to `chunk_bytes`."""
+        """Cuts the place into chunks of up to `chunk_bytes`. Slabs that are adjacent on the host are copied as one."""
         runs: list[Tensor] = []  # on the host
         for live in self.blocks:
             if live.slab_bytes:
@@ -101,7 +100,7 @@ class Piece:
         return [slot.param.grad for live in self.blocks for slot in live.slots if slot.param.grad is not None]
 
     def share_steps(self) -> None:
-        """Who steps fused keeps the counts in a tensor of its own: the states at home count with it."""
+        """Lets the states at home count steps in the tensors of `staged`, which a fused backend replaces."""
         for param, state in self.staged.items():
             if "step" in state:
                 self._home[param]["step"] = state["step"]
@@ -113,9 +112,9 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 
 
 class Streaming:
-    """The streamed blocks of one device in the order in which they are to pass; its ring is there.
+    """The streamed blocks of one device in the order of travel, and their ring.
 
-    A piece always passes through the same place, so that whoever steps it keeps the addresses.
+    A piece always passes through the same place, so that its backend may keep the addresses.
     """
 
     def __init__(
@@ -136,23 +135,23 @@ class Streaming:
         self._chunk_bytes = piece_bytes
         self._piece_bytes = max(piece_bytes, self.nbytes // NUM_PIECES)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        # When the ring is gone, its memory is no one's before the lanes have come to an end.
+        # When the ring is gone, its memory must not be reused before the lanes are done with it.
         weakref.finalize(self, self.lanes.finish).atexit = False
-        self._given: Any = self.lanes.mark(MAIN)  # who had the memory before is done with it
+        self._given: Any = self.lanes.mark(MAIN)  # mark after which the memory's former owner is done
         self._orders: list[list[Piece]] = []
-        self._order: list[Piece] = []  # that is in use
-        # What has bytes of the same place. Here, not with the pieces: they would keep each other, and so the memory.
+        self._order: list[Piece] = []  # the one in use
+        # Pieces with bytes in common. Not in the pieces, as a cycle of references would keep the memory alive.
         self._rivals: dict[Piece, list[Piece]] = {}
         self.rival_chunks: dict[_Chunk, list[_Chunk]] = {}
-        self._turn: set[int] = set()  # places in it that were stepped in the step in progress
-        self._next = 0  # who is sent for next; from the order's length on, for the step after
+        self._turn: set[int] = set()  # indices in it that were stepped in this step
+        self._next = 0  # index to fetch next; from the order's length on, for the next step
         self._num_left = 0
         self._stepped: Any = None
-        self._before: Any = None  # mark of the step before the last one, of pieces whose gradients were dropped
+        self._before: Any = None  # mark of the last but one step whose gradients are dropped
         self._singles: dict[str, Piece] = {}
 
     def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[Piece]]:
-        """All blocks in pieces of one kind each, by kind."""
+        """Kind -> pieces of that kind, of all blocks."""
         runs: list[list[LiveBlock]] = []
         for live in self.blocks:
             if not runs or kind_of(runs[-1][-1]) != kind_of(live):
@@ -176,7 +175,8 @@ class Streaming:
         return self._singles[name]
 
     def place(self, parts: Sequence[Sequence[LiveBlock]]) -> list[Piece]:
-        """The parts as pieces in this order: side by side, and from the beginning again where one has no room left."""
+        """Makes a piece of each part, side by side in this order, and from the ring's beginning where no room is
+        left."""
         pieces: list[Piece] = []
         first = 0
         for part in parts:
@@ -198,11 +198,11 @@ class Streaming:
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
-        """Does `work`, which steps the piece's staged states, in its lane; returns at once.
+        """Runs `work`, which steps the piece's staged states, in its lane; returns at once.
 
-        `releases`: the caller drops the gradients before the step is over. Their memory is no one's until then, so the
-        caller waits for the piece before the last one: else it would run ahead of the link by as many gradients as the
-        device has room for.
+        `releases`: the caller drops the gradients before the step is over. Their memory is not free until then. So the
+        caller waits for the piece before the last one: else it would run ahead of the link until gradients fill the
+        device.
         """
         lanes = self.lanes
         if releases:
@@ -227,7 +227,7 @@ class Streaming:
         self._send_for_more()
 
     def _take_turn(self, piece: Piece) -> None:
-        """One that comes a second time begins the next step."""
+        """Notes that the piece is stepped. A piece that comes a second time begins the next step."""
         if self._orders[piece.order] is not self._order:  # which may have the same blocks in other pieces
             self.invalidate()
             self.lanes.wait(IN, self.lanes.mark(OUT))
@@ -239,13 +239,13 @@ class Streaming:
         self._turn.add(piece.index)
 
     def _send_for_more(self) -> None:
-        """Those that come next, until one has its place where another waits to be stepped."""
+        """Fetches the next pieces, until the place of one is held by another that waits to be stepped."""
         num = len(self._order)
         while self._next < 2 * num:
             piece = self._order[self._next % num]
             stepped = piece.index in self._turn
             if self._next < num if stepped else piece.wanted:
-                pass  # it is not needed again before the step after, or has been sent for
+                pass  # not needed in this round any more, or fetched already
             elif (self._next >= num and not stepped) or any(rival.wanted for rival in self._rivals[piece]):
                 return
             elif piece.here:
@@ -268,22 +268,22 @@ class Streaming:
         piece.ready = lanes.mark(IN)
 
     def join(self) -> None:
-        """What the caller launches from now on sees the weights as they were stepped."""
+        """Work that the caller launches from now on sees the stepped weights."""
         if self._stepped is not None:
             self.lanes.wait(MAIN, self._stepped)
             self._stepped = None
 
     def drain(self) -> None:
-        """Waits until gradients that the caller dropped are no one's any more: once `join` was called, unless said."""
+        """Waits until all steps are over, so that the memory of dropped gradients is free. `join` comes first."""
         self.lanes.wait_here(self.lanes.mark(STEP))
 
     def synchronize(self) -> None:
-        """Waits until states are at home, and nothing is on its way."""
+        """Waits until all states are at home and no copy is on its way."""
         self.lanes.wait_here(self.lanes.mark(OUT))
         self.lanes.wait_here(self.lanes.mark(IN))
 
     def invalidate(self) -> None:
-        """States were changed at home: what is on the way is old."""
+        """Has all states fetched again, because those at home were changed."""
         for piece in self._rivals:
             piece.here = piece.wanted = False
         self._next = 0

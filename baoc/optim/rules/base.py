@@ -15,13 +15,10 @@ from baoc.types import RuleInfo, StateDecl
 class RuleContext:
     """What a rule may know of the current step. It is not frozen, because one is built per tensor and step.
 
-    Attributes:
-        step: Number of this step, from 1, for a rule that counts steps; else 0.
-        finite: Bool mask in the gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None
-            where every element is finite.
-        matrix: (fan_out, fan_in) where the tensor has one.
-        transposed: The tensor is stored as (fan_in, fan_out).
-        shard: An `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole.
+    `step` is the number of this step, from 1, for a rule that counts steps; else 0. `finite` is a bool mask in the
+    gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None means that all are finite.
+    `matrix` is (fan_out, fan_in) where the tensor has one; `transposed` says that it is stored as (fan_in, fan_out).
+    `shard` is an `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole.
     """
 
     step: int = 0

@@ -1,6 +1,6 @@
-"""What the budget of a running job is now: a schedule, what a file asks for, and what was given up.
+"""The budget that a running job should have at each step: by schedule, by a file's request, or after relaxation.
 
-Pure: steps and sizes in, a Budget and its reason out. Who applies it is `callbacks.budget_control`.
+Pure: it maps steps and sizes to a Budget and its reason. `training.budget_control` applies it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from baoc.types import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChange:
-    """`budget` holds from optimizer step `step` on (steps done), or from the first batch of `batch` samples on."""
+    """`budget` holds once `step` optimizer steps are done, or from the first batch of `batch` samples on; give one."""
 
     budget: Budget
     step: int | None = None
@@ -35,8 +35,7 @@ class BudgetChange:
 
 
 def check_order(schedule: Sequence[BudgetChange]) -> None:
-    """Raises BadInputError where an entry does not come after those before it: the last one that has come counts, so it
-    would take back what they say, or never be seen."""
+    """Raises BadInputError where steps or batches do not increase: an entry would undo another or never act."""
     for key in ("step", "batch"):
         values = [value for change in schedule if (value := getattr(change, key)) is not None]
         for before, after in pairwise(values):
@@ -48,10 +47,11 @@ def check_order(schedule: Sequence[BudgetChange]) -> None:
 
 
 class BudgetSchedule:
-    """`wish` says which budget is to be in force. Of the schedule's entries the last one that has come counts; a text
-    that `ask` was given takes its place until it is taken back by `ask("")`; `ceiling` is what progressive relaxation
-    left, and is never passed again but by `ask`. `free_bytes` is what `auto` means, which would not limit anything
-    without it; `largest_batch` the most samples that a step had.
+    """`wish` says which budget should be in force.
+
+    The last entry of the schedule that has begun counts. A budget given to `ask` replaces it until `ask("")`. `ceiling`
+    is what progressive relaxation left; only `ask` may exceed it. `free_bytes` is the meaning of `auto`, which limits
+    nothing without it. `largest_batch` is the most samples that a step has had.
     """
 
     def __init__(self, base: Budget, *, schedule: Sequence[BudgetChange] = ()):
@@ -63,11 +63,11 @@ class BudgetSchedule:
         self.largest_batch = 0
 
     def ask(self, text: str) -> None:
-        """A budget in any spelling; "" leaves it to the schedule again. Raises BadInputError, with nothing changed."""
+        """Asks for a budget in any spelling; "" returns to the schedule. Raises BadInputError, with nothing changed."""
         self._asked = parse_budget(text.strip()) if text.strip() else None
 
     def wish(self, *, step: int, batch: int) -> tuple[Budget, str]:
-        """The budget after `step` steps with a coming step of `batch` samples, and where it comes from."""
+        """The budget after `step` steps, where the coming step has `batch` samples, and the reason for it."""
         self.largest_batch = max(self.largest_batch, batch)
         budget, why = self._scheduled(step)
         if self._asked is not None:
@@ -85,7 +85,7 @@ class BudgetSchedule:
         return self._meant(budget), why
 
     def _meant(self, budget: Budget) -> Budget:
-        """With `auto` resolved, and the run's limits on step time and host memory where it has none of its own."""
+        """`budget` with `auto` resolved, and the run's limits of step time and host memory where it has none."""
         budget = budget if self.free_bytes is None else resolve_auto(budget, free_bytes=self.free_bytes)
         host_memory_bytes = budget.host_memory_bytes or self.base.host_memory_bytes
         step_time = budget.step_time or self.base.step_time

@@ -1,6 +1,6 @@
-"""Specs for parameters that come after the plan was made: staged unfreezing, add_param_group, heads built lazily.
+"""Specs for late parameters, which come after the plan was made: staged unfreezing, add_param_group, lazy heads.
 
-They are planned for by themselves, within what the budget leaves for them. The allocation of the others stays.
+They are planned separately, within what the budget leaves. The allocation of the other parameters stays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ ADAMW_BYTES = 8  # per element that fp32 AdamW keeps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePlan:
-    """Parameter -> spec, and the bytes of state that these keep."""
+    """Parameter name -> spec, and the bytes of state that all of them keep."""
 
     specs: Mapping[str, str]
     state_bytes: int
 
 
 def plan_late(infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettings, late_bytes: int = 0) -> LatePlan:
-    """What parameters that come late run. `late_bytes`: state of those that came before, which `plan` does not have.
+    """Chooses the specs of late parameters. `late_bytes`: state of earlier late ones, which `plan` does not have.
 
-    Under a share of AdamW's state these have the same share of their own. Under a memory budget their state is at most
-    what the predicted peak and their gradients leave of it. Raises InfeasibleBudgetError, with both numbers, where that
+    Under a state fraction, they get that fraction of their own AdamW state. Under a memory budget, their state gets at
+    most what the predicted peak and their gradients leave. Raises InfeasibleBudgetError, with both numbers, where that
     is too little for any spec.
     """
     budget = plan.budget

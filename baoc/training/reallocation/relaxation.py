@@ -1,8 +1,8 @@
 """Progressive relaxation: late in training, blocks whose gradients have calmed down give up state, step by step.
 
-A block is calm where its gradient RMS has fallen to a share of what it was at the first decision. It then offers its
-next cheaper candidate, unless the newest profile finds that one risky. What is saved is taken off the budget, so that
-later decisions do not give it back.
+A block is calm where its gradient RMS has fallen to a share of its value at the first decision. It then offers its next
+cheaper candidate, unless the newest profile finds that one risky. The bytes saved are taken off the budget, so that
+later decisions do not spend them again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from baoc.types import Budget, Candidate, Plan, Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationSettings:
-    """`from_step`: optimizer steps before the first look, null for none; `every`: between looks.
+    """`from_step`: optimizer steps before the first check, null for none. `every`: steps between checks.
 
-    `calm`: gradient RMS as a share of the first decision's. `max_risk`: the most that a cheaper candidate may add, as a
-    share of what the block's riskiest one would.
+    `calm`: gradient RMS as a share of the first decision's. `max_risk`: the most risk that a cheaper candidate may add,
+    as a share of what lies between the block's least and most risky ones.
     """
 
     from_step: int | None = None
@@ -39,7 +39,7 @@ class RelaxationSettings:
 
 
 def calm_blocks(reference: Profile, now: Profile, *, share: float) -> dict[str, float]:
-    """Block -> gradient RMS now over that of `reference`, of those at or below `share`."""
+    """Block -> its gradient RMS in `now` over that in `reference`, of the blocks where this is `share` or less."""
     found = {}
     for block, before in reference.stats.items():
         after = now.stats.get(block)
@@ -51,7 +51,7 @@ def calm_blocks(reference: Profile, now: Profile, *, share: float) -> dict[str, 
 def offers(
     plan: Plan, pool: Mapping[str, Sequence[Candidate]], *, calm: Mapping[str, float], max_risk: float
 ) -> dict[str, Candidate]:
-    """Calm block -> the next cheaper candidate that adds no more risk than `max_risk` of the worst of `pool`."""
+    """Calm block -> its next cheaper candidate that adds at most `max_risk` of the range of risks in its `pool`."""
     found = {}
     for block in calm:
         options = pool[block]
@@ -70,7 +70,7 @@ def offers(
 
 
 def lowered(budget: Budget, *, plan: Plan, saved_bytes: int) -> Budget:
-    """The budget less what is given up: from what the plan holds, in the budget's own measure."""
+    """The budget less what is given up: what the plan holds minus `saved_bytes`, in the budget's own measure."""
     if budget.memory_bytes is not None:
         left = min(budget.memory_bytes, plan.peak_bytes) - saved_bytes
         return replace(budget, name=f"{left}b", memory_bytes=left)
