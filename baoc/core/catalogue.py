@@ -124,7 +124,12 @@ _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing o
 
 
 def removed(name: str) -> str:
-    """What to say of a row, rule or allocator that earlier versions had; empty where there never was one."""
+    """What to say of a row, rule, allocator or risk that earlier versions had; empty where there never was one."""
+    if name == "shadow":
+        return (
+            "risk=shadow was removed: it measured likeness to fp32 AdamW, which is no measure of quality: choose "
+            "risk=measured, the default, or risk=statistics, which reads the same gradients"
+        )
     if name in ("host_adamw", "host_adamw_flush", "host_every_kth"):
         return (
             f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "

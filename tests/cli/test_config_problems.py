@@ -44,6 +44,7 @@ from baoc.config.from_hydra import from_hydra
         (["model=llama", "dataset=digits"], "dataset digits serves vision and diffusion, not language"),
         (["+seed=1"], "seed is there already: write seed=VALUE, without a +"),
         (["~foo"], "~foo removes what is not there"),
+        (["risk=shadow"], "risk=shadow was removed: it measured likeness to fp32 AdamW"),
         (["~optim.eps"], "optim.eps is missing: it was removed from the configuration"),
         (["~model.dropout"], "model.dropout is missing: it was removed from the configuration"),
         (["~risk"], "risk is missing: it was removed"),

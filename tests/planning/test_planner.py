@@ -76,6 +76,7 @@ def test_a_memory_budget_without_a_footprint_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"risk": "shadow"}, "risk=shadow was removed: .* choose risk=measured, the default, or risk=statistics"),
         ({"risk": "luck"}, "unknown risk 'luck': choose one of measured, prior, statistics"),
         ({"allocator": "oracle"}, "unknown allocator 'oracle': choose one of exact, lagrangian"),
         ({"specs": ("adamv",)}, "no optimizer spec is called or matches 'adamv'"),
