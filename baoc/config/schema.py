@@ -280,6 +280,11 @@ class RunConfig:
                 f"optim.release_gradients=true steps before gradients are averaged over trainer.devices="
                 f"{self.trainer.devices}: set it to false, or trainer.devices=1"
             )
+        if self.trainer.strategy == "fsdp" and self.device in CARDS:
+            raise BadInputError(
+                f"device={self.device} is planned for as one device that has all of the network: leave "
+                "trainer.strategy=fsdp out, or plan on devices that are there"
+            )
         searches = "auto" in (self.micro_batch, self.model.checkpointing) or self.objective != "quality"
         if self.trainer.strategy == "fsdp" and searches:
             raise BadInputError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from baoc.core import own_code
-from baoc.core.catalogue import SPECS, WEIGHTS, with_weights
+from baoc.core.catalogue import SPECS, WEIGHTS, removed, with_weights
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.types import Block, Part, Plan, Role
@@ -205,6 +205,8 @@ def _close(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:
 
 def _check_spec(spec: object, *, key: str) -> None:
     if spec not in SPECS:
+        if told := removed(str(spec)):
+            raise BadInputError(f"{key}: {told}")
         raise BadInputError(
             f"{key}={spec}: there is no such optimizer spec{_close(spec, SPECS)}\n`python run.py --list specs` shows "
             "every one"

@@ -37,6 +37,10 @@ def resized(batch: Any, size: int) -> Any:
     held = num_samples(batch)
 
     def taken(tensor: Tensor) -> Tensor:
-        return tensor[torch.arange(size, device=tensor.device) % held] if tensor.ndim and held else tensor
+        return (
+            tensor[torch.arange(size, device=tensor.device) % held]
+            if tensor.ndim and held and len(tensor) == held
+            else tensor
+        )
 
     return apply_to_collection(batch, Tensor, taken)

@@ -40,7 +40,12 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     folders = visible(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
     loose = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not folders:
-        if found := visible(folder, loose):
+        found = visible(folder, loose)
+        if found and classes is not None and len(classes) > 1:
+            raise BadInputError(
+                f"{folder} has no folders of classes, which the training images have: {classes[0]}, ..."
+            )
+        if found:
             return Listing(files=tuple(found), labels=(0,) * len(found), classes=classes or (folder.name,))
         raise BadInputError(f"{folder} holds no folders and no images: a folder of images has one folder per class")
     if classes is not None and (foreign := [entry for entry in folders if entry.name not in classes]):

@@ -82,10 +82,13 @@ def require_datasets() -> Any:
     return datasets
 
 
-def share_of(stream: Any, *, rank: int, num_ranks: int) -> Any:
-    """This rank's part of a stream of `datasets`."""
+def share_of(stream: Any, *, rank: int, num_ranks: int, skipped: bool = False) -> Any:
+    """This rank's part of a stream of `datasets`. Where samples at its start are `skipped`, every rank reads all of it:
+    a stream that is split by files skips a part of each, so held-out samples would be trained on."""
     if num_ranks == 1:
         return stream
+    if skipped:
+        return stream.filter(lambda _, at: at % num_ranks == rank, with_indices=True)
     from datasets.distributed import split_dataset_by_node
 
     return split_dataset_by_node(stream, rank=rank, world_size=num_ranks)

@@ -128,10 +128,11 @@ class StreamDataModule(DataModule):
 class Documents:
     """The texts of a stream, a few at a time, with the position after them."""
 
-    def __init__(self, stream: Any, *, name: str, column: str):
+    def __init__(self, stream: Any, *, name: str, column: str, skipped: bool = False):
         self._stream = stream
         self._name = name
         self._column = column
+        self._skipped = skipped  # some at its start
 
     def batches(self, state: Any | None) -> Iterator[tuple[list[TextChunk], Any]]:
         """(documents, the library's state after them) from `state` on, read from a copy of the stream.
@@ -146,10 +147,10 @@ class Documents:
             yield [TextChunk(text=text, ends=True) for text in texts], stream.state_dict()
 
     def skip(self, num_documents: int) -> "Documents":
-        return Documents(self._stream.skip(num_documents), name=self._name, column=self._column)
+        return Documents(self._stream.skip(num_documents), name=self._name, column=self._column, skipped=True)
 
     def for_rank(self, rank: int, num_ranks: int) -> "Documents":
-        part = share_of(self._stream, rank=rank, num_ranks=num_ranks)
+        part = share_of(self._stream, rank=rank, num_ranks=num_ranks, skipped=self._skipped)
         return Documents(part, name=self._name, column=self._column)
 
     def _read(self, rows: Iterator[Any]) -> Iterator[Any]:

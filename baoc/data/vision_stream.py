@@ -132,7 +132,7 @@ class StreamedImages(DataModule):
         else:
             whole = _shuffled_files(self._train, seed=self.seed, epoch=epoch)
         rank, num_ranks = rank_of(self)
-        return share_of(whole, rank=rank, num_ranks=num_ranks)
+        return share_of(whole, rank=rank, num_ranks=num_ranks, skipped=bool(self._num_skipped))
 
     def _make(self, samples: list[Any], generator: Generator) -> Batch:
         source = self._encoded(samples, name=f"a batch of {self._name}")

@@ -292,6 +292,8 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     if spec.storage not in STORAGES:
         raise unknown_name(spec.storage, what="storage", allowed=STORAGES)
     if spec.weights not in WEIGHTS:
+        if told := removed(spec.name) or removed(f"{spec.rule}+{spec.weights}"):
+            raise BadInputError(told)
         raise unknown_name(spec.weights, what="kind of weights", allowed=WEIGHTS)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in PLACEMENTS:

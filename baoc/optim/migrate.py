@@ -11,6 +11,7 @@ The averages of a rule that counts no steps are taken to have no bias. Weights a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -200,13 +201,13 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
         states = {kept.decl.name: kept.decode(state[slot.param]) for kept in slot.kept}
         direction = slot.rule.last(states=states, ctx=ctx)
-        if direction is None:
-            return None
-        norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
+        norm, numel = nan, 0
+        if direction is not None:
+            norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
         norm, numel = over_ranks(slot, norm=norm, count=numel)
         total += float(norm) ** 2
         count += numel
-    return (total / count) ** 0.5 if count else None
+    return (total / count) ** 0.5 if count and not isnan(total) else None
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:

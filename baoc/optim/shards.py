@@ -160,7 +160,7 @@ def shard_of(param: Any) -> Shard | None:
 def warm(device: torch.device) -> None:
     """Has the communicator allocate its buffers before the device's context is measured. Collective."""
     if device.type == "cuda" and ranks() is not ALONE:
-        sent = torch.zeros(WARM_BYTES, dtype=torch.uint8, device=device)
+        sent = torch.zeros(WARM_BYTES // ranks().size * ranks().size, dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(sent)
         torch.distributed.all_to_all_single(torch.empty_like(sent), sent)
         del sent

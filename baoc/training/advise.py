@@ -161,7 +161,7 @@ def advise(
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
         task=TaskConfig(
-            name="own", options={"told_by": _told_by(loss, make_batch, settings)}
+            name="own", options={"told_by": _told_by(loss, make_batch, settings, _names_of(found, model=model))}
         ),  # a decision is kept for this key
     )
     step: Any = model.training_step if loss is None else loss
@@ -268,6 +268,11 @@ def _told_by(*given: object) -> str:
         except (OSError, TypeError):  # defined in a console, or no function
             texts.append(repr(value))
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
+
+
+def _names_of(layers: Sequence[nn.Module], *, model: nn.Module) -> list[str]:
+    chosen = set(map(id, layers))
+    return [name for name, part in model.named_modules() if id(part) in chosen]
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from baoc.errors import BadInputError
 from baoc.models.switches import recomputable_layers
 from baoc.optim.shards import is_sharded, warm, whole_on_first
 from baoc.parallel import ranks, refusal
+from baoc.tasks.ema import EmaWeights
 from baoc.training.averages import averaging_callbacks
 from baoc.training.lightning import BudgetedStrategy
 from baoc.types import Budget
@@ -133,10 +134,11 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
                 "the module sets automatic_optimization=False: BaocFSDPStrategy trains one AdamW in automatic "
                 "optimization. Use that, or BaocStrategy in one process"
             )
-        if averaging := averaging_callbacks(trainer):
+        own = [type(one).__name__ for one in trainer.callbacks if isinstance(one, EmaWeights)]  # pyright: ignore[reportAttributeAccessIssue]
+        if averaging := [*averaging_callbacks(trainer), *own]:
             raise BadInputError(
                 f"{', '.join(averaging)} averages weights, of which a rank has only rows under fully_shard: leave "
-                "averages out, or use BaocDDPStrategy"
+                "averages out (task.ema_decay=0 of diffusion), or use BaocDDPStrategy"
             )
 
 

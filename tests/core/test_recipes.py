@@ -181,6 +181,7 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: find_recipe("nowhere.yaml"), r"recipe=nowhere.yaml cannot be read"),
         (lambda: Recipe(name="r", specs={"mpl": "sign"}), r"unknown key recipe.mpl .*did you mean recipe.mlp\?"),
         (lambda: Recipe(name="r", specs={"mlp": "foam_l9"}), r"recipe.mlp=foam_l9: there is no such .*did you mean"),
+        (lambda: Recipe(name="r", specs={"mlp": "adamw@updated"}), r"recipe.mlp: adamw@updated was removed"),
         (lambda: Recipe(name="r", lr={"muom": 2.0}), r"unknown key recipe.lr.muom; did you mean recipe.lr.muon"),
         (lambda: Recipe(name="r", lr={"muon": -2.0}), r"recipe.lr.muon=-2.0 is not allowed"),
         (lambda: Recipe(name="r", betas={"head": (0.9, 0.9)}), r"unknown key recipe.betas.head"),

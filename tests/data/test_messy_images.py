@@ -135,6 +135,15 @@ def test_of_several_frames_the_first_is_read_and_said(
     assert first[0] > 200 > 50 > first[1], "red"
 
 
+def test_validation_images_without_classes_are_refused(tmp_path: Path) -> None:
+    """Beside two classes of training images; each of them would be of the first."""
+    write_folder(tmp_path / "train", size=(8, 8))
+    (tmp_path / "val").mkdir()
+    picture(size=(8, 8)).save(tmp_path / "val" / "0.png")
+    with pytest.raises(BadInputError, match="val has no folders of classes, which the training images have: cat"):
+        images(tmp_path)
+
+
 class TestStrayFiles:
     def test_they_are_left_out_and_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write_folder(tmp_path, size=(16, 16))

@@ -206,6 +206,11 @@ class TestBadCheckpoints:
         ):
             self.load(state)
 
+    def test_a_kind_of_weights_that_was_removed(self) -> None:
+        block = {"spec": "adamw+split16", "rule": "adamw", "storage": "fp32", "weights": "split16", "params": ["w"]}
+        with pytest.raises(CheckpointError, match="16-bit corrections is resumed by an earlier version"):
+            self.load(self.broken(blocks={"w": block}))
+
     def test_a_spec_that_is_not_known(self) -> None:
         with pytest.raises(CheckpointError, match=r"block w of the checkpoint cannot be read: no optimizer spec"):
             self.load(self.broken(blocks={"w": {"spec": "adamw_int1", "params": ["w"]}}))

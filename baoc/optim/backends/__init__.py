@@ -64,7 +64,7 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     """
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
     if any(slot.gathers for slot in block.slots):
-        candidates = (ExchangedBackend.name if name in ("auto", "fused") else "eager",)
+        candidates = (ExchangedBackend.name if name in ("auto", "fused", ExchangedBackend.name) else "eager",)
     refused = []
     for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)

@@ -240,6 +240,7 @@ class Decision:
     def search(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option, in the time that there is since `began` by the clock. With compile=auto, compiled layers are
         searched after the others where a run is long enough to repay it. Where they fail, a row says so."""
+        self.begin(compiled=self.config.model.compile is True)  # whatever a kept decision was confirmed by
         if self.tryouts.compiled:
             found = self.compiled(began=began, tell=tell)
             if isinstance(found, Choice):
@@ -346,7 +347,14 @@ class Decision:
             self._plan_by(before)
         self.begin(compiled=chosen.compiled)
         self.tryouts.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
-        trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
+        try:
+            trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
+        except BaocError:
+            raise
+        except Exception:  # of a compiler, which may raise any; then it is decided anew
+            if not chosen.compiled:
+                raise
+            return False
         if trial is None:
             return False
         fixed = {name: getattr(before, name) for name in CONSTANT}
@@ -363,7 +371,9 @@ class Decision:
         chosen = choice.chosen
         if chosen is None:
             return None
-        run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left else math.inf
+        may = self.config.model.compile == "auto" and self.where.type == "cuda" and self.axes.num_layers > 0
+        unsought = may and not any(option.compiled for option in choice.options)  # as the run is short
+        run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left or unsought else math.inf
         return Entry(
             chosen=chosen,
             options=tuple(choice.options),
