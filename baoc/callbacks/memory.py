@@ -264,6 +264,9 @@ class MemoryMonitor(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._exit()
 
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._exit()  # of the resume, where no step was left and training never started
+
     def final_validation(self) -> L.Callback:
         """For the Trainer of a validation after training: its first batch is measured, as a stretch of the run."""
         seen: list[bool] = []

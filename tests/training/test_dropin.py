@@ -107,15 +107,15 @@ def test_without_a_probe_the_first_step_measures_itself():
 @pytest.mark.parametrize("release", [False, True])
 def test_a_first_step_that_never_comes_is_measured_no_longer_than_the_optimizer_lives(release: bool):
     """Without waiting for Python's collector, and though somebody entered a mode of his own after it."""
-    below = _get_current_dispatch_mode()  # of an optimizer of another test, whose first step never came
+    assert _get_current_dispatch_mode() is None
     gc.disable()
     try:
         optimizer = BaocOptimizer(make()[0], budget="300mb", lr=1e-2, release=release)
-        assert _get_current_dispatch_mode() is not below
+        assert _get_current_dispatch_mode() is not None
         with MemoryTracker() as above:
             del optimizer
             assert _get_current_dispatch_mode() is above
-        assert _get_current_dispatch_mode() is below
+        assert _get_current_dispatch_mode() is None
     finally:
         gc.enable()
     weight = torch.zeros(3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from baoc.config.schema import AllocatorConfig, ModelConfig, RiskConfig
 from baoc.core.budgets import parse_budget
@@ -97,6 +98,7 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_end_only_makes_that
     for name in ("quality", "num_steps", "peak_bytes", "peak_bytes_predicted", "state_bytes", "budget_met"):
         assert getattr(late, name) == getattr(whole[1], name), name
     assert late.peak_bytes > 0, "of the attempt that trained"
+    assert _get_current_dispatch_mode() is None, "nothing is tracked once a run is over"
     with pytest.raises(BadInputError, match="nothing is left to train"):
         run(run_dir, resume="auto")
 
