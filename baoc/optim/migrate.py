@@ -193,17 +193,14 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         step = step_of(slot, state[slot.param])
         if slot.counts_steps and step == 0:
             continue
-        if not slot.param.numel():
-            norm, numel = over_ranks(slot, norm=0.0, count=0)
-            total, count = total + float(norm) ** 2, count + numel
-            continue
-        group = param_groups[slot.group]
-        ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
-        states = {kept.decl.name: kept.decode(state[slot.param]) for kept in slot.kept}
-        direction = slot.rule.last(states=states, ctx=ctx)
-        norm, numel = nan, 0
-        if direction is not None:
-            norm, numel = update_norm(direction.update(), divisor=direction.divisor, finite=None, on_cpu=slot.on_cpu)
+        norm, numel = 0.0, 0
+        if slot.param.numel():
+            group = param_groups[slot.group]
+            ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
+            states = {kept.decl.name: kept.decode(state[slot.param]) for kept in slot.kept}
+            norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
+            if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
+                norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)
         norm, numel = over_ranks(slot, norm=norm, count=numel)
         total += float(norm) ** 2
         count += numel

@@ -285,11 +285,6 @@ def make_option(
         recomputed=recomputed,
         num_layers=num_layers,
         release=release,
-        weights="",
-        peak_bytes=0,
-        state_bytes=0,
-        samples_per_s=math.nan,
-        risk=None,
         reference_s=latency.reference_step_s,
     )
     try:

@@ -11,6 +11,7 @@ class Option:
     `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
     ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
     `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in.
+    `weights` to `risk` keep their defaults until a plan is known.
     `fastest_s`: where only seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused
     AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of the host is missing, how much
     would do. `compared`: two of its own steps were timed; `tried`: its bytes and whole steps were measured as in
@@ -23,11 +24,11 @@ class Option:
     recomputed: int
     num_layers: int
     release: bool
-    weights: str
-    peak_bytes: int
-    state_bytes: int
-    samples_per_s: float
-    risk: float | None
+    weights: str = ""
+    peak_bytes: int = 0
+    state_bytes: int = 0
+    samples_per_s: float = math.nan
+    risk: float | None = None
     step_s: float = math.nan
     fastest_s: float = math.nan
     reference_s: float = math.nan
