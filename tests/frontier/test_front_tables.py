@@ -8,10 +8,8 @@ import pytest
 
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import RunOutcome
-from baoc.tracking.files import write_csv
-from experiments.analysis.damage import Damage
-from experiments.benchmarks import fronts, listed_runs, risk_table, risk_weights_check, sampler_held_out, sampler_race
-from tests.support.sweep_jobs import config, job
+from experiments.benchmarks import fronts, listed_runs, sampler_held_out, sampler_race
+from tests.support.sweep_jobs import job
 
 
 def row(family: str, *, quality: float, fraction: float, seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -103,27 +101,6 @@ def test_held_out_means_are_of_the_seeds_that_were_asked_for(tmp_path: Path):
     assert sampler_held_out.means(tmp_path, points=points, seeds=[1, 2, 3]) == {}
 
 
-def test_weights_are_held_against_rivals_on_the_same_seeds(tmp_path: Path):
-    weights = {"drop_m": 3.0, "fold_m": 1.0}
-    for seed, losses in enumerate([(0.1, 0.3, 0.2), (0.2, 0.3, 0.5)]):
-        sets = zip(("winner", "unit", "random"), losses, (3.0, 1.0, 1.0), strict=True)
-        for name, loss, weight in sets:
-            own = config(seed=seed, budget="state_10", allocator="exact", risk={"weights": {"drop_m": weight}})
-            allocator = "random" if name == "random" else "exact"
-            job(tmp_path / f"{name}_{seed}", loss=loss, seed=seed, allocator=allocator, settings=own, budget="state_10")
-    told = {(r["budget"], r["rival"]): r for r in risk_weights_check.rows_of(tmp_path, weights=weights)}
-    assert told["all", "weights of 1"]["n"] == 2
-    assert told["state_10", "weights of 1"]["difference"] == pytest.approx(-0.15)
-    assert told["all", "random"]["difference"] == pytest.approx(-0.2)
-
-
-def test_every_run_of_the_check_is_listed_and_paired():
-    study = risk_weights_check.study_of(["model=vit"], weights={"drop_m": 3.0}, seeds=[4, 5], budgets=["state_10"])
-    assert len(study.baselines) == 6 and study.n_trials == 6
-    assert study.baselines[0] == ("risk.weights.drop_m=3", "budget=state_10", "seed=4")
-    assert study.baselines[2] == ("allocator=random", "budget=state_10", "seed=4")
-
-
 def test_a_list_is_held_against_the_first_of_its_group():
     rows = [
         {"group": "g", "label": label, "seed": seed, "status": "finite", "value": value, "state_fraction": 0.1}
@@ -168,12 +145,3 @@ def test_a_list_goes_on_with_runs_that_have_no_row(tmp_path: Path, monkeypatch: 
     assert [row["status"] for row in listed_runs.read_rows(rows)] == ["refused here"] * 4
     listed_runs.run_all(listed_runs.ordered(lines, seeds=[9]), **where, minutes=0)
     assert len(started) == 4, "past the minutes none starts"
-
-
-def test_a_table_of_damage_is_read_as_it_was_written(tmp_path: Path):
-    some = {"state_bytes": 9, "risk_model": "statistics", "budget": "state_10"}
-    runs = [Damage(run=f"r{k}", terms={"drop_m": 0.1 * k}, damage=k % 3, seed=k % 2, **some) for k in range(6)]
-    write_csv(tmp_path / "t.csv", risk_table.rows_of(runs))
-    assert risk_table.read_table(tmp_path / "t.csv") == runs
-    told = {row["budget"] for row in risk_table.rank_rows(runs)}
-    assert told == {"all", "state_10"} and not risk_table.rank_rows(runs[:4]), "too few to rank"
