@@ -16,7 +16,7 @@ from baoc.config.options import GROUPS, gather, row_of, spread
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
-from baoc.config.validate import build, convert, refuse_unwritable, require, unknown_key
+from baoc.config.validate import REMOVED_KEYS, build, convert, refuse_unwritable, require, unknown_key
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
@@ -72,6 +72,11 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     for key in given["trainer"] if isinstance(given.get("trainer"), Mapping) else ():
         if key in TRAINER_OWNED:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
+    for name, removed_key in REMOVED_KEYS.items():
+        group, _, leaf = name.partition(".")
+        node = given.get(group)
+        if isinstance(node, Mapping) and leaf in node and node[leaf] == removed_key.default:
+            given[group] = {key: value for key, value in node.items() if key != leaf}
     if isinstance(allocator := given.get("allocator"), Mapping):  # `every` was of host_every_kth, which is no more
         given["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
     for group in GROUPS:

@@ -89,12 +89,10 @@ class DatasetConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksConfig:
     """How parameters are grouped into blocks: by the model's own declaration, then by `patterns`, then by `by`.
-    `patterns` are (block name, regular expression or glob) pairs; the first match wins. `merge` is the penalty per
-    segment of the dynamic program that merges similar adjacent blocks; null merges nothing."""
+    `patterns` are (block name, regular expression or glob) pairs; the first match wins."""
 
     by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
-    merge: Annotated[float, Allowed("a positive penalty, or null to merge nothing", gt=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +122,7 @@ class ReallocationConfig:
 
     `warmup_steps` are profiled before the first reallocation. `interval` separates later ones (modes interval and
     drift). `drift_threshold` is the relative change of a block's statistics that counts as drift. `min_gain` is the
-    share of the total risk that a proposal must save. `update_rms` is the AdamW update RMS that blocks are matched to
-    after a reallocation: the usual one, or the one computed on the profiled gradients.
+    share of the total risk that a proposal must save.
     """
 
     mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"
@@ -133,7 +130,6 @@ class ReallocationConfig:
     interval: Annotated[int, at_least(2, " steps")] = 100
     drift_threshold: Annotated[float, ABOVE_0] = 0.5
     min_gain: Annotated[float, Allowed("at least 0 and below 1", ge=0, lt=1)] = 0.02
-    update_rms: Literal["usual", "profiled"] = "usual"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,27 @@ _MOST_SHOWN = 60  # characters of a given value
 _BITS = 63  # of a whole number, which counters, seeds and tensors hold
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedKey:
+    """A key of earlier versions. `default` did what is done today, so older runs that hold it are read."""
+
+    default: object
+    instead: str
+
+
+REMOVED_KEYS: Mapping[str, RemovedKey] = {
+    "blocks.merge": RemovedKey(
+        default=None,
+        instead="no measured run tied blocks by their statistics: choose coarser blocks with blocks=layer or "
+        "blocks=role, or name them in blocks.patterns",
+    ),
+    "reallocation.update_rms": RemovedKey(
+        default="usual",
+        instead="targets of early gradients multiplied the learning rate for good: leave it out, targets stay at .2",
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What is allowed of a type, in `words` and in pydantic's terms; the latter may be left to the parts of a union."""
@@ -130,6 +151,8 @@ def refuse_unwritable(value: object, *, key: str) -> None:
 def unknown_key(key: str, *, allowed: Iterable[str], path: str = "") -> BadInputError:
     """The error for a key that `path` does not have."""
     allowed, prefix = list(allowed), f"{path}." if path else ""
+    if f"{prefix}{key}" in REMOVED_KEYS:
+        return BadInputError(f"{prefix}{key} was removed: {REMOVED_KEYS[f'{prefix}{key}'].instead}")
     hint = did_you_mean(key, allowed, prefix=prefix)
     return BadInputError(f"unknown key {prefix}{key}{hint}\n{path or 'a run'} has: {', '.join(allowed)}")
 

@@ -6,11 +6,10 @@ Decided from names, shapes and module types alone, so a plan can be made of a mo
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import isfinite, log
 from typing import Literal
 
 from baoc.errors import BadInputError
-from baoc.types import Block, GradientStats, ParamInfo, Part, Role
+from baoc.types import Block, ParamInfo, Part, Role
 
 By = Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"]
 
@@ -211,63 +210,3 @@ def _check(params: Sequence[ParamInfo], *, blocks: Sequence[Block]) -> None:
     if twice:
         raise BadInputError(f"parameters given twice: {', '.join(twice)}: give every parameter once")
     assert set(placed) == {param.name for param in params}, "a parameter is in no block"
-    named = [block.name for block in blocks if not block.name or "+" in block.name]
-    if named:
-        raise BadInputError(f"block names may not be empty or hold '+', which joins merged blocks; got {named}")
-
-
-def merge_similar(
-    blocks: Sequence[Block], *, stats: Mapping[str, GradientStats], penalty: float
-) -> tuple[tuple[str, ...], ...]:
-    """Names of neighbouring blocks whose statistics are alike, segment by segment; single ones too, in block order.
-
-    Neighbours are blocks of one role in consecutive layers. Per role, 1-D segmentation by dynamic programming minimises
-    dispersion within segments + `penalty` x segments; dispersion is the summed squared distance from the segment's mean
-    of log grad_rms, log noise, log coherence, anisotropy and spread. A block without statistics stays alone.
-    """
-    if penalty <= 0:
-        raise BadInputError(f"blocks.merge is {penalty}: give a positive penalty per segment, or null to merge nothing")
-    chains: dict[object, list[int]] = {}
-    for index, block in enumerate(blocks):
-        alone = block.depth is None or _features(stats.get(block.name)) is None
-        chains.setdefault(index if alone else block.role, []).append(index)
-    segments: list[tuple[int, ...]] = []
-    for chain in chains.values():
-        chain.sort(key=lambda index: (blocks[index].depth or 0, index))
-        points = [_features(stats.get(blocks[index].name)) or () for index in chain]
-        segments += [tuple(chain[i] for i in range(start, stop)) for start, stop in segment(points, penalty=penalty)]
-    return tuple(tuple(blocks[index].name for index in found) for found in sorted(segments))
-
-
-def _features(stats: GradientStats | None) -> tuple[float, ...] | None:
-    """What alikeness is judged by, on scales where a difference of 1 is large; None where a value is missing."""
-    if stats is None:
-        return None
-    values = [log(value) if value > 0 else float("nan") for value in (stats.grad_rms, stats.noise, stats.coherence)]
-    values += [stats.anisotropy, stats.spread]
-    return tuple(values) if all(isfinite(value) for value in values) else None
-
-
-def segment(points: Sequence[Sequence[float]], *, penalty: float) -> list[tuple[int, int]]:
-    """[start, stop) ranges that minimise summed squared distance from range means + penalty per range; exact, O(n^2).
-
-    Of equally good answers the one with the longer last range is returned.
-    """
-    count = len(points)
-    best = [0.0] + [float("inf")] * count
-    cut = [0] * (count + 1)
-    for stop in range(1, count + 1):
-        total = [0.0] * len(points[0])
-        square = 0.0
-        for start in range(stop - 1, -1, -1):
-            total = [a + b for a, b in zip(total, points[start], strict=True)]
-            square += sum(value * value for value in points[start])
-            within = max(0.0, square - sum(value * value for value in total) / (stop - start))
-            if best[start] + within + penalty <= best[stop]:
-                best[stop], cut[stop] = best[start] + within + penalty, start
-    ranges: list[tuple[int, int]] = []
-    stop = count
-    while stop > 0:
-        ranges.append((cut[stop], stop))
-        stop = cut[stop]
-    return ranges[::-1]

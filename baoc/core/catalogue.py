@@ -130,6 +130,11 @@ def removed(name: str) -> str:
             "risk=shadow was removed: it measured likeness to fp32 AdamW, which is no measure of quality: choose "
             "risk=measured, the default, or risk=statistics, which reads the same gradients"
         )
+    if name == "greedy":
+        return (
+            "allocator=greedy was removed: it reported no gap and never chose better than allocator=lagrangian: choose "
+            "that, or exact, the default"
+        )
     if name in ("host_adamw", "host_adamw_flush", "host_every_kth"):
         return (
             f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "

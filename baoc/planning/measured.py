@@ -7,7 +7,7 @@ that fits beyond its own error, and beyond what the best of so many entries show
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -20,11 +20,11 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator
 from baoc.planning.risk import entry_of
-from baoc.planning.tied_blocks import joined
 from baoc.types import (
     Basis,
     Block,
     Candidate,
+    Cost,
     Limits,
     Plan,
     Risk,
@@ -234,7 +234,7 @@ def _allocate(
     """Role -> spec of least risk within the limits; None where a role has nothing to run or nothing fits."""
     candidates: dict[str, tuple[Candidate, ...]] = {}
     for role, held in blocks.items():
-        options = joined(role, [pool[block.name] for block in held])
+        options = _joined(role, [pool[block.name] for block in held])
         candidates[role] = tuple(
             replace(c, risk=Risk(total=tables[role][c.spec].bound(kappa))) for c in options if c.spec in tables[role]
         )
@@ -244,6 +244,19 @@ def _allocate(
         return dict(ExactAllocator()(candidates, limits=limits).choices)
     except NoFeasibleAllocation:
         return None
+
+
+def _joined(role: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+    """The specs that every block of a role may run, with costs added up, cheapest first. Their risk is the role's own
+    entry, which replaces that of the candidates."""
+    by_spec = [{c.spec: c for c in block} for block in options]
+    shared = [spec for spec in by_spec[0] if all(spec in block for block in by_spec[1:])]
+    joined = []
+    for spec in shared:
+        costs = [block[spec].cost for block in by_spec]
+        cost = Cost(**{item.name: sum(getattr(part, item.name) for part in costs) for item in fields(Cost)})
+        joined.append(replace(by_spec[0][spec], block=role, cost=cost))
+    return tuple(sorted(joined, key=lambda c: c.cost.charged_bytes))
 
 
 # -- what is told of it -----------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, placed, staging_bytes, with_host
 from baoc.planning.risk import RISKS, RiskModel, risk_of
-from baoc.planning.tied_blocks import tied, untied
 from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
 from baoc.types import (
     Allocation,
@@ -65,7 +64,6 @@ class PlannerSettings:
     keep_fp32_roles: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD, Role.NORM)
     blocks_by: str = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
-    merge_penalty: float | None = None  # None: blocks that behave alike are not tied together
     risk: str = "prior"
     risk_weights: Mapping[str, float] = field(default_factory=dict)
     allocator: str = "exact"
@@ -472,13 +470,7 @@ class Planner:
             if allocator.traits.every_candidate
             else undominated(one.pool, with_time=self.budget.step_time is not None)
         )
-        penalty = self.settings.merge_penalty
-        segments = None
-        if penalty is not None and profile is not None:
-            segments = tied(pool, blocks=self.blocks, profile=profile, penalty=penalty)
-        allocation = allocator(segments or pool, limits=one.limits, seed=self.settings.seed)
-        if segments:
-            allocation = untied(allocation, pool)
+        allocation = allocator(pool, limits=one.limits, seed=self.settings.seed)
         return self.plan_of(allocation, pool, limits=one.limits, risk=risk, profile=profile)
 
     def adopt(

@@ -82,7 +82,7 @@ def report(entity: str, project: str) -> Any:
         wr.H1(text=REPORT),
         wr.P(
             text="Each point is a run: its quality at the end, and the most memory it held. BAOC's allocations (exact, "
-            "lagrangian, greedy) stand beside uniform optimizers (uniform_*) and random feasible allocations (random) "
+            "lagrangian) stand beside uniform optimizers (uniform_*) and random feasible allocations (random) "
             "under the same budgets; a claim is against both of these."
         ),
     ]

@@ -82,7 +82,6 @@ def session_settings(config: RunConfig) -> SessionSettings:
         keep_fp32_roles=tuple(Role(role) for role in config.catalogue.keep_fp32_roles),
         blocks_by=config.blocks.by,
         patterns=config.blocks.patterns,
-        merge_penalty=config.blocks.merge,
         risk=config.risk.name,
         risk_weights=config.risk.weights,
         allocator=config.allocator.name,

@@ -14,7 +14,7 @@ from baoc.config.from_hydra import from_hydra
         (["model=vitt"], "model=vitt: there is no such model; did you mean vit?\nallowed: dit, hf, llama, "),
         (
             ["allocator=exakt"],
-            "allocator=exakt: there is no such allocator; did you mean exact?\nallowed: exact, greedy",
+            "allocator=exakt: there is no such allocator; did you mean exact?\nallowed: exact, lagrangian",
         ),
         (["experiments=digits_state_26"], "there is no such experiment; did you mean digits_state_25"),
         (["sweeps=frontier_visio"], "there is no such sweep; did you mean frontier_vision"),
@@ -44,6 +44,9 @@ from baoc.config.from_hydra import from_hydra
         (["model=llama", "dataset=digits"], "dataset digits serves vision and diffusion, not language"),
         (["+seed=1"], "seed is there already: write seed=VALUE, without a +"),
         (["~foo"], "~foo removes what is not there"),
+        (["allocator=greedy"], "allocator=greedy was removed: it reported no gap and never chose better"),
+        (["blocks.merge=1.0"], "blocks.merge was removed: no measured run tied blocks by their statistics: choose"),
+        (["reallocation.update_rms=profiled"], "reallocation.update_rms was removed: targets of early gradients"),
         (["risk=shadow"], "risk=shadow was removed: it measured likeness to fp32 AdamW"),
         (["~optim.eps"], "optim.eps is missing: it was removed from the configuration"),
         (["~model.dropout"], "model.dropout is missing: it was removed from the configuration"),

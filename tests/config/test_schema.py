@@ -46,7 +46,11 @@ def test_accumulation_is_the_quotient_of_the_batches():
             {"dataset": {"name": "images", "image_size": "x"}},
             r"dataset.image_size=x is not allowed: it must be a whole number",
         ),
-        ({"blocks": {"merge": 0}}, r"blocks.merge=0 is not allowed: it must be a positive penalty, or null"),
+        (
+            {"blocks": {"merge": 1.0}},
+            r"blocks.merge was removed: .*: choose coarser blocks",
+        ),
+        ({"reallocation": {"update_rms": "profiled"}}, r"reallocation.update_rms was removed: .*: leave it out"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
         ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),
         ({"risk": {"weights": {"drop_m": -1}}}, r"risk.weights.drop_m=-1 is not allowed: it must be zero or more"),
@@ -94,6 +98,12 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
     assert run.model.options == {"dropout": 0.25} and to_conf(run)["model"]["dropout"] == 0.25
     assert (run.model.freeze, run.model.lora.rank, run.task.options["mixup"]) == (("*embeddings*",), 8, 0.2)
     assert (run.dataset.options["workers"], run.dataset.options["augment"], run.dataset.path) == (2, "flip", "here")
+
+
+def test_a_config_of_an_older_run_may_hold_removed_keys_that_did_nothing():
+    older = {"blocks": {"by": "layer", "merge": None}, "reallocation": {"mode": "once", "update_rms": "usual"}}
+    run = from_plain(older)
+    assert (run.blocks.by, run.reallocation.mode) == ("layer", "once")
 
 
 @pytest.mark.parametrize(

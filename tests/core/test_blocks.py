@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.core.blocks import merge_similar, partition, role_of, segment
+from baoc.core.blocks import partition, role_of
 from baoc.errors import BadInputError
-from baoc.types import Block, ParamInfo, Role
-from tests.support.decision import param, stats, transformer
-
-NAN = float("nan")
+from baoc.types import Block, Role
+from tests.support.decision import param, transformer
 
 
 @pytest.mark.parametrize(
@@ -136,48 +134,3 @@ def test_what_a_user_gets_wrong_is_named():
         partition(params, declared={"a": ["norm.weight"], "b": ["norm.weight"]})
     with pytest.raises(BadInputError, match=r"parameters given twice: norm.weight"):
         partition([*params, param("norm.weight", 64, module_type="RMSNorm")])
-    with pytest.raises(BadInputError, match=r"may not be empty or hold '\+'.*\['a\+b'\]"):
-        partition(params, patterns=[("a+b", "*")])
-
-
-def layers(count: int, role: Role = Role.MLP) -> tuple[Block, ...]:
-    info = ParamInfo(name="w", shape=(4, 4), dtype="float32", role=role, depth=0)
-    return tuple(
-        Block(name=f"layer{i}.{role}", params=(replace(info, name=f"{role}{i}", depth=i),), role=role, depth=i)
-        for i in range(count)
-    )
-
-
-def test_neighbours_that_behave_alike_are_merged_and_others_are_not():
-    blocks = layers(5)
-    anisotropy = (1.0, 1.1, 1.0, 4.0, 4.1)
-    found = {b.name: stats(anisotropy=a) for b, a in zip(blocks, anisotropy, strict=True)}
-    names = [block.name for block in blocks]
-    assert merge_similar(blocks, stats=found, penalty=0.5) == (tuple(names[:3]), tuple(names[3:]))
-    assert merge_similar(blocks, stats=found, penalty=1e-4) == tuple((name,) for name in names)
-    assert merge_similar(blocks, stats=found, penalty=1e4) == (tuple(names),)
-
-
-def test_only_blocks_of_one_role_in_layers_with_statistics_are_merged():
-    attention, mlp = layers(2, Role.ATTENTION), layers(2, Role.MLP)
-    head = Block(name="head", params=(param("head.weight", 4, 4),), role=Role.MLP)
-    blocks = (attention[0], mlp[0], attention[1], mlp[1], head)
-    found = {block.name: stats() for block in blocks}
-    assert merge_similar(blocks, stats=found, penalty=1.0) == (
-        ("layer0.attention", "layer1.attention"),
-        ("layer0.mlp", "layer1.mlp"),
-        ("head",),
-    )
-    found["layer1.mlp"] = stats(spread=NAN)
-    del found["layer0.attention"]
-    assert merge_similar(blocks, stats=found, penalty=1.0) == tuple((block.name,) for block in blocks)
-
-
-def test_a_penalty_must_be_positive():
-    with pytest.raises(BadInputError, match=r"blocks.merge is 0: give a positive penalty"):
-        merge_similar(layers(2), stats={}, penalty=0)
-
-
-def test_segment_prefers_fewer_ranges_at_equal_cost():
-    assert segment([(0.0,), (0.0,)], penalty=1.0) == [(0, 2)]
-    assert segment([(0.0,), (2.0,)], penalty=2.0) == [(0, 2)], "2 within, 2 for one more range: equal"

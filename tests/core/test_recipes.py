@@ -189,8 +189,8 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: Recipe(name="r", weights="split4"), r"recipe.weights=split4 is not allowed: choose one of native"),
         (lambda: PlannerSettings(allocator="recipe"), r"allocator=recipe needs a recipe: name one"),
         (
-            lambda: PlannerSettings(allocator="greedy", recipe=RECIPES["muon"]),
-            r"recipe=muon and allocator=greedy exclude each other",
+            lambda: PlannerSettings(allocator="lagrangian", recipe=RECIPES["muon"]),
+            r"recipe=muon and allocator=lagrangian exclude each other",
         ),
         (lambda: compose(["recipe=muon", "allocator=exact"]), r"recipe=muon and allocator=exact exclude each other"),
         (lambda: compose(["recipe.mlp=sign"]), r"recipe.mlp changes a recipe, and none is named"),

@@ -11,7 +11,7 @@ from baoc.types import Limits
 from tests.support.decision import Candidates, brute_force, extremes, random_candidates
 from tests.support.examples import examples
 
-EXACT, LAGRANGIAN, GREEDY, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "greedy", "random"))
+EXACT, LAGRANGIAN, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "random"))
 SLACK = 1e-9
 
 seeds = st.integers(0, 10_000)
@@ -42,7 +42,7 @@ def test_exact_equals_brute_force_and_lagrangian_keeps_its_word(
     options = random_candidates(seed, blocks=blocks, specs=specs, ties=ties)
     limits = limits_at(options, byte_part=byte_part, step_part=step_part)
     best = brute_force(options, limits=limits)
-    for allocator in (EXACT, LAGRANGIAN, GREEDY, RANDOM):
+    for allocator in (EXACT, LAGRANGIAN, RANDOM):
         if best is None:
             with pytest.raises(NoFeasibleAllocation):
                 allocator(options, limits=limits)
@@ -76,9 +76,7 @@ def test_more_budget_never_raises_the_exact_risk(seed: int, blocks: int, parts: 
 
 @examples(25)
 @given(seed=seeds, byte_part=st.floats(0.05, 0.9), step_part=st.none() | st.floats(0.3, 0.9))
-def test_lagrangian_on_many_blocks_is_near_its_bound_and_no_worse_than_greedy(
-    seed: int, byte_part: float, step_part: float | None
-):
+def test_lagrangian_on_many_blocks_is_near_its_bound(seed: int, byte_part: float, step_part: float | None):
     options = random_candidates(seed, blocks=150, specs=10)
     limits = limits_at(options, byte_part=byte_part, step_part=step_part)
     try:
@@ -88,7 +86,6 @@ def test_lagrangian_on_many_blocks_is_near_its_bound_and_no_worse_than_greedy(
             EXACT(options, limits=limits)
         return
     assert allocation.gap is not None and allocation.gap < 0.05
-    assert allocation.risk <= GREEDY(options, limits=limits).risk * (1 + SLACK)
 
 
 @examples(15)

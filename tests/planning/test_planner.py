@@ -6,8 +6,8 @@ import pytest
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.types import Budget, Footprint, LatencyTable, Profile
-from tests.support.planners import ADAMW, MIB, PARAMS, STATS
+from baoc.types import Budget, Footprint, LatencyTable
+from tests.support.planners import ADAMW, MIB, PARAMS
 
 FOOTPRINT = Footprint(
     device="cpu",
@@ -100,16 +100,6 @@ def test_a_step_time_limit_is_of_the_whole_step():
     chosen = Planner(PARAMS, budget=budget, settings=PlannerSettings(specs=("adamw", "sign")), latency=table).propose()
     assert set(chosen.allocation.choices.values()) == {"adamw", "sign"}
     assert chosen.allocation.step_s <= 1.5e-6 * elements + 1e-9
-
-
-def test_segments_that_behave_alike_run_the_same_spec():
-    profile = Profile(stats={f"layer{i}.{r}": STATS for i in range(3) for r in ("attention", "mlp")}, num_samples=8)
-    apart = planner(Budget(name="state_20", state_fraction=0.2), risk="statistics").propose(profile=profile)
-    tied = planner(Budget(name="state_20", state_fraction=0.2), risk="statistics", merge_penalty=1.0)
-    choices = tied.propose(profile=profile).allocation.choices
-    assert list(choices) == list(apart.allocation.choices)
-    for role in ("attention", "mlp"):
-        assert len({spec for block, spec in choices.items() if block.endswith(role)}) == 1
 
 
 def test_a_saved_allocation_is_adopted_if_it_fits_and_replaced_if_not():

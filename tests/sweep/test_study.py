@@ -291,14 +291,14 @@ def test_a_space_that_is_no_runs_is_refused_before_anything_trains(key: str, spe
 
 def test_points_hold_every_choice_and_leave_out_what_does_not_matter():
     space = {
-        "allocator": {"choices": ["exact", "random", "greedy"]},
-        "risk": {"choices": ["prior", "statistics"], "when": {"allocator": ["exact", "greedy"]}},
+        "allocator": {"choices": ["exact", "random", "lagrangian"]},
+        "risk": {"choices": ["prior", "statistics"], "when": {"allocator": ["exact", "lagrangian"]}},
         "optim.lr": {"low": 0.5, "high": 1.0},
     }
     assert covering_points(config(space=space).space) == [
         ["allocator=exact", "risk=prior", "optim.lr=0.5"],
         ["allocator=random", "optim.lr=0.5"],
-        ["allocator=greedy", "risk=prior", "optim.lr=0.5"],
+        ["allocator=lagrangian", "risk=prior", "optim.lr=0.5"],
         ["allocator=exact", "risk=statistics", "optim.lr=0.5"],
     ]
     nested = {"a": {"choices": ["x", "y"]}, "b": {"choices": ["p", "q"], "when": {"a": ["y"]}}}

@@ -29,7 +29,7 @@ from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit
 from tests.support.ranks import as_launched, group, in_processes
 
-OFTEN = ReallocationSettings(mode="interval", warmup_steps=3, interval=4, min_gain=0.0, update_rms="profiled")
+OFTEN = ReallocationSettings(mode="interval", warmup_steps=3, interval=4, min_gain=0.0)
 
 
 def net() -> nn.Module:

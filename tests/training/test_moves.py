@@ -146,9 +146,6 @@ def test_a_decision_early_in_a_run_does_not_multiply_the_learning_rate(
 
     run(tmp_path / "day" / "run", monkeypatch, Watch(step_8=look))
     assert max(seen["profiled"].values()) > 0.4 and set(seen["targets"].values()) <= {0.2}
-    profiled = ReallocationConfig(mode="once", warmup_steps=6, update_rms="profiled")
-    run(tmp_path / "day" / "profiled", monkeypatch, Watch(step_8=look), reallocation=profiled)
-    assert seen["targets"] == seen["profiled"]
 
 
 def test_the_ratio_survives_a_kill_right_after_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

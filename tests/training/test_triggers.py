@@ -70,7 +70,6 @@ def test_drift_is_the_mean_log_ratio_and_leaves_out_what_is_not_known():
     ("changes", "message"),
     [
         ({"mode": "often"}, "unknown reallocation 'often': choose one of off, once, interval, drift"),
-        ({"update_rms": "mine"}, "unknown reallocation.update_rms 'mine': choose usual or profiled"),
         ({"warmup_steps": 1}, "reallocation.warmup_steps is 1: a profile needs at least 2 steps"),
     ],
 )

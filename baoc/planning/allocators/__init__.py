@@ -3,7 +3,6 @@
 from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator, least_bytes
 from baoc.planning.allocators.feasible import possible
-from baoc.planning.allocators.greedy import GreedyAllocator
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
 from baoc.planning.allocators.random import RandomAllocator
 from baoc.planning.allocators.recipe import RecipeAllocator
@@ -14,7 +13,6 @@ ALLOCATORS: dict[str, Allocator] = {
     for allocator in (
         ExactAllocator(),
         LagrangianAllocator(),
-        GreedyAllocator(),
         RandomAllocator(),
         RecipeAllocator(),
         *UNIFORM,

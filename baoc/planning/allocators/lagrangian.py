@@ -22,7 +22,6 @@ from baoc.planning.allocators.base import (
     make_problem,
 )
 from baoc.planning.allocators.feasible import find_feasible
-from baoc.planning.allocators.greedy import descend
 from baoc.planning.allocators.moves import fill, repair, settle, swap
 from baoc.types import Allocation, Candidate, Limits
 
@@ -118,15 +117,15 @@ def _span(problem: Problem, values: Floats) -> float:
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     """The best feasible choice that repair, fill and swap make of the choices at the best prices.
 
-    Small problems, where single blocks weigh, are also entered from other sides, greedy descent among them: there it is
-    never worse than the greedy allocator. The search ends as soon as the gap is no longer worth a millisecond.
+    Small problems, where single blocks weigh, are also entered from other sides, a descent from the least risk among
+    them. The search ends as soon as the gap is no longer worth a millisecond.
     """
     prices = dual.prices
     entries = [
         choice if problem.feasible(choice) else repair(problem, choice, prices=prices) for choice in dual.choices
     ]
     if problem.risk.size <= SMALL:
-        entries += [repair(problem, choice) for choice in dual.choices] + [descend(problem)]
+        entries += [repair(problem, choice) for choice in dual.choices] + [_descend(problem, start=start)]
     distinct = {choice.tobytes(): choice for choice in (start, *entries) if choice is not None}
     filled = [fill(problem, choice, prices=prices) for choice in distinct.values()]
     ranked = sorted(filled, key=problem.total_risk)
@@ -140,3 +139,10 @@ def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
         if problem.total_risk(swapped) < least:
             best = swapped
     return fill(problem, best, prices=prices)
+
+
+def _descend(problem: Problem, *, start: Ints) -> Ints:
+    """The choice of least risk, cheapened until it is feasible where that works, else `start`; then filled up."""
+    choice = repair(problem, least_risk(problem))
+    least = np.array([1.0 if kind.endswith("bytes") else 1e-12 for kind in problem.kinds])
+    return fill(problem, start if choice is None else choice, prices=1 / np.maximum(problem.limits, least))

@@ -50,7 +50,7 @@ def plan_late(infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettin
     else:
         share = None
     given = Budget(name=budget.name, state_fraction=share)
-    own = replace(settings, patterns=(), merge_penalty=None)
+    own = replace(settings, patterns=())
     try:
         found = Planner(infos, budget=given, settings=own).propose()
     except InfeasibleBudgetError as error:

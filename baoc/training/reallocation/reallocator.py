@@ -225,9 +225,6 @@ class Reallocator:
         self.first_profile = self.first_profile or profile
         if verdict.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
-        if self.settings.update_rms == "profiled":
-            rms = {block: stats.update_rms for block, stats in profile.stats.items()}
-            self.optimizer.set_target_rms({block: value for block, value in rms.items() if value > 0})
         event = self._move_or_stay(
             proposal,
             trigger=trigger,

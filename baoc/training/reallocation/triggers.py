@@ -11,7 +11,6 @@ from baoc.errors import BadInputError
 from baoc.types import Profile
 
 MODES = ("off", "once", "interval", "drift")
-UPDATE_RMS = ("usual", "profiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +18,6 @@ class ReallocationSettings:
     """`warmup_steps`: optimizer steps profiled before the first decision. `interval`: steps between later ones.
 
     `min_gain`: a later proposal must lower the predicted risk by this fraction, so that allocations do not flap.
-    `update_rms`: what rules that are not elementwise AdamW are matched to after a decision. `usual` leaves the size of
-    updates as it is, AdamW's usual .2. `profiled` takes what AdamW's was on the gradients sampled so far; those of a
-    warm-up still agree with each other, so that may be four times of what it is some dozen steps later, and would
-    multiply the learning rate for good (experiments/LOG.md).
     `drift_threshold`: mean absolute log ratio of the statistics to those of the last decision that calls for a new one.
     """
 
@@ -31,13 +26,10 @@ class ReallocationSettings:
     interval: int = 100
     min_gain: float = 0.02
     drift_threshold: float = 0.5
-    update_rms: str = "usual"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise BadInputError(f"unknown reallocation {self.mode!r}: choose one of {', '.join(MODES)}")
-        if self.update_rms not in UPDATE_RMS:
-            raise BadInputError(f"unknown reallocation.update_rms {self.update_rms!r}: choose usual or profiled")
         for name in ("warmup_steps", "interval"):
             if getattr(self, name) < 2:
                 raise BadInputError(f"reallocation.{name} is {getattr(self, name)}: a profile needs at least 2 steps")
