@@ -26,6 +26,8 @@ LAST_MODULES_BYTES = 8 * MIB  # part of the late reserve that is always kept, wh
 free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
 first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
 settled_context: dict[int, int] = {}  # device index -> bytes of the context after the first forward and backward
+others_at_start: dict[int, frozenset[int | None]] = {}  # device index -> processes before this one used it, by NVML
+own_pid: dict[int, int | None] = {}  # device index -> this process in NVML's list
 _fractions: dict[int, float] = {}  # device index -> the cap in force, as a fraction of the card's memory
 
 
@@ -206,7 +208,9 @@ def _index(device: torch.device) -> int:
 def _remember_free(index: int) -> int:
     """Free bytes before the context was created. Read once per device, from NVML, which creates no context."""
     if index not in free_at_start:
-        free = None if torch.cuda.is_initialized() else nvml_free(index)
+        free = None
+        if not torch.cuda.is_initialized():
+            free, others_at_start[index] = nvml_free(index), frozenset(_listed(index) or ())
         free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
     return free_at_start[index]
 
@@ -264,16 +268,22 @@ def nvml_free(index: int) -> int | None:
 def nvml_own(index: int) -> int | None:
     """Bytes that this process holds on a device by NVML; None where the driver does not tell processes apart.
 
-    In a container the driver may know this process under another pid. Then the answer is used only if there is a single
-    process on the device.
+    In a container the driver may know this process under another pid: it is then the only one that has come since
+    before this process used the device. Where others came at the same moment the answer is None from then on.
     """
+    if (known := _listed(index)) is None:
+        return None
+    if index not in own_pid:
+        came = [os.getpid()] if os.getpid() in known else [*known.keys() - others_at_start.get(index, frozenset())]
+        own_pid[index] = came[0] if len(came) == 1 else None
+    return known.get(own_pid[index])
+
+
+def _listed(index: int) -> dict[int | None, int | None] | None:
+    """Processes on a device by NVML: pid -> bytes, or None where the driver does not tell them."""
     processes, count = (_NvmlProcess * _MOST_PROCESSES)(), ctypes.c_uint(_MOST_PROCESSES)
     with nvml(index) as found:
         ask = getattr(found[0], "nvmlDeviceGetComputeRunningProcesses_v3", None) if found is not None else None
         if found is None or ask is None or ask(found[1], ctypes.byref(count), processes):
             return None
-    known = [process for process in processes[: count.value] if process.used != _NOT_AVAILABLE]
-    mine = [process.used for process in known if process.pid == os.getpid()]
-    if not mine and len(known) == count.value == 1:
-        mine = [known[0].used]
-    return mine[0] if len(mine) == 1 else None
+    return {one.pid: None if one.used == _NOT_AVAILABLE else one.used for one in processes[: count.value]}

@@ -117,21 +117,27 @@ class Library:
 
 
 @pytest.mark.parametrize(
-    ("processes", "own"),
+    ("before", "processes", "own"),
     [
-        ({1: 5, os.getpid(): 7}, 7),
-        ({1: 5}, 5),  # alone, under another number
-        ({1: 5, 2: 6}, None),
-        ({os.getpid(): 2**64 - 1}, None),
-        ({}, None),
+        ((), {1: 5, os.getpid(): 7}, 7),
+        ((), {1: 5}, 5),  # alone, under another number
+        ((1,), {1: 5, 2: 6}, 6),  # beside others, under another number
+        ((), {1: 5, 2: 6}, None),
+        ((1,), {1: 5}, None),
+        ((), {os.getpid(): 2**64 - 1}, None),
+        ((), {}, None),
     ],
 )
-def test_own_bytes_by_the_driver(monkeypatch, processes, own):
+def test_own_bytes_by_the_driver(monkeypatch, before, processes, own):
     @contextmanager
     def library(index):
         yield Library(processes), None
 
     monkeypatch.setattr(memory, "nvml", library)
+    monkeypatch.setattr(memory, "others_at_start", {0: frozenset(before)})
+    monkeypatch.setattr(memory, "own_pid", {})
+    assert memory.nvml_own(0) == own
+    processes[3] = 8  # which comes later
     assert memory.nvml_own(0) == own
 
 
