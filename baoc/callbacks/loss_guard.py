@@ -16,7 +16,7 @@ from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.trainer_state import accumulating
 from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
-from baoc.tracking import load_checked, resolve_resume
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.console import say
 
 KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; of several ranks' the last one counts

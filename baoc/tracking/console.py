@@ -7,7 +7,7 @@ new console, so that a redirected stdout gets the text.
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -21,31 +21,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from baoc.core.budgets import AUTO
-from baoc.tracking.rows import collapsed_rows, plan_rows, role_rows
+from baoc.tracking.rows import collapsed_rows, role_rows
 from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
 from baoc.units import KIB, format_bytes
-
-__all__ = [
-    "attach_live",
-    "budget_verdict",
-    "detach_live",
-    "figures",
-    "make_console",
-    "make_table",
-    "plan_rows",
-    "print_error",
-    "print_frontier",
-    "print_options",
-    "print_plan",
-    "print_planned",
-    "print_reallocation",
-    "print_result",
-    "print_startup",
-    "print_update_ratios",
-    "progress_line",
-    "say",
-    "summary_text",
-]
 
 PLAIN_WIDTH = 100
 MAX_WIDTH = 160
@@ -112,38 +90,19 @@ def print_error(text: str) -> None:
     make_console(stderr=True).print(text, markup=False, soft_wrap=True, style="red")
 
 
-def print_startup(
-    *,
-    name: str,
-    task: str,
-    model: str,
-    size: str,
-    size_why: str,
-    device: str,
-    num_params: int,
-    budget: Budget,
-    batch_size: int,
-    micro_batch: int | None = None,
-    data: str | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
-    run_dir: str | Path | None = None,
-    chosen: Sequence[str] = (),
-) -> None:
-    """The start-up summary; values of None are left out. `chosen`: what was decided for the user, with reasons."""
-    accumulated = batch_size // micro_batch if micro_batch else 1
-    rows = {
-        "task": task,
-        "model": f"{model}, size {size} ({size_why}), {num_params:,} parameters",
-        "data": data,
-        "device": device,
-        "budget": describe_budget(budget),
-        "batch": f"{batch_size}" + (f" = {accumulated} x {micro_batch}" if accumulated > 1 else ""),
-        "steps": None if steps is None else f"{steps}",
-        "seed": None if seed is None else f"{seed}",
-        "chosen": "; ".join(chosen) or None,
-    }
-    _print_pairs(name, rows.items(), run_dir=run_dir)
+def print_pairs(title: str, pairs: Mapping[str, str | None], *, run_dir: str | Path | None) -> None:
+    """Prints keys and values, without those of None. The run folder comes last and is not wrapped, to be copied."""
+    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
+    table.add_column(overflow="fold")
+    for key, value in pairs.items():
+        if value is not None:
+            table.add_row(key, escape(value))
+    console = make_console()
+    console.print(table)
+    if run_dir is not None:
+        console.print(f"[dim]run folder[/dim]  {escape(str(run_dir))}", soft_wrap=True)
+    console.print()
 
 
 def describe_budget(budget: Budget) -> str:
@@ -343,7 +302,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "layers": f"recomputed layers {result.recomputed_layers} of {result.num_layers}" if result.num_layers else None,
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
-    _print_pairs(f"{result.name}, done", rows.items(), run_dir=run_dir)
+    print_pairs(f"{result.name}, done", rows, run_dir=run_dir)
 
 
 def by_rank(peaks: Sequence[int]) -> str:
@@ -393,7 +352,22 @@ def print_frontier(
     """Prints runs by quality and bytes; a * marks undominated ones, failed jobs come last with the reason."""
     console = make_console()
     if points:
-        console.print(_frontier_table(points, quality=quality, title=title))
+        several = any(point.num_ranks > 1 for point in points)
+        numbers = figures(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
+        table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
+        for point in points:
+            spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
+            table.add_row(
+                "" if point.dominated else "*",
+                escape(point.label),
+                f"{point.quality:.4g}{spread}",
+                format_bytes(point.peak_bytes),
+                format_bytes(point.state_bytes),
+                _rate(point.samples_per_s),
+                str(point.num_seeds),
+                *([str(point.num_ranks)] if several else []),
+            )
+        console.print(table)
         console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
     if failed:
         console.print()
@@ -420,25 +394,6 @@ def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
     console.print()
 
 
-def _frontier_table(points: Sequence[FrontierPoint], *, quality: str, title: str) -> Table:
-    several = any(point.num_ranks > 1 for point in points)
-    numbers = figures(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
-    table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
-    for point in points:
-        spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
-        table.add_row(
-            "" if point.dominated else "*",
-            escape(point.label),
-            f"{point.quality:.4g}{spread}",
-            format_bytes(point.peak_bytes),
-            format_bytes(point.state_bytes),
-            _rate(point.samples_per_s),
-            str(point.num_seeds),
-            *([str(point.num_ranks)] if several else []),
-        )
-    return table
-
-
 def make_table(title: str, *columns: Column) -> Table:
     """An empty table in the style of all tables."""
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "expand": True}
@@ -448,18 +403,3 @@ def make_table(title: str, *columns: Column) -> Table:
 def figures(*headers: str) -> list[Column]:
     """Columns of numbers."""
     return [Column(header, justify="right", no_wrap=True) for header in headers]
-
-
-def _print_pairs(title: str, pairs: Iterable[tuple[str, str | None]], *, run_dir: str | Path | None) -> None:
-    """Prints keys and values; the run folder comes last and is not wrapped, so that it can be copied."""
-    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
-    table.add_column(overflow="fold")
-    for key, value in pairs:
-        if value is not None:
-            table.add_row(key, escape(value))
-    console = make_console()
-    console.print(table)
-    if run_dir is not None:
-        console.print(f"[dim]run folder[/dim]  {escape(str(run_dir))}", soft_wrap=True)
-    console.print()

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from lightning.pytorch.loggers import Logger
 
 from baoc.errors import unknown_name
-from baoc.tracking.console import plan_rows, say
+from baoc.tracking.console import say
 from baoc.tracking.files import REALLOCATIONS_FILE, read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.rows import plan_rows
 from baoc.tracking.wandb_run import WandbRunLogger, WandbSettings, open_run
 from baoc.types import Plan, RunResult
 from baoc.units import gib

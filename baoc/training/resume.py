@@ -13,7 +13,8 @@ from baoc.callbacks.generators import RngState, check_rng
 from baoc.callbacks.sources import changed
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
-from baoc.tracking import console, files, load_checked, resolve_resume
+from baoc.tracking import console, files
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
 from baoc.types import LatencyTable, Option, latency_from_plain
 

@@ -34,8 +34,8 @@ from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
-from baoc.tracking import console, files, log_reallocations, log_summary, make_loggers
-from baoc.tracking.loggers import finishing
+from baoc.tracking import console, files
+from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
 from baoc.training.measure.microbatch_search import Decided, decide, take_over
 from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
@@ -192,23 +192,20 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         optimizer=OptimizerSettings(**optim),
         **instantiated(config.task.options),
     )
-    console.print_startup(
-        name=config.name,
-        task=config.task.name,
-        model=config.model.name,
-        size=resolved.size.name,
-        size_why=resolved.size_why,
-        device=device,
-        num_params=sum(p.numel() for p in model.parameters()),
-        budget=config.budget,
-        batch_size=config.batch_size,
-        micro_batch=config.micro_batch_size,
-        data=str(data.spec),
-        steps=config.trainer.max_steps if config.trainer.max_steps > 0 else None,
-        seed=config.seed,
-        run_dir=run_dir,
-        chosen=(*resolved.reasons, *done),
-    )
+    num_params = sum(p.numel() for p in model.parameters())
+    count = config.batch_size // config.micro_batch_size  # micro-batches of all devices
+    told = {
+        "task": config.task.name,
+        "model": f"{config.model.name}, size {resolved.size.name} ({resolved.size_why}), {num_params:,} parameters",
+        "data": str(data.spec),
+        "device": device,
+        "budget": console.describe_budget(config.budget),
+        "batch": f"{config.batch_size}" + (f" = {count} x {config.micro_batch_size}" if count > 1 else ""),
+        "steps": f"{config.trainer.max_steps}" if config.trainer.max_steps > 0 else None,
+        "seed": f"{config.seed}",
+        "chosen": "; ".join((*resolved.reasons, *done)) or None,
+    }
+    console.print_pairs(config.name, told, run_dir=run_dir)
     return task, data
 
 

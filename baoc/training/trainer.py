@@ -15,19 +15,16 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loggers import Logger
 
-from baoc.callbacks import (
-    TRACKED_STEPS,
-    FinalPictures,
-    LossGuard,
-    MemoryMonitor,
-    Preemption,
-    RngState,
-    SafeCheckpoint,
-    Sources,
-    StepMonitor,
-    StepVote,
-    progress_bar,
-)
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.generators import RngState
+from baoc.callbacks.loss_guard import LossGuard
+from baoc.callbacks.memory import TRACKED_STEPS, MemoryMonitor
+from baoc.callbacks.pictures import FinalPictures
+from baoc.callbacks.preemption import Preemption
+from baoc.callbacks.progress import progress_bar
+from baoc.callbacks.sources import Sources
+from baoc.callbacks.steps import StepMonitor
+from baoc.callbacks.vote import StepVote
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
@@ -38,8 +35,8 @@ from baoc.planning.planner import PlannerSettings
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
-from baoc.tracking import log_plan, log_reallocations
 from baoc.tracking.checkpoints import REMEDY
+from baoc.tracking.loggers import log_plan, log_reallocations
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from baoc import BaocDDPStrategy  # noqa: E402
-from baoc.callbacks import RngState  # noqa: E402
+from baoc.callbacks.generators import RngState  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402

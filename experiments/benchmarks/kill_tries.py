@@ -38,7 +38,8 @@ from baoc.config.schema import (  # noqa: E402
 )
 from baoc.core.budgets import parse_budget  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
-from baoc.tracking import load_checked, read_metrics, resolve_resume  # noqa: E402
+from baoc.tracking.checkpoints import load_checked, resolve_resume  # noqa: E402
+from baoc.tracking.metrics import read_metrics  # noqa: E402
 from baoc.training import run as training  # noqa: E402
 from baoc.training import trainer as assembly  # noqa: E402
 

@@ -32,7 +32,7 @@ LAST = "# after all seeds"
 # A checkpoint of tens of gigabytes takes longer than some runs.
 UNKEPT = """
 import sys
-from baoc.callbacks import SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
 SafeCheckpoint._save_last = SafeCheckpoint._save_best = lambda *_, **__: None
 from baoc.cli.main import main
 sys.exit(main(sys.argv[1:], single=True))

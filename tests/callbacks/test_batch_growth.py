@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocStrategy
-from baoc.callbacks import MemoryMonitor
 from baoc.callbacks.growth import grown, saved_by_forward
+from baoc.callbacks.memory import MemoryMonitor
 from baoc.errors import BudgetBreachedError
 from baoc.training.budget_control import BudgetControl
 from baoc.training.reallocation import ReallocationSettings

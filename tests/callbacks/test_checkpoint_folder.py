@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from baoc.callbacks import SafeCheckpoint, checkpoint
-from baoc.tracking import load_checked, resolve_resume
+from baoc.callbacks import checkpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from baoc import BaocStrategy
-from baoc.callbacks import AsideCheckpointIO, LossGuard, SafeCheckpoint
+from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
+from baoc.callbacks.loss_guard import LossGuard
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
 from baoc.tasks.ema import EmaWeights
-from baoc.tracking import load_checked
+from baoc.tracking.checkpoints import load_checked
 from baoc.training import trainer as training
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.resume import check_contents

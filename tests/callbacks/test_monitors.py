@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.callbacks import MemoryMonitor, SafeCheckpoint, StepMonitor
 from baoc.callbacks import steps as steps_module
-from baoc.callbacks.memory import resident_bytes
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.memory import MemoryMonitor, resident_bytes
+from baoc.callbacks.steps import StepMonitor
 from baoc.data.batches import num_samples
 from baoc.errors import BudgetBreachedError
-from baoc.tracking import read_metrics
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.metrics import read_metrics
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from baoc.callbacks import MemoryMonitor, StepMonitor
 from baoc.callbacks import memory as memory_module
 from baoc.callbacks.generators import capture_rng, restore_rng
+from baoc.callbacks.memory import MemoryMonitor
+from baoc.callbacks.steps import StepMonitor
 from baoc.errors import BudgetBreachedError
 from baoc.types import Budget
 from baoc.units import MIB

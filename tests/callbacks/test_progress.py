@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from baoc.callbacks import RunProgress, progress_bar
+from baoc.callbacks.progress import RunProgress, progress_bar
 from baoc.tracking.console import make_console
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 

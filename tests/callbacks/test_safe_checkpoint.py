@@ -8,12 +8,12 @@ import lightning as L
 import pytest
 import torch
 
-from baoc.callbacks import AsideCheckpointIO, SafeCheckpoint
-from baoc.callbacks.checkpoint import unplain
+from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint, unplain
 from baoc.errors import BadInputError, CheckpointError, OutputError
-from baoc.tracking import load_checked, read_metrics
+from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.files import read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.metrics import read_metrics
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.callbacks import RngState
+from baoc.callbacks.generators import RngState
 from baoc.data import build_data
 from baoc.data.vision import VisionDataModule
 from baoc.errors import CheckpointError

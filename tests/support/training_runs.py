@@ -16,7 +16,7 @@ from baoc.config.schema import (
 )
 from baoc.core.budgets import parse_budget
 from baoc.models import family_of
-from baoc.tracking import read_metrics
+from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
 from baoc.training.measure.microbatches import REHEARSED_S
 from baoc.types import RunResult

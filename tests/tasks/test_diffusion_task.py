@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from baoc.callbacks import FinalPictures, SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.pictures import FinalPictures
 from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models.switches import disable_checkpointing, enable_checkpointing

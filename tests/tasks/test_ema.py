@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.callbacks import SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import split_weights_

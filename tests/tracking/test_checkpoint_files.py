@@ -10,8 +10,7 @@ import torch
 from baoc.callbacks.generators import capture_rng
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
-from baoc.tracking import load_checked, resolve_resume
-from baoc.tracking.checkpoints import newest_first
+from baoc.tracking.checkpoints import load_checked, newest_first, resolve_resume
 from baoc.training.resume import find_checkpoint
 
 

@@ -195,23 +195,12 @@ def test_a_budget_that_was_not_met_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "1.00 MiB of optimizer state: NOT met, 1.00 MiB over (binds)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_start_up_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_startup(
-        name="vit_8gb",
-        task="vision",
-        model="vit",
-        size="tiny",
-        size_why="auto on cpu",
-        device="cpu",
-        num_params=202_000,
-        budget=Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.5),
-        batch_size=64,
-        micro_batch=16,
-    )
+def test_pairs_are_told_but_for_those_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = console.describe_budget(Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.5))
+    console.print_pairs("vit_8gb", {"budget": budget, "seed": None}, run_dir="outputs/x")
     out = " ".join(capsys.readouterr().out.split())
-    assert "vit, size tiny (auto on cpu), 202,000 parameters" in out
     assert "8gb: 8.00 GiB (8589934592 bytes) of device memory, 1.5 x the step time of fused AdamW" in out
-    assert "batch 64 = 4 x 16" in out and "seed" not in out
+    assert "run folder outputs/x" in out and "seed" not in out
 
 
 def test_the_frontier_marks_points_and_gives_reasons_of_failed_jobs(capsys: pytest.CaptureFixture[str]) -> None:

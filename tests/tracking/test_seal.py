@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baoc.callbacks import AsideCheckpointIO
+from baoc.callbacks.checkpoint import AsideCheckpointIO
 from baoc.errors import CheckpointError
-from baoc.tracking import load_checked, resolve_resume
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.checksum import checksum_matches
 
 

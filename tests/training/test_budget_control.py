@@ -15,7 +15,7 @@ from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.tracking import load_checked
+from baoc.tracking.checkpoints import load_checked
 from baoc.training import lightning as strategy_module
 from baoc.units import GIB
 from tests.support.training_runs import EVERY_STEP, config, logged

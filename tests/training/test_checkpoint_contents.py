@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.callbacks import AsideCheckpointIO
+from baoc.callbacks.checkpoint import AsideCheckpointIO
 from baoc.errors import BadInputError, CheckpointError
-from baoc.tracking import load_checked, resolve_resume
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.training.resume import check_contents, find_checkpoint, keep, kept
 from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config, run

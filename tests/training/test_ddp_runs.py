@@ -30,7 +30,8 @@ from baoc.config.schema import (
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe
 from baoc.tasks.vision import VisionTask
-from baoc.tracking import files, read_metrics
+from baoc.tracking import files
+from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
 from baoc.training.reallocation import Reallocator
 from tests.support.ranks import as_launched, group, in_processes

@@ -16,7 +16,7 @@ from baoc.data import build_data
 from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
 from baoc.tasks import build_task
-from baoc.tracking import load_checked
+from baoc.tracking.checkpoints import load_checked
 from baoc.training import run as training
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from baoc.callbacks import RngState, SafeCheckpoint
 from baoc.callbacks import generators as resume_callbacks
-from baoc.callbacks.generators import capture_rng, restore_rng
-from baoc.tracking import load_checked, read_metrics, resolve_resume
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.generators import RngState, capture_rng, restore_rng
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.metrics import read_metrics
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE

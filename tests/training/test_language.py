@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from baoc.callbacks import RngState
+from baoc.callbacks.generators import RngState
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baoc.callbacks import SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.cli.failures import failure_of
 from baoc.errors import OutputError
-from baoc.tracking import load_checked, read_metrics
+from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
 from tests.support.processes import At
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer

@@ -11,11 +11,13 @@ import lightning as L
 import pytest
 import torch
 
-from baoc.callbacks import Preemption, RngState, SafeCheckpoint
-from baoc.callbacks.preemption import is_preempted, requeue
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.generators import RngState
+from baoc.callbacks.preemption import Preemption, is_preempted, requeue
 from baoc.errors import PreemptedError
-from baoc.tracking import load_checked, read_metrics, resolve_resume
+from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
+from baoc.tracking.metrics import read_metrics
 from tests.support.commands import start
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.waiting import wait_until

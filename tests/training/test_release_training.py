@@ -13,7 +13,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
-from baoc.callbacks import MemoryMonitor, RngState, SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
+from baoc.callbacks.generators import RngState
+from baoc.callbacks.memory import MemoryMonitor
 from baoc.errors import BadInputError
 from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings

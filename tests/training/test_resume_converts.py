@@ -9,7 +9,7 @@ import pytest
 
 from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
-from baoc.tracking import load_checked
+from baoc.tracking.checkpoints import load_checked
 from baoc.types import RunResult
 from tests.support.training_runs import EVERY_STEP, run
 
