@@ -32,7 +32,6 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("adamw", "adamw", frozenset()),
     ("bf16", "adamw_bf16", frozenset()),
     ("adamw8bit", "adamw_int8", frozenset()),
-    ("adamw8bit_log", "adamw_int8_log", frozenset()),
     ("adamw8bit_root", "adamw_int8_root", frozenset()),
     ("adamw4bit", "adamw_int4", frozenset()),
     ("rmsprop", "rmsprop", frozenset()),
@@ -48,7 +47,6 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("foam", "foam_l2", _OUTER),  # its authors leave embeddings and head to Adam
     ("foam8bit", "foam_l2_int8", _OUTER),
     ("foam_l3", "foam_l3", _OUTER),
-    ("foam_l8", "foam_l8", _OUTER),
     ("muon", "muon", _OUTER),
     ("sign", "sign", frozenset()),
     ("column_norm", "column_norm", frozenset()),

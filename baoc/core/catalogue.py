@@ -32,8 +32,6 @@ CODECS: dict[str, CodecInfo] = {
         _codec("bf16", "rounded to bfloat16", bits=16),
         _codec("softsign8", "int8 of a softsign-companded value, groups of 32 (for m)", bits=8, group=GROUP),
         _codec("sqrt8", "uint8 of the square root, groups of 32 (for v)", bits=8, group=GROUP),
-        _codec("log8m", "int8 with a sign and a logarithm, groups of 32 (for m of wide spread)", bits=8, group=GROUP),
-        _codec("log8v", "uint8 of the logarithm, groups of 32 (for v of wide spread)", bits=8, group=GROUP),
         _codec("root8m", "int8 with a sign and a fourth root, groups of 32 (for m of any spread)", bits=8, group=GROUP),
         _codec("root8v", "uint8 of the eighth root, groups of 32 (for v of any spread)", bits=8, group=GROUP),
         _codec("root4", "4 bits, sign and root, groups of 64 (for m)", bits=4, group=PACKED_GROUP),
@@ -52,9 +50,6 @@ STORAGES: dict[str, StorageScheme] = {
             name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", aligned=GROUP
         ),
         StorageScheme(
-            name="int8_log", description="1.06 bytes per number, logarithmic", m="log8m", v="log8v", aligned=GROUP
-        ),
-        StorageScheme(
             name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", aligned=GROUP
         ),
         StorageScheme(
@@ -71,8 +66,8 @@ STORAGES: dict[str, StorageScheme] = {
 # rule, its text, the storages it is offered in; (numbers kept per element) opens each text
 _NARROW = ("fp32", "bf16", "int8")
 _M_ONLY = (*_NARROW, "int8_root", "int4")
-_FULL = (*_NARROW, "int8_log", "int8_root", "int4")
-_FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)", 8: "(1/128)"}
+_FULL = (*_NARROW, "int8_root", "int4")
+_FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}
 
 
 _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -140,6 +135,10 @@ def removed(name: str) -> str:
             f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "
             "memory: leave it out and take catalogue=host, or catalogue.specs=[adamw@streamed] for fp32 AdamW alone"
         )
+    uniform = re.fullmatch(r"uniform_(foam_l8|adamw8bit_log)(_matched)?", name)
+    if uniform is not None:
+        instead = {"foam_l8": "foam_l3", "adamw8bit_log": "adamw8bit_root"}[uniform[1]]
+        return f"allocator={name} was removed with its spec: choose allocator=uniform_{instead}{uniform[2] or ''}"
     instead = name.replace("+split16", "+split8").replace("@updated", "@streamed")
     if "+split16" in name:
         return (
@@ -152,13 +151,17 @@ def removed(name: str) -> str:
             f"{name} was removed, a step on the CPU, to which a streamed one is superior in time and memory: choose "
             f"{instead}, which keeps the same states"
         )
-    found = re.match(r"(foam_l[1238])_(out|sq)(?=_|\+|@|$)", name)
-    if found is None:
+    folds = re.match(r"(foam_l[1238])(_out|_sq)?(?=_|\+|@|$)", name)
+    if "_int8_log" in name:
+        what, instead = "logarithmic codes", name.replace("_int8_log", "_int8_root")
+    elif folds is not None and (folds[1] == "foam_l8" or folds[2]):
+        level = "foam_l3" if folds[1] == "foam_l8" else folds[1]
+        kinds = {"_out": "folds along fan-out", "_sq": "averages of folded squares", None: "folds of 256 neighbours"}
+        what, instead = f"FOAM with {kinds[folds[2]]}", name.replace(folds[0], level, 1)
+    else:
         return ""
-    instead = name.replace(found.group(), found.group(1), 1)
-    what = "folds along fan-out" if found.group(2) == "out" else "averages of folded squares"
     return (
-        f"{name} was removed, FOAM with {what}, which no measured recipe used: choose {instead}. Its states cannot be "
+        f"{name} was removed, {what}, which no measured recipe used: choose {instead}. Its states cannot be "
         "converted, so a checkpoint that holds them is resumed by an earlier version, or only its weights are used"
     )
 

@@ -16,7 +16,7 @@ _V_FACTORED = (
     StateDecl(name="v_row", kind=StateKind.V, layout=StateLayout.PER_ROW, bias_corrected=False),
     StateDecl(name="v_col", kind=StateKind.V, layout=StateLayout.PER_COLUMN, bias_corrected=False),
 )
-FOLD_LEVELS = (1, 2, 3, 8)  # FOAM averages 2^level neighbours
+FOLD_LEVELS = (1, 2, 3)  # FOAM averages 2^level neighbours
 
 
 def _foam(level: int) -> RuleInfo:

@@ -345,7 +345,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
         for slot in live.slots:
             adamw = slot_under(slot, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
-            with registry.visiting(live, keep=False):
+            with registry.states_on_device(live, keep=False):
                 unknown = migration.convert(
                     slot,
                     adamw,

@@ -153,10 +153,9 @@ PLAIN = (Fp32(CODECS["fp32"]), Bf16(CODECS["bf16"]))
 # -- the 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, each element is one companded byte --------
 #
 # Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded
-# up so that |x| / scale is at most 1. Codes of m are companded by softsign, a logarithm with a sign, or a fourth root.
-# Codes of v are of s = sqrt(v): linear, logarithmic, or its fourth root. Companding suits groups of narrow spread,
-# logarithms wide ones; roots are near the better of the two at any spread (steps of 3 % at the largest m, 10 % at one
-# 100 times smaller; half that for s).
+# up so that |x| / scale is at most 1. Codes of m are companded by softsign, or a fourth root with a sign. Codes of v
+# are of s = sqrt(v): linear, or its fourth root. Companding suits groups of narrow spread, roots any (steps of 3 % at
+# the largest m, 10 % at one 100 times smaller; half that for s).
 
 # A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
 # at every step would round all 32 elements anew each time, and their errors would pile up.
@@ -260,23 +259,6 @@ class Softsign8(_Momentum):
         return y.div_(y.abs().neg_().add_(2))
 
 
-class Log8M(_Momentum):
-    """m as a sign and 127 magnitudes, 2^-16 (4.8 decades) to 1, 9 % apart; what is below half the least becomes 0."""
-
-    octaves = 16.0
-
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        size = x.abs()
-        step = self.octaves / 126
-        code = _stochastic(size.clamp(min=_TINY).log2_().div_(step).add_(127), _warp(threshold, step))
-        large = size >= 2.0 ** -(self.octaves + 1)
-        return code.clamp_(1, 127).mul_(large).copysign_(x)
-
-    def restore(self, codes: Tensor) -> Tensor:
-        sign = codes.sign()
-        return codes.abs_().sub_(127).mul_(self.octaves / 126).exp2_().mul_(sign)
-
-
 class Root8M(_Momentum):
     """m as a sign and q = round(127 |x|^(1/4)); back |x| = (q / 127)^4, down to 4e-9."""
 
@@ -319,22 +301,6 @@ class Sqrt8(_SecondMoment):
         return codes.div_(255)
 
 
-class Log8V(_SecondMoment):
-    """v as 255 sizes of s, 2^-20 (6 decades) to 1, 5.6 % apart. With a phase, v itself keeps its mean, not its log."""
-
-    octaves = 20.0
-
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        step = self.octaves / 254
-        positive = x > 0
-        code = _stochastic(x.clamp_(min=_TINY).log2_().div_(step).add_(255), _warp(threshold, 2 * step))
-        return code.clamp_(1, 255).mul_(positive)
-
-    def restore(self, codes: Tensor) -> Tensor:
-        positive = codes > 0
-        return codes.sub_(255).mul_(self.octaves / 254).exp2_().mul_(positive)
-
-
 class Root8V(_SecondMoment):
     """v as q = round(255 x^(1/4)), x = s / scale. With a phase, v itself, the eighth power of q, keeps its mean."""
 
@@ -359,19 +325,9 @@ def _eighth(x: Tensor) -> Tensor:
     return x.square().square_().square_()
 
 
-def _warp(threshold: Tensor | None, octaves: float) -> Tensor | None:
-    """Thresholds on a number between two neighbours `octaves` apart -> thresholds on its logarithm between theirs."""
-    if threshold is None:
-        return None
-    ratio = 2.0**octaves
-    return torch.log1p(threshold * (ratio - 1)) / log(ratio)
-
-
 GROUPED = (
     Softsign8(CODECS["softsign8"]),
     Sqrt8(CODECS["sqrt8"]),
-    Log8M(CODECS["log8m"]),
-    Log8V(CODECS["log8v"]),
     Root8M(CODECS["root8m"]),
     Root8V(CODECS["root8v"]),
 )

@@ -28,7 +28,6 @@ from baoc.optim.state import (
     State,
     allocate,
     make_slot,
-    new_match,
     slot_under,
     whole_slot,
 )
@@ -75,7 +74,7 @@ def load(
     registry.forget_overwritten()
     moves = []
     for live in registry.live.values():
-        with registry.visiting(live):
+        with registry.states_on_device(live):
             move = _load_block(live, sources=sources, saved=saved, registry=registry, groups=param_groups)
         if move is not None:
             moves.append(move)
@@ -202,7 +201,7 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
         except CheckpointError as error:
             log.warning("%s starts afresh: %s", ", ".join(names), error)
             continue
-        with registry.visiting(live):
+        with registry.states_on_device(live):
             _load_block(live, sources=sources, saved=saved, registry=registry, groups=param_groups)
         log.info("%s goes on from the states in the checkpoint", ", ".join(names))
 
@@ -408,16 +407,14 @@ def _load_match(live: LiveBlock, *, saved: Saved, registry: BlockRegistry, conve
     live.applied, live.fresh = None, True
     if not live.matched or not live.slots:
         return
-    device = live.slots[0].param.device
     names, match = saved.matches.get(live.block.name, ((), None))
     if match is not None and not converted and names == tuple(slot.name for slot in live.slots):
-        live.match = match.to(device=device, dtype=torch.float32, copy=True)
+        live.match = match.to(device=live.slots[0].param.device, dtype=torch.float32, copy=True)
         live.fresh = bool(match[1] < 0)
         return
     targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
     known = (targets or rms) if registry.matched_by == "rms" else []  # else they may be of rules that average nothing
-    mean = (sum(r * r for r in known) / len(known)) ** 0.5 if known else registry.target(live.block.name)
-    live.match = new_match(registry.own_target(live, target=mean), device=device)
+    registry.add_match(live, rms=(sum(r * r for r in known) / len(known)) ** 0.5 if known else None)
 
 
 def _log(report: LoadReport) -> None:

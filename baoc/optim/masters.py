@@ -21,7 +21,7 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
     registry.forget_overwritten()
     values = {}
     for live in registry.live.values():
-        with registry.visiting(live, keep=False):
+        with registry.states_on_device(live, keep=False):
             values |= {
                 slot.owner: _whole(slot, weights.master(slot.param, registry.state[slot.param])) for slot in live.slots
             }
@@ -69,7 +69,7 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
         if slot.weights == "native":
             param.copy_(value)
             continue
-        with registry.visiting(live):
+        with registry.states_on_device(live):
             whole = value.to(torch.float32)
             weights.take_in_(param, registry.state[param], whole, weights=slot.weights, name=name)
         if slot.taken_in is not None:

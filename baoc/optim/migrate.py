@@ -180,7 +180,7 @@ def rms_of(name: str, *, registry: BlockRegistry, param_groups: list[dict[str, A
     live = registry.live[name]
     if live.applied is not None and live.applied >= 0:  # below 0 while only its place exists
         return live.applied
-    with registry.visiting(live, keep=False):
+    with registry.states_on_device(live, keep=False):
         return last_rms(live, state=registry.state, param_groups=param_groups)
 
 
@@ -236,7 +236,7 @@ def move(
     unlike = registry.has_own_target(held)  # its RMS says nothing of AdamW's
     rms = held.match[0].item() if held.match is not None and not unlike else None
     report = ConversionReport()
-    with registry.visiting(held, keep=False):
+    with registry.states_on_device(held, keep=False):
         if rms is None and target.matched and not unlike:
             rms = last_rms(held, state=registry.state, param_groups=param_groups)
         news = allocate(target.slots, at_home=False)
@@ -261,7 +261,7 @@ def move(
             registry.set_state(slot, new)
     registry.pack(target)
     target.carried = rms
-    registry.add_match(target, target=rms if rms else registry.target(target.block.name))
+    registry.add_match(target, rms=rms)
     registry.live[target.block.name] = target
     return BlockMove(
         block=target.block.name,

@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
+from baoc.kernels import capturing
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
@@ -77,7 +78,6 @@ class BlockwiseOptimizer(Optimizer):
             TrainingFailedError.
         rms_matching: Scale each block's update to AdamW's RMS. False runs rules as published. "displacement" scales
             rules without momentum to AdamW's update without momentum.
-        target_rms: Block -> AdamW's update RMS; .2 where it is missing.
         backend: "auto", or the backend that steps every block.
         release: Step each block in the backward pass, and drop its gradients. GradientRelease(clip_norm=...) clips as
             well, because clip_grad_norm_ finds none afterwards. Accumulation is refused. Call `step()` as usual.
@@ -110,7 +110,6 @@ class BlockwiseOptimizer(Optimizer):
         weight_decay: float = 1e-2,
         nonfinite: str = "skip_element",
         rms_matching: bool | matching.Matching = True,
-        target_rms: Mapping[str, float] | None = None,
         backend: str = "auto",
         release: bool | GradientRelease = False,
         tuning: Tuning | None = None,
@@ -138,9 +137,7 @@ class BlockwiseOptimizer(Optimizer):
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
-        registry = BlockRegistry(
-            self.state, backend=backend, target_rms=target_rms or {}, matched_by=matched_by, tuning=tuning
-        )
+        registry = BlockRegistry(self.state, backend=backend, matched_by=matched_by, tuning=tuning)
         take_from_others([param for group in self.param_groups for param in group["params"]])
         registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._registry = registry
@@ -260,10 +257,12 @@ class BlockwiseOptimizer(Optimizer):
         """Steps all blocks by gradients that are complete."""
         for look in tuple(self.before_check):
             look()
+        if capturing():
+            raise BadInputError(
+                "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
+                "Capture forward and backward alone; the step replays a graph of its own"
+            )
         unit = self._ready()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._capture(unit)
-            return loss
         options = self.options()  # may raise, so before the check uses up its marks
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
@@ -307,7 +306,7 @@ class BlockwiseOptimizer(Optimizer):
     def _ready(self) -> StepUnit:
         """The StepUnit of this step: the last one, unless parameters or states have moved since."""
         registry = self.registry
-        unit, held = registry.unit, registry.witness
+        unit, held = registry.unit, registry.sample_state
         if unit is None or registry.unstepped or not registry.placed:
             return registry.ready()
         if held is not None and held[0].get(held[1]) is not held[2]:
@@ -360,34 +359,6 @@ class BlockwiseOptimizer(Optimizer):
         return StepInputs(
             state=self.registry.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
-
-    def _capture(self, unit: StepUnit) -> None:
-        """Runs the device's part of a step in the capture of a CUDA graph. Raises BadInputError unless
-        nonfinite=skip_element."""
-        if self.nonfinite != "skip_element":
-            raise BadInputError(
-                f"nonfinite={self.nonfinite} waits for the device, so the step cannot be captured: use skip_element"
-            )
-        for backend in unit.backends:
-            backend.capture(self.inputs({}, options=self.options(), phase=self.num_steps))
-
-    @torch.no_grad()
-    def prepare_replay(self) -> None:
-        """To be called before each replay of a CUDA graph in which `step` was captured.
-
-        A graph replays only the device's part. This does the host's: it counts the step and writes learning rates, bias
-        corrections and the gradients' addresses to where the graph reads them. Run some steps before capturing, so that
-        kernels are compiled and each block's update RMS has been measured.
-
-        Raises BadInputError with gradient release.
-        """
-        if self.releaser is not None:
-            raise BadInputError("steps with gradient release cannot be replayed as a CUDA graph: build without release")
-        unit, options = self.registry.ready(), self.options()
-        self.num_steps += 1
-        inputs = self.inputs({}, options=options, phase=self.num_steps)
-        for backend in unit.backends:
-            backend.prepare(inputs)
 
     @torch.no_grad()
     def mask_nonfinite(self) -> int | None:
@@ -472,18 +443,6 @@ class BlockwiseOptimizer(Optimizer):
         return {name: float(value) for name, value in rms.items() if value is not None}
 
     # -- changing it ----------------------------------------------------------------------------------------------
-
-    def set_target_rms(self, target_rms: Mapping[str, float]) -> None:
-        """Sets AdamW's update RMS by block, as from a profile. Matched blocks use it from their next step on."""
-        for name, target in target_rms.items():
-            if name not in self.registry.live:
-                raise unknown_name(name, what="block", allowed=self.registry.live)
-            if not target > 0:
-                raise BadInputError(f"the target RMS of {name} is {target}: give a positive number")
-            self.registry.target_rms[name] = float(target)
-            live = self.registry.live[name]
-            if live.match is not None:
-                live.match[0] = self.registry.own_target(live, target=float(target))
 
     @torch.no_grad()
     def retune(self, tuning: Tuning | None) -> None:

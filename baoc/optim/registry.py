@@ -8,10 +8,10 @@ What it holds, from the outside in:
    format of their spec (`add_block`). `add_late_params` does the same for late parameters: those of a new group, and
    those that were frozen and have a gradient now. They run the spec that was given for all, else fp32 AdamW.
 3. States are views of one slab of bytes per block; `state` maps parameters to them. Slabs of host-placed blocks lie in
-   the `arena`, in CPU memory. `visiting` brings a block's states to the device for whoever reads or converts them.
+   the `arena`, in CPU memory. `states_on_device` brings a block's states to the device for whoever reads or converts them.
 4. A step calls a `StepUnit`: the backends of all blocks, and what the finite check looks at. `ready` builds it and
    keeps it in `unit`. Backends hold addresses, so whoever replaces a state, a match or a parameter's data drops it
-   (`refresh`, `drop_backends`). Replacements by others are detected by `witness`, a sample state whose identity is
+   (`refresh`, `drop_backends`). Replacements by others are detected by `sample_state`, whose identity is
    compared, and by each backend's `moved`.
 5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
 6. A rank steps its rows of a sharded parameter as a plain tensor, the parameter's twin (`baoc.optim.shards`). `state`
@@ -59,7 +59,6 @@ class BlockRegistry:
         shown: The optimizer's own dict of parameter -> states. States of host-placed blocks are not in it, because
             Lightning moves all that is there to the device at the start of a fit.
         backend: "auto", or the name of the backend that steps every block.
-        target_rms: Block -> AdamW's update RMS, where it was measured.
         matched_by: How updates are matched, see `baoc.optim.matching`.
         tuning: Multiples of the learning rate and betas by rule and role.
 
@@ -78,7 +77,6 @@ class BlockRegistry:
         shown: dict[Tensor, State],
         *,
         backend: str,
-        target_rms: Mapping[str, float],
         matched_by: matching.Matching = "rms",
         tuning: Tuning | None = None,
     ):
@@ -89,7 +87,6 @@ class BlockRegistry:
         self.backend = backend
         self.tuning = tuning
         self.rows: list[tuple[int, Tuned]] = []
-        self.target_rms = dict(target_rms)
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
@@ -98,7 +95,7 @@ class BlockRegistry:
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # None until a step asks for it
-        self.witness: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
+        self.sample_state: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
         self._rings: Pipelines | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
         self._alone: dict[tuple[str, ...], StepUnit] = {}
@@ -208,7 +205,7 @@ class BlockRegistry:
             self.set_state(slot, state)
             fill(slot, state, whole=waiting.pop(slot.param, None))
         self.unstepped = True
-        self.add_match(live, target=self.target(live.block.name))
+        self.add_match(live)
         self.live[live.block.name] = live
 
     def set_state(self, slot: Slot, state: State) -> None:
@@ -216,18 +213,15 @@ class BlockRegistry:
         self.state[slot.param] = state
         self._shown[slot.owner] = {} if slot.placed_on_host else state
 
-    def target(self, block: str) -> float:
-        """AdamW's update RMS on a block: the measured one, else the usual one."""
-        return self.target_rms.get(block, matching.DEFAULT_TARGET)
+    def add_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
+        """Gives a matched block its matching state, without an own RMS yet.
 
-    def add_match(self, live: LiveBlock, *, target: float) -> None:
-        """Gives a matched block its matching state, without an own RMS yet. `target` is AdamW's update RMS on it."""
+        Args:
+            rms: AdamW's update RMS on the block, where it is known.
+        """
         if live.matched and live.slots:
-            live.match = new_match(self.own_target(live, target=target), device=live.slots[0].param.device)
-
-    def own_target(self, live: LiveBlock, *, target: float) -> float:
-        """The RMS that a block's update is scaled to, if AdamW's on the block is `target`."""
-        return matching.UNAVERAGED_TARGET if self.has_own_target(live) else target
+            target = matching.UNAVERAGED_TARGET if self.has_own_target(live) else rms or matching.DEFAULT_TARGET
+            live.match = new_match(target, device=live.slots[0].param.device)
 
     def has_own_target(self, live: LiveBlock) -> bool:
         """Whether AdamW's RMS does not matter: displacement matches a rule without momentum to 1."""
@@ -270,7 +264,7 @@ class BlockRegistry:
     def drop_backends(self) -> None:
         self.synchronize()
         self._keep_counts()
-        self.unit, self.witness, self._alone, self.groups, self._rings = None, None, {}, {}, None
+        self.unit, self.sample_state, self._alone, self.groups, self._rings = None, None, {}, {}, None
 
     def _keep_counts(self) -> None:
         """Keeps the counts of non-finite elements of backends that are about to be dropped."""
@@ -284,7 +278,7 @@ class BlockRegistry:
 
     def ready(self) -> StepUnit:
         """The StepUnit of all blocks, rebuilt where parameters or states have moved."""
-        if not self.placed or ((seen := self.witness) is not None and seen[0].get(seen[1]) is not seen[2]):
+        if not self.placed or ((seen := self.sample_state) is not None and seen[0].get(seen[1]) is not seen[2]):
             self.place()
         elif self.unit is not None and any([backend.moved for backend in self.unit.backends]):
             self.drop_backends()
@@ -307,7 +301,7 @@ class BlockRegistry:
             slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
             if slots:
                 state, key = self.state[slots[0].param], slots[0].parts[0].key
-                self.witness = state, key, state[key]
+                self.sample_state = state, key, state[key]
         return self.unit
 
     @property
@@ -402,7 +396,7 @@ class BlockRegistry:
             self._rings.synchronize()
 
     @contextmanager
-    def visiting(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
+    def states_on_device(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
         """Inside, a host-placed block's states are on its parameters' device; `keep` copies changes back."""
         if not live.on_host:
             yield

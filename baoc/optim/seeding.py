@@ -25,7 +25,7 @@ def seed(blocks: Iterable[LiveBlock], *, registry: BlockRegistry, param_groups: 
     """Starts what is `unseeded` and has a gradient now; a gradient of zeros tells nothing yet."""
     for live in blocks:
         if any(slot.name in live.unseeded and slot.param.grad is not None for slot in live.slots):
-            with registry.visiting(live):
+            with registry.states_on_device(live):
                 _seed_block(live, state=registry.state, param_groups=param_groups)
 
 

@@ -1,8 +1,8 @@
 """Turns a memory budget into limits that are sums over blocks, the only ones that allocators understand.
 
-A peak is the largest of several moments of a step, so it is no sum over blocks. The planner therefore tries several
-`Try` values: each fixes the room for a step's temporaries (`levels`), how far host placement goes (`placement.Way`),
-and how the bytes that 16-bit weights save are counted (`Savings`). Within one Try the charged bytes are sums, and the
+A peak is the largest of several moments of a step, so it is no sum over blocks. The planner therefore makes several
+`Attempt`s: each fixes the room for a step's temporaries (`levels`), how far host placement goes (`placement.Way`),
+and how the bytes that 16-bit weights save are counted (`Savings`). Within one Attempt the charged bytes are sums, and the
 peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights, gradients and autocast's
 copies, as at the largest moment), then `gradients` (weights and gradients), then `weights` alone, which holds at every
 moment.
@@ -28,7 +28,7 @@ MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocatio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Try:
+class Attempt:
     """Candidates and limits for one level, one way of host placement and one count of savings.
 
     `base_peak` is the peak without state, with room for the buffers that host-placed states pass through.
@@ -127,8 +127,10 @@ SPARE = 0.02  # share of a budget that is not worth a search
 SEARCHES = 5
 
 
-def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_ins: bool = False) -> Iterator[Try]:
-    """Every Try with a candidate for each block: over levels from little room to much, ways of placement, and counts of
+def all_attempts(
+    planner: "Planner", *, risk: str, profile: Profile | None, stand_ins: bool = False
+) -> Iterator[Attempt]:
+    """Every Attempt with a candidate for each block: over levels from little room to much, ways of placement, and counts of
     savings from the boldest on."""
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
@@ -141,17 +143,17 @@ def all_tries(planner: "Planner", *, risk: str, profile: Profile | None, stand_i
                 pool = way.admitted(everything, specs={name: planner.specs[name] for name in specs})
                 if all(pool.values()):
                     limits = planner.limits(base_peak=above, way=way)
-                    yield Try(pool=pool, limits=limits, base_peak=above, way=way)
+                    yield Attempt(pool=pool, limits=limits, base_peak=above, way=way)
 
 
-def least_of(planner: "Planner", tries: Iterable[Try]) -> list[Candidate]:
+def least_of(planner: "Planner", attempts: Iterable[Attempt]) -> list[Candidate]:
     """The candidates of fewest bytes in the budget's own measure; within the host's memory, if that can be met."""
-    tries = list(tries)
-    return min((one.least() for one in [t for t in tries if t.meets_host] or tries), key=planner.taken)
+    attempts = list(attempts)
+    return min((one.least() for one in [a for a in attempts if a.meets_host] or attempts), key=planner.taken)
 
 
 def spend(
-    planner: "Planner", beyond: Sequence[tuple[Plan, Try]], *, found: Plan, attempt: Callable[[Try], Plan]
+    planner: "Planner", beyond: Sequence[tuple[Plan, Attempt]], *, found: Plan, attempt: Callable[[Attempt], Plan]
 ) -> Plan:
     """A plan of less risk than `found`, if `found` leaves more than SPARE of the budget and there is one; else `found`.
 

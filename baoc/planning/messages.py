@@ -11,7 +11,7 @@ from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
 from baoc.planning.allocators.base import allocated
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.limits import Try, least_of
+from baoc.planning.limits import Attempt, least_of
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
 from baoc.units import format_bytes
@@ -44,27 +44,27 @@ def more_specs(specs: Collection[str]) -> str:
 
 def last_resort(
     planner: "Planner",
-    tries: Sequence[Try],
+    attempts: Sequence[Attempt],
     *,
-    refused: Sequence[tuple[NoFeasibleAllocation, Try]],
+    refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
     risk: str,
     profile: Profile | None,
 ) -> Plan:
     """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
     free = not planner.allocator.traits.every_candidate and planner.budget.step_time is None
-    least = least_of(planner, tries)
+    least = least_of(planner, attempts)
     if free and (len(planner.counts) > 1 or planner.places):
         last = allocated(least, allocator=planner.settings.allocator)
-        plan = planner.plan_of(last, tries[-1].pool, limits=tries[-1].limits, risk=risk, profile=profile)
+        plan = planner.plan_of(last, attempts[-1].pool, limits=attempts[-1].limits, risk=risk, profile=profile)
         if planner.fits(plan):
             return plan
-        raise _refusal(planner, tries[-1].limits, least_bytes=planner.taken(least), refused=refused)
+        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.taken(least), refused=refused)
     if not refused:
-        raise _refusal(planner, tries[-1].limits, least_bytes=planner.taken(least), refused=())
+        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.taken(least), refused=())
     error, one = min(refused, key=lambda r: planner.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
     least_bytes = planner.measure(error.least_state_bytes, base_peak=one.base_peak)
     bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
-    bytes_fit = bytes_fit or (planner.places and any(t.meets_bytes and t.meets_host for t in tries))  # given time
+    bytes_fit = bytes_fit or (planner.places and any(t.meets_bytes and t.meets_host for t in attempts))  # given time
     host_fits = one.limits.host_bytes is None or error.least_host_bytes <= one.limits.host_bytes
     if one.limits.step_s is not None and bytes_fit and host_fits:
         assert planner.latency is not None
@@ -78,8 +78,8 @@ def last_resort(
     raise _refusal(planner, one.limits, least_bytes=least_bytes, refused=refused)
 
 
-def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> float:
-    """Seconds of optimizer step that are enough for one of the tries, sought from the least that might do.
+def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float:
+    """Seconds of optimizer step that are enough for one of the attempts, sought from the least that might do.
 
     Device and link may bind together, so that the least of each alone need not be enough.
     """
@@ -95,7 +95,7 @@ def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> float:
     return seconds
 
 
-def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | None:
+def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> int | None:
     """Pinned host memory that some try would do with; None where no host memory would help."""
     needs: list[int] = []
     for error, one in refused:
@@ -106,7 +106,7 @@ def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Try]]) -> int | N
 
 
 def _refusal(
-    planner: "Planner", limits: Limits, *, least_bytes: int, refused: Sequence[tuple[NoFeasibleAllocation, Try]]
+    planner: "Planner", limits: Limits, *, least_bytes: int, refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]
 ) -> InfeasibleBudgetError:
     budget = planner.budget
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes

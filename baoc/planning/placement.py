@@ -31,7 +31,7 @@ class Way:
             block: tuple(
                 c
                 for c in options
-                if c.spec in specs and (not placed(specs[c.spec]) or c.cost.in_bytes <= self.slab_bytes)
+                if c.spec in specs and (not placed(specs[c.spec]) or c.cost.streamed_bytes <= self.slab_bytes)
             )
             for block, options in pool.items()
         }
@@ -61,7 +61,7 @@ def staging_bytes(
 
 def ways(pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]) -> list[Way]:
     """From nothing placed on the host to everything that may be."""
-    slabs = [[c.cost.in_bytes for c in options if placed(specs[c.spec])] for options in pool.values()]
+    slabs = [[c.cost.streamed_bytes for c in options if placed(specs[c.spec])] for options in pool.values()]
     found: list[Way] = []
     for cap in [0, *_caps([size for sizes in slabs for size in sizes])]:
         largest = [max((size for size in sizes if size <= cap), default=0) for sizes in slabs]

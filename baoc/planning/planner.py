@@ -21,7 +21,7 @@ from baoc.planning.allocators.base import Allocator, allocated
 from baoc.planning.allocators.recipe import RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.limits import Savings, Try, all_tries, charged, least_of, saved_by, savings, spend
+from baoc.planning.limits import Attempt, Savings, all_attempts, charged, least_of, saved_by, savings, spend
 from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way, placed, staging_bytes, with_host
@@ -283,7 +283,7 @@ class Planner:
             spec = self.specs[choices[block.name]]
             if placed(spec):
                 spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED)
-                link_s, largest = link_s + spent.link_s, max(largest, spent.in_bytes)
+                link_s, largest = link_s + spent.link_s, max(largest, spent.streamed_bytes)
         if not largest:
             return 0.0
         drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED)
@@ -386,16 +386,16 @@ class Planner:
 
     def _propose(self, *, risk: str, profile: Profile | None, stand_ins: bool) -> Plan:
         name, allocator = risk, self.allocator
-        tries = list(all_tries(self, risk=name, profile=profile, stand_ins=stand_ins))
+        attempts = list(all_attempts(self, risk=name, profile=profile, stand_ins=stand_ins))
         many = len(self.blocks) > FEW_BLOCKS or self.places
-        quick = len(tries) > 1 and many and allocator.name == "exact"
-        found: list[tuple[Plan, Try]] = []
-        beyond: list[tuple[Plan, Try]] = []
-        refused: list[tuple[NoFeasibleAllocation, Try]] = []
+        quick = len(attempts) > 1 and many and allocator.name == "exact"
+        found: list[tuple[Plan, Attempt]] = []
+        beyond: list[tuple[Plan, Attempt]] = []
+        refused: list[tuple[NoFeasibleAllocation, Attempt]] = []
         settled: set[tuple[int | None, Way]] = (
             set()
         )  # levels on which savings, counted boldly, have led to a plan that fits
-        for one in tries:
+        for one in attempts:
             if (one.base_peak, one.way) in settled:
                 continue
             by = ALLOCATORS["lagrangian"] if quick else allocator
@@ -412,7 +412,7 @@ class Planner:
         by = ALLOCATORS["lagrangian"] if allocator.name == "exact" else allocator
         attempt = partial(self._attempt, allocator=by, risk=name, profile=profile)
         if not found:
-            plan = last_resort(self, tries, refused=refused, risk=name, profile=profile)
+            plan = last_resort(self, attempts, refused=refused, risk=name, profile=profile)
             return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
         plan, one = min(found, key=lambda e: (e[0].allocation.risk, e[0].allocation.link_s))
         if quick:
@@ -463,7 +463,7 @@ class Planner:
         memory, host = self.budget.memory_bytes, self.budget.host_memory_bytes
         return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
-    def _attempt(self, one: Try, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
+    def _attempt(self, one: Attempt, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
         """The plan of one try, which need not fit: savings may have been counted too boldly."""
         pool = (
             one.pool
@@ -526,7 +526,7 @@ class Planner:
             ("range", risk),
             (_read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
-                self.taken(least_of(self, all_tries(self, risk=risk, profile=profile))),
+                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )

@@ -168,7 +168,7 @@ class Between:
         for optimizer, versions in left:
             registry = optimizer.registry
             for live in registry.live.values():
-                with registry.visiting(live, keep=False):
+                with registry.states_on_device(live, keep=False):
                     for slot in live.slots:
                         dtype = getattr(torch, slot.info.dtype)
                         if slot.param in mine and slot.param.dtype is not dtype:

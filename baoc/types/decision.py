@@ -67,8 +67,7 @@ class Cost:
     state_bytes: int
     host_bytes: int = 0
     shared_bytes: int = 0
-    in_bytes: int = 0  # over the link to the device, per step
-    out_bytes: int = 0  # and back
+    streamed_bytes: int = 0  # over the link to the device in each step, and as many back
     step_s: float = 0.0
     link_s: float = 0.0
     weight_bytes: int = 0
@@ -77,7 +76,7 @@ class Cost:
     @property
     def transfer_bytes(self) -> int:
         """Over the link per step, both ways."""
-        return self.in_bytes + self.out_bytes
+        return 2 * self.streamed_bytes
 
     @property
     def charged_bytes(self) -> int:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 
 SPECS = (
-    "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "adamw_int4", "rmsprop_int8", "lion", "lion_int8",
+    "adamw", "adamw_bf16", "adamw_int8", "adamw_int4", "rmsprop_int8", "lion", "lion_int8",
     "signum_int8", "sign", "adamw_shared_in_int8", "adamw_shared_out_int8", "foam_l2_int8",
     "adamw_int8+split8", "lion_int8+split8", "adamw_int8+bf16_sr",
 )  # fmt: skip

@@ -37,13 +37,13 @@ from baoc.types import ParamInfo, Role  # noqa: E402
 
 DEVICE = "cuda"
 TIMED = (
-    "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
+    "adamw", "adamw_bf16", "adamw_int8", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
     "adamw_int8+split8", "adamw_int8+bf16_sr", "lion_int8+split8", "sign+bf16_sr",
     "adamw_shared_in_int8", "adamw_shared_out_int8", "adafactor", "adafactor_momentum_int8", "foam_l2_int8",
-    "foam_l8_int8", "column_norm",
+    "foam_l3_int8", "column_norm",
 )  # fmt: skip
 MIXED = (
-    "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_log", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
+    "adamw", "adamw_bf16", "adamw_int8", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Every fused kernel against its eager twin on the GPU, over several processes because each variant has to be compiled.
 
 `python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first. `kernel_check.py
-matrices foam_l2 foam_l8` checks the rules that see a matrix whose names begin so, `kernel_check.py cuts adamw` the
+matrices foam_l2 foam_l3` checks the rules that see a matrix whose names begin so, `kernel_check.py cuts adamw` the
 elementwise ones, each in the cut that it runs in and those that were swept.
 """
 

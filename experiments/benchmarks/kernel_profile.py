@@ -38,8 +38,8 @@ STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
 TRIED: dict[str, tuple[str, ...]] = {
     "adafactor_momentum_int8": ("", ":512"),
-    "adafactor+split8": ("",), "foam_l8_int8+split8": ("",), "adafactor_momentum": ("",), "adafactor": ("",),
-    "foam_l8": ("",), "foam_l2_int8+split8": ("",), "foam_l2_int8": ("",),
+    "adafactor+split8": ("",), "adafactor_momentum": ("",), "adafactor": ("",),
+    "foam_l2_int8+split8": ("",), "foam_l2_int8": ("",),
     "adamw_shared_out_int8+split8": ("",), "adamw_shared_out_int8": ("",), "adamw_shared_out": ("",),
     "adamw_int4+split8": ("",), "adamw_int4": ("",), "adamw_shared_in_int8+split8": ("",), "foam_l1": ("",),
     "foam_l2": ("",), "foam_l3_int8": ("",), "adamw_shared_in_int8": ("",),

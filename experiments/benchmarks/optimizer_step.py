@@ -44,7 +44,6 @@ SPECS: list[tuple[str, str, str, str, torch.dtype]] = [
     ("adamw", "adamw", "fp32", "native", FLOAT32),
     ("adamw_bf16", "adamw", "bf16", "native", FLOAT32),
     ("adamw_int8", "adamw", "int8", "native", FLOAT32),
-    ("adamw_int8_log", "adamw", "int8_log", "native", FLOAT32),
     ("rmsprop_int8", "rmsprop", "int8", "native", FLOAT32),
     ("lion_int8", "lion", "int8", "native", FLOAT32),
     ("signum_int8", "signum", "int8", "native", FLOAT32),

@@ -165,7 +165,7 @@ def test_backends_may_alternate():
 
 
 @pytest.mark.parametrize("power", [-12, 8])
-@pytest.mark.parametrize("storage", ["int8", "int8_log"])
+@pytest.mark.parametrize("storage", ["int8", "int8_root"])
 def test_gradient_scale_does_not_matter(storage: str, power: int):
     twin = Twin(Case(rule="adamw", storage=storage, sizes=(300,), options=(Options(eps=1e-30),)))
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_gradient_scale_does_not_matter(storage: str, power: int):
 
 
 def test_positive_v_never_becomes_zero_and_zero_stays():
-    for storage in ("int8", "int8_log"):
+    for storage in ("int8", "int8_root"):
         twin = Twin(Case(rule="rmsprop", storage=storage, sizes=(64,)))
         grad = torch.zeros(64)
         grad[:32] = torch.logspace(-9, 0, 32)

@@ -12,7 +12,6 @@ from tests.support.fused_step import fused_step, launch
 from tests.support.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
 
 SMALL = ((3, 160, False), (9, 7, False), (8, 6, True))
-FEW_FOLDS = ((3, 160, False), (3, 256, False), (3, 6, True))  # of 256
 SOME = ("adamw_shared_in", "adamw_shared_out", "adafactor_momentum", "foam_l2", "foam_l3")
 
 
@@ -46,10 +45,10 @@ def test_long_and_many_lines_are_summed_in_parts(rule: str, monkeypatch: pytest.
         check_close(twin)
 
 
-@pytest.mark.parametrize("rule", [*SOME, "foam_l8"])
+@pytest.mark.parametrize("rule", SOME)
 def test_left_out_elements_count_in_no_mean(rule: str):
     """Non-finite and marked elements; whole rows, columns and folds of them keep their averages."""
-    twin = MatrixTwin(MatrixCase(rule=rule, shapes=SMALL if rule in SOME else FEW_FOLDS))
+    twin = MatrixTwin(MatrixCase(rule=rule, shapes=SMALL))
     twin.new_gradients()
     twin.step()
     twin.new_gradients()

@@ -24,8 +24,8 @@ OTHER_WEIGHTS = [
     for weights in ("split8", "bf16_sr", "bf16")
 ]
 SOME = [
-    "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8_log", "rmsprop_int8_root", "lion_int8", "signum", "sign",
-    "adamw_shared_in_int8", "adamw_shared_out", "foam_l1", "foam_l2_int8", "foam_l8_int8", "adamw_int8+split8",
+    "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8_root", "lion_int8", "signum", "sign",
+    "adamw_shared_in_int8", "adamw_shared_out", "foam_l1", "foam_l2_int8", "foam_l3_int8", "adamw_int8+split8",
     "lion+bf16_sr",
 ]  # fmt: skip
 BIG = {"a": (300, 333), "b": (70001,), "c": (513, 130)}
@@ -136,7 +136,7 @@ def test_blocks_of_several_tensors_are_matched_as_one():
             one_block("first", [info(name, shapes[name]) for name in ("one", "large")]),
             one_block("second", [info(name, shapes[name]) for name in ("bias", "linear")]),
         ]
-        pair = Pair(spec, shapes, blocks=blocks, target_rms={"first": 0.35})
+        pair = Pair(spec, shapes, blocks=blocks)
         for step in range(6):
             pair.level()
             pair.give()
@@ -160,7 +160,7 @@ def test_a_block_that_stood_still_moves_as_the_eager_one():
         pair.check()
 
 
-@pytest.mark.parametrize("storage", ["int8", "int8_log", "int8_root", "int4"])
+@pytest.mark.parametrize("storage", ["int8", "int8_root", "int4"])
 def test_scales_follow_averages_that_shrink(storage: str):
     pair = Pair(f"adamw_{storage}", {"large": (65, 67)}, betas=(0.8, 0.9))
     for step in range(STEPS):

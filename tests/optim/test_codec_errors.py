@@ -26,14 +26,12 @@ def normal(num: int = NUM, *, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", CODEC_NEAREST)
 def test_one_encoding_is_within_half_a_code(name: str) -> None:
     tolerance, values = CODEC_NEAREST[name], normal()
-    if name in ("sqrt8", "log8v", "root8v"):
+    if name in ("sqrt8", "root8v"):
         values = values.square()
     decoded, group = roundtrip(name, values), CODECS[name].group or 32
     scale = values.abs().view(-1, group).amax(1, keepdim=True) * (1 + 2**-7)  # rounded up to bf16
     largest = scale.expand(-1, group).reshape(-1)
     allowed = tolerance.rtol * values.abs() + tolerance.atol * largest
-    if name == "log8m":
-        allowed = allowed + largest * 2.0**-17  # what is below half the least code becomes zero
     assert ((decoded - values).abs() <= allowed).all()
     nmse = float((decoded - values).square().mean() / values.square().mean())
     assert nmse <= tolerance.nmse
@@ -69,14 +67,10 @@ def test_codes_of_the_companding_codecs_are_the_formulas_of_methods_3() -> None:
         (("softsign8", "sqrt8"), 1.0, 0.037),
         (("softsign8", "sqrt8"), 1.5, 0.206),
         (("softsign8", "sqrt8"), 2.0, 0.39),
-        (("root8m", "root8v"), 0.5, 0.0),  # these four are ours
+        (("root8m", "root8v"), 0.5, 0.0),
         (("root8m", "root8v"), 1.0, 0.0006),
         (("root8m", "root8v"), 1.5, 0.006),
         (("root8m", "root8v"), 2.0, 0.024),
-        (("log8m", "log8v"), 0.5, 0.008),
-        (("log8m", "log8v"), 1.0, 0.009),
-        (("log8m", "log8v"), 1.5, 0.010),
-        (("log8m", "log8v"), 2.0, 0.019),
     ],
 )
 def test_update_errors_by_spread_are_those_of_methods_3(
@@ -103,9 +97,7 @@ def average(name: str, *, scale: Tensor, noise: bool, dithered: bool) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("log8v", 0.3), ("root8v", 0.15), ("lattice4", 0.6)]
-)
+@pytest.mark.parametrize(("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("root8v", 0.15), ("lattice4", 0.6)])
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, deviation: float, spread: float) -> None:
     ratio = average(name, scale=torch.exp(spread * normal(32 * 64)), noise=True, dithered=True)
@@ -114,15 +106,15 @@ def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, dev
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "sqrt8", "log8v", "root8v"])
+@pytest.mark.parametrize("name", ["bf16", "sqrt8", "root8v"])
 def test_a_constant_square_is_reached(name: str) -> None:
     ratio = average(name, scale=torch.full((256,), 0.5), noise=False, dithered=True)
     assert ((ratio > 0.7) & (ratio < 1.3)).all()
     assert abs(float(ratio.mean()) - 1) < 0.06  # eight equal groups are in step, so this mean is one of 32 numbers
 
 
-@pytest.mark.parametrize(("name", "noise"), [("bf16", False), ("sqrt8", False), ("log8v", True)])
-def test_to_nearest_an_average_would_stand_still_or_drift(name: str, noise: bool) -> None:
-    """What the phase is for: without it these three end at a fraction or a multiple of the mean."""
-    ratio = float(average(name, scale=torch.full((256,), 0.5), noise=noise, dithered=False).mean())
+@pytest.mark.parametrize("name", ["bf16", "sqrt8"])
+def test_to_nearest_an_average_would_stand_still_or_drift(name: str) -> None:
+    """What the phase is for: without it these end at a fraction or a multiple of the mean."""
+    ratio = float(average(name, scale=torch.full((256,), 0.5), noise=False, dithered=False).mean())
     assert ratio < 0.5 or ratio > 2

@@ -204,7 +204,7 @@ class TestInheritance:
             torch.testing.assert_close(back[:, whole:], line[:, whole:])
 
     def test_moments_give_a_folded_v_its_size(self) -> None:
-        run = Run("foam_l8")
+        run = Run("foam_l3")
         run.move("adamw")
         mean = run.debiased("v", BETAS[1]).mean()
         torch.testing.assert_close(mean, run.moments["linear"].row.mean())

@@ -102,9 +102,8 @@ def test_a_step_that_was_refused_leaves_out_the_same_elements_when_it_is_made() 
     params["w"].grad = torch.tensor([nan, 1.0, 1.0])
     before = params["w"].detach().clone()
     optimizer.param_groups[0]["lr"] = nan
-    for make in (optimizer.step, optimizer.prepare_replay):
-        with pytest.raises(BadInputError, match="lr is nan"):
-            make()
+    with pytest.raises(BadInputError, match="lr is nan"):
+        optimizer.step()
     assert optimizer.state_dict()["num_steps"] == 0
     optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
@@ -190,3 +189,15 @@ def test_placements_that_do_not_exist() -> None:
     spec = OptimizerSpec(name="far", description="", rule="adamw", placement="moon")
     with pytest.raises(BadInputError, match=r"placement.*'moon'.*device.*host_streamed"):
         build(make_params({"w": (4, 8)}), spec)
+
+
+def test_a_step_in_a_graph_of_the_user_s_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params({"w": (3,)})
+    optimizer = BlockwiseOptimizer(params.items(), "adamw")
+    params["w"].grad = torch.ones(3)
+    monkeypatch.setattr("baoc.optim.optimizer.capturing", lambda: True)
+    with pytest.raises(BadInputError, match=r"a CUDA graph cannot capture the step: .* Capture forward and backward"):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.step()
+    assert optimizer.state_dict()["num_steps"] == 1

@@ -141,7 +141,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "norm": (lambda: released(release=GradientRelease(clip_norm=0.0)), "clip_norm of gradient release is 0.0"),
     "value": (lambda: GradientRelease(clip_value=-1.0), "clip_value of gradient release is -1.0"),
     "zeros": (lambda: released()[1].zero_grad(set_to_none=False), "set_to_none=False.*leave it out"),
-    "replay": (lambda: released()[1].prepare_replay(), "cannot be replayed as a CUDA graph"),
 }
 
 

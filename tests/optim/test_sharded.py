@@ -52,7 +52,7 @@ SHAPES = {
 STEPS = 4
 PACKED = (
     "adamw_int4",
-    "adamw_int8_log",
+    "adamw_int8_root",
     "adamw_bf16",
     "lion_int8_root",
     "adamw_shared_in_int8",

@@ -190,9 +190,11 @@ def test_every_uniform_baseline_runs_the_spec_it_names():
 
 
 def test_a_uniform_baseline_that_applies_nowhere_is_no_adamw_run():
-    """64 columns cannot be folded by 256."""
-    with pytest.raises(BadInputError, match="allocator=uniform_foam_l8: foam_l8 applies to none of the 12 blocks"):
-        ALLOCATORS["uniform_foam_l8"](EVERYTHING, limits=Limits())
+    """4 columns cannot be folded by 8."""
+    narrow = partition(transformer(width=4))
+    options = build_candidates(narrow, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
+    with pytest.raises(BadInputError, match="allocator=uniform_foam_l3: foam_l3 applies to none of the 12 blocks"):
+        ALLOCATORS["uniform_foam_l3"](options, limits=Limits())
 
 
 def test_random_differs_by_seed_and_spends_the_budget():

@@ -31,9 +31,9 @@ def test_rules_by_row_and_column_need_matrices():
 
 
 def test_a_fold_must_fit_its_axis():
-    narrow = Block(name="b", params=(param("mlp.w", 300, 64),), role=Role.MLP)
-    assert why_not("foam_l8", narrow) == "foam_l8 folds 256 neighbours along fan_in, mlp.w has 64"
-    assert why_not("foam_l3", narrow) is None
+    narrow = Block(name="b", params=(param("mlp.w", 300, 4),), role=Role.MLP)
+    assert why_not("foam_l3", narrow) == "foam_l3 folds 8 neighbours along fan_in, mlp.w has 4"
+    assert why_not("foam_l2", narrow) is None
 
 
 def test_roles_that_are_kept_store_nothing_but_fp32():
@@ -127,7 +127,7 @@ def test_latency_gives_seconds():
 
 
 def made(spec: str, held: int, risk: float, *, step_s: float = 0.0, transfer: int = 0) -> Candidate:
-    cost = Cost(state_bytes=held, step_s=step_s, in_bytes=transfer)
+    cost = Cost(state_bytes=held, step_s=step_s, streamed_bytes=transfer)
     return Candidate(block="b", spec=spec, cost=cost, risk=Risk(total=risk, terms={"x": risk}))
 
 

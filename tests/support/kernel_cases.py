@@ -82,7 +82,7 @@ def few_elementwise_cases() -> list[Case]:
     others = {
         "rmsprop": ("fp32", "int8_root"),
         "lion": ("bf16", "int8"),
-        "signum": ("int4", "int8_log"),
+        "signum": ("int4", "int8_root"),
         "sign": ("fp32",) * 2,
     }
     cases = []

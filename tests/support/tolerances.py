@@ -41,10 +41,6 @@ CODEC_NEAREST = {
     "root8v": Tolerance(origin="half a code of 1/255 in the fourth root of sqrt(v)", atol=8.2 / 510, nmse=2e-4),
     # squares of q/7: the widest gap is 13/49 of the largest in the group; what is below 1/98 becomes zero
     "root4": Tolerance(origin="half the gap from 6^2 to 7^2, of 49", atol=6.6 / 49, nmse=2e-2),
-    # codes are 2^(16/126) apart in |m|, so half a step is a factor 2^(8/126) = 1.045
-    "log8m": Tolerance(origin="half a code of 16 octaves / 126", rtol=2 ** (8 / 126) - 1 + 1e-3, nmse=1e-3),
-    # codes are 2^(40/254) apart in v, so half a step is a factor 2^(20/254) = 1.056
-    "log8v": Tolerance(origin="half a code of 40 octaves / 254", rtol=2 ** (20 / 254) - 1 + 1e-3, nmse=1.2e-3),
 }
 
 # Update RMS of the first step after a migration over that of the last one before it, on gradients mostly of noise. A

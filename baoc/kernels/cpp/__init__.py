@@ -5,9 +5,9 @@ in eager torch. The library needs a C++17 compiler but no torch headers; without
 """
 
 from baoc.kernels.cpp.build import Unavailable, library
-from baoc.kernels.cpp.table import CODECS, CODES, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
+from baoc.kernels.cpp.table import CODECS, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
 
 __all__ = [
-    "CODECS", "CODES", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",
+    "CODECS", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",
     "library",
 ]  # fmt: skip

@@ -4,23 +4,20 @@
 
 #include "numbers.h"
 
-enum Codec { FP32, BF16, SOFTSIGN8, SQRT8, LOG8M, LOG8V, ROOT8M, ROOT8V, ROOT4, LATTICE4 };
+enum Codec { FP32, BF16, SOFTSIGN8, SQRT8, ROOT8M, ROOT8V, ROOT4, LATTICE4 };
 constexpr int GROUP = 32, PACKED = 64;  // elements that share a scale, in 8 and in 4 bits
 constexpr float ROOT_OF_MAX = 1.844674297419792e19f, ROOT_MAX = 1.83e19f, KEEP_SCALE = 0.87f;
-constexpr float M_STEP = float(16.0 / 126), V_STEP = float(20.0 / 254), M_ZERO = 7.62939453125e-06f;  // 2^-17
 
-// One state tensor as it is kept; `values` has the numbers of all 256 logarithmic codes (of a scale of 1, of sqrt(v) for
-// v).
+// One state tensor as it is kept.
 struct Kept {
   int codec;
   void* payload;
   uint16_t* scale;
-  const float* values;
 };
 
-// Thresholds of one step, [lanes, lane]: those of baoc.optim.codecs.base, of log8v, and of lattice4 for each k. The same of one
-// half follow, for elements whose state does not change.
-enum Lanes { PLAIN = 0, OF_LOG8V = GROUP, OF_LATTICE4 = 2 * GROUP, HALVES = 6 * GROUP };
+// Thresholds of one step, [lanes, lane]: those of baoc.optim.codecs, and of lattice4 for each k. The same of one half
+// follow, for elements whose state does not change.
+enum Lanes { PLAIN = 0, OF_LATTICE4 = GROUP, HALVES = 5 * GROUP };
 
 BAOC_INLINE int padded(int n) { return (n + PACKED - 1) / PACKED * PACKED; }
 
@@ -38,17 +35,6 @@ static BAOC_INLINE void restore_sqrt(const uint8_t* code, float by, float* out, 
   const Quotient by255(255.f);
   for (int i = 0; i < count; ++i) {
     float s = by255.fast(float(code[i])) * by;
-    out[i] = s * s;
-  }
-}
-
-static BAOC_INLINE void restore_log8m(const uint8_t* code, float by, const float* values, float* out, int count) {
-  for (int i = 0; i < count; ++i) out[i] = values[code[i]] * by;
-}
-
-static BAOC_INLINE void restore_log8v(const uint8_t* code, float by, const float* values, float* out, int count) {
-  for (int i = 0; i < count; ++i) {
-    float s = values[code[i]] * by;
     out[i] = s * s;
   }
 }
@@ -77,8 +63,6 @@ static BAOC_INLINE void restore8(const Kept& kept, const uint8_t* __restrict cod
   switch (kept.codec) {
     case SOFTSIGN8: restore_softsign(code, by, out, count); break;
     case SQRT8: restore_sqrt(code, by, out, count); break;
-    case LOG8M: restore_log8m(code, by, kept.values, out, count); break;
-    case LOG8V: restore_log8v(code, by, kept.values, out, count); break;
     case ROOT8M: restore_root8m(code, by, out, count); break;
     default: restore_root8v(code, by, out, count);
   }
@@ -138,31 +122,12 @@ static BAOC_INLINE void quantise_softsign(float* x, Quotient by) {
   }
 }
 
-static BAOC_INLINE void quantise_log8m(float* x, Quotient by) {
-  const Quotient by_step(M_STEP);
-  for (int i = 0; i < GROUP; ++i) {
-    const float size = by.fast(std::fabs(x[i]));
-    float q = __builtin_rintf(by_step.fast(log2_of(most(size, TINY))) + 127.f);
-    q = size >= M_ZERO ? most(least(q, 127.f), 1.f) : 0.f;
-    x[i] = coded(x[i] < 0.f ? -q : q);
-  }
-}
-
 // Roots are not negative here, nor NaN.
 static BAOC_INLINE void quantise_sqrt(float* x, Quotient by, const float* threshold) {
   for (int i = 0; i < GROUP; ++i) {
     const float y = by.fast(x[i]), wide = y * 255.f, low = __builtin_floorf(wide);
     const float bound = fma_(low, low, fma_(2.f, low, 1.f) * threshold[i]);  // low^2 and 2 low + 1 are exact
     const float q = most(least(low + (wide * wide >= bound ? 1.f : 0.f), 255.f), 1.f);
-    x[i] = coded(y > 0.f ? q : 0.f);
-  }
-}
-
-static BAOC_INLINE void quantise_log8v(float* x, Quotient by, const float* threshold) {
-  const Quotient by_step(V_STEP);
-  for (int i = 0; i < GROUP; ++i) {
-    const float y = by.fast(x[i]), place = by_step.fast(log2_of(most(y, TINY))) + 255.f;
-    const float q = most(least(__builtin_floorf(place + (1.f - threshold[i])), 255.f), 1.f);
     x[i] = coded(y > 0.f ? q : 0.f);
   }
 }
@@ -194,10 +159,8 @@ static BAOC_INLINE void quantise_root8v(float* x, Quotient by, const float* thre
 static BAOC_INLINE void quantise8(int codec, float* x, Quotient by, const float* thresholds) {
   switch (codec) {
     case SOFTSIGN8: quantise_softsign(x, by); break;
-    case LOG8M: quantise_log8m(x, by); break;
     case ROOT8M: quantise_root8m(x, by); break;
     case SQRT8: quantise_sqrt(x, by, thresholds + PLAIN); break;
-    case LOG8V: quantise_log8v(x, by, thresholds + OF_LOG8V); break;
     default: quantise_root8v(x, by, thresholds + PLAIN);
   }
 }
@@ -210,7 +173,7 @@ BAOC_INLINE uint16_t kept_or_new(uint16_t scale, uint16_t held) {
 // Stores whole groups, of which n elements are there: m, or s = sqrt(v) where the codec is one of v. All scales come
 // first, for each takes its time and does not keep the others waiting.
 static void encode8(const Kept& kept, int64_t start, int n, float* __restrict x, const float* thresholds) {
-  const bool of_v = kept.codec == SQRT8 || kept.codec == LOG8V || kept.codec == ROOT8V;
+  const bool of_v = kept.codec == SQRT8 || kept.codec == ROOT8V;
   uint8_t* out = static_cast<uint8_t*>(kept.payload) + start;
   uint16_t* scale = kept.scale + start / GROUP;
   for (int i = 0; i < n; i += GROUP) {

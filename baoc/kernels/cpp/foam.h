@@ -28,16 +28,7 @@ void sums_of(const float* g, int n, int fold, float* sums) {
   const int whole = n / fold;
   if (fold == 2) sum_folds<2>(g, whole, sums);
   else if (fold == 4) sum_folds<4>(g, whole, sums);
-  else if (fold == 8) sum_folds<8>(g, whole, sums);
-  else
-    for (int f = 0; f < whole; ++f) {
-      float lanes[16] = {};
-      for (int i = 0; i < fold; i += 16)
-        for (int j = 0; j < 16; ++j) lanes[j] += g[f * fold + i + j];
-      for (int width = 8; width; width /= 2)
-        for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-      sums[f] = lanes[0];
-    }
+  else sum_folds<8>(g, whole, sums);
   if (n % fold) {
     float sum = 0;
     for (int i = whole * fold; i < n; ++i) sum += g[i];
@@ -53,10 +44,9 @@ void spread_by(const float* __restrict from, float* __restrict to, int count) {
 
 // Repeats; writes whole folds, so up to `fold` - 1 elements more than there are.
 void spread(const float* from, float* to, int count, int fold) {
-  if (fold == 2) return spread_by<2>(from, to, count);
-  if (fold == 4) return spread_by<4>(from, to, count);
-  if (fold == 8) return spread_by<8>(from, to, count);
-  for (int f = 0; f < count; ++f) std::fill_n(to + f * fold, fold, from[f]);
+  if (fold == 2) spread_by<2>(from, to, count);
+  else if (fold == 4) spread_by<4>(from, to, count);
+  else spread_by<8>(from, to, count);
 }
 
 // Sums over `count` folds of the gradients, which become means over the `left` elements of each fold.

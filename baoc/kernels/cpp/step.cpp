@@ -29,8 +29,7 @@ struct Job {
   int64_t num_tensors, num_chunks;
   const Tensor* tensors;
   const Settings* settings;  // [tensors]
-  const float* thresholds;   // [12, 32]: see Lanes
-  const float* values;       // [2, 256]: numbers of the codes of m and of v
+  const float* thresholds;   // [10, 32]: see Lanes
   float* den;                // of shared v
   double* sums;              // [tensors]: of the squares of the update, over the elements that count
   int64_t* counts;           // [tensors]: elements that count
@@ -69,7 +68,7 @@ T* at(int64_t address) {
 }
 
 Kept kept_m(const Job& job, const Tensor& t) {
-  return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale), job.values};
+  return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale)};
 }
 
 Param param_of(const Job& job, const Tensor& t) {
@@ -77,7 +76,7 @@ Param param_of(const Job& job, const Tensor& t) {
 }
 
 Kept kept_v(const Job& job, const Tensor& t) {
-  return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale), job.values + 256};
+  return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale)};
 }
 
 // Where a state can be worked on: in place if it is fp32 and may be written, else decoded into `scratch`, which gets

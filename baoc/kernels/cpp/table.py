@@ -14,10 +14,9 @@ from torch import Tensor
 from baoc.kernels.cpp.build import library
 
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam")
-CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "log8m", "log8v", "root8m", "root8v", "root4", "lattice4")
+CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "root8m", "root8v", "root4", "lattice4")
 WEIGHTS = ("fp32", "bf16", "split8", "bf16_sr")
-THRESHOLDS = 2 * 6 * 32  # fp32 values: of the lanes, log8v, and lattice4 for k = 0 ... 3; then the same at one half
-CODES = 256
+THRESHOLDS = 2 * 5 * 32  # fp32 values: of the lanes, and lattice4 for k = 0 ... 3; then the same at one half
 _WIDTH = 16
 _PARAM, _GRAD, _FINITE, _M, _M_SCALE, _V, _V_SCALE, _CORRECTION, _NUMEL, _ROWS, _COLS, _FIRST, _DEN, _NOISE, _BYTES = (
     range(15)
@@ -68,7 +67,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "threads")),
         *((name, ctypes.c_int64) for name in ("num_tensors", "num_chunks")),
-        *((name, ctypes.c_void_p) for name in ("tensors", "settings", "thresholds", "values", "den", "sums", "counts")),
+        *((name, ctypes.c_void_p) for name in ("tensors", "settings", "thresholds", "den", "sums", "counts")),
     )
 
 
@@ -78,7 +77,6 @@ class NativeTable:
     Args:
         states: for each parameter, the tensors of its state by name.
         shapes: for each parameter, (rows, cols) as stored.
-        values: fp32 [2, 256], the decoded values of the logarithmic codes of m and of sqrt(v) at scale 1.
         seeds: for each parameter, the seed of stochastic rounding.
     """
 
@@ -89,10 +87,9 @@ class NativeTable:
         kind: NativeKind,
         states: Sequence[Mapping[str, Tensor]],
         shapes: Sequence[tuple[int, int]],
-        values: Tensor,
         seeds: Sequence[int],
     ):
-        self.kind, self.params, self._values = kind, list(params), values
+        self.kind, self.params = kind, list(params)
         self._library = library()
         self._alive = [state[key] for state in states for key in _COLUMNS if key in state]
         self._rows = array("q", bytes(8 * _WIDTH * len(params)))
@@ -171,7 +168,7 @@ class NativeTable:
             weights=WEIGHTS.index(kind.weights), store=store, whole=whole, fold=kind.fold,
             threads=torch.get_num_threads(), num_tensors=len(self.params),
             num_chunks=self.num_chunks, tensors=_address(self._rows), settings=_address(rows),
-            thresholds=thresholds.data_ptr(), values=self._values.data_ptr(), den=_address(self._den),
+            thresholds=thresholds.data_ptr(), den=_address(self._den),
             sums=_address(self._sums), counts=_address(self._counts),
         )  # fmt: skip
         self._library.baoc_step(ctypes.byref(job))

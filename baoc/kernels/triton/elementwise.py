@@ -8,11 +8,13 @@ is `baoc.optim.rules` with `baoc.optim.codecs`; payloads and scales are theirs, 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
 # Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, root, tile_of, usable, usable_and_differ
 from baoc.kernels.triton.kinds import Call
@@ -258,7 +260,7 @@ def step_kernel(
     ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction, match
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[164]: see `kinds.lanes_for`
+    thresholds,  # fp32[132]: see `kinds.lanes_for`
     repair,  # fp32[tensors]
     partial,  # fp32[chunks]: sum of squares of the update
     left_out,  # int32[tensors]: counts elements that are not stepped
@@ -267,97 +269,70 @@ def step_kernel(
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk; a tensor without gradient is left as it is."""
+    """One program per chunk; a tensor without gradient is left as it is. To repair, REPAIRERS programs share a tensor,
+    so that one with nothing to repair costs little."""
     pid = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + pid)
-    grad_addr = tl.load(grad_ptrs + tensor)
-    start = (pid - tl.load(first_chunk + tensor)).to(tl.int64) * CHUNK
-    left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
-    if grad_addr != 0:
-        done = False
-        if MODE == "step":
-            is_whole = left == CHUNK
-            if is_whole:
-                done = _step_plain(
-                    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial, RULE, M, V, WEIGHTS,
-                    PARAM, GRAD, MATCHED, TRACK, MARKED, CHUNK, VEC,
+    if MODE == "repair":
+        grad_addr = tl.load(grad_ptrs + pid)
+        if (tl.load(repair + pid) != 0.0) & (grad_addr != 0):
+            numel = tl.load(numels + pid)
+            chunks = tl.load(first_chunk + pid + 1) - tl.load(first_chunk + pid)
+            for chunk in range(tl.program_id(1), chunks, REPAIRERS):
+                start = (numel * 0 + chunk) * CHUNK  # in 64 bits
+                left = tl.minimum(numel - start, CHUNK).to(tl.int32)
+                _step_chunk(
+                    chunk, pid, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
                 )  # fmt: skip
-        if not done:
-            _step_chunk(
-                pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
-            )  # fmt: skip
-    elif TRACK:
-        tl.store(partial + pid, 0.0)
-
-
-@triton.jit
-def repair_kernel(
-    chunk_tensor, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, repair, partial, left_out, bad,
-    RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """As `step_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
-    tensor = tl.program_id(0)
-    grad_addr = tl.load(grad_ptrs + tensor)
-    if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
-        numel = tl.load(numels + tensor)
-        chunks = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
-        for chunk in range(tl.program_id(1), chunks, REPAIRERS):
-            start = (numel * 0 + chunk) * CHUNK  # in 64 bits
-            left = tl.minimum(numel - start, CHUNK).to(tl.int32)
-            _step_chunk(
-                chunk, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
-            )  # fmt: skip
+    else:
+        tensor = tl.load(chunk_tensor + pid)
+        grad_addr = tl.load(grad_ptrs + tensor)
+        start = (pid - tl.load(first_chunk + tensor)).to(tl.int64) * CHUNK
+        left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
+        if grad_addr != 0:
+            done = False
+            if MODE == "step":
+                is_whole = left == CHUNK
+                if is_whole:
+                    done = _step_plain(
+                        pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial, RULE, M, V, WEIGHTS,
+                        PARAM, GRAD, MATCHED, TRACK, MARKED, CHUNK, VEC,
+                    )  # fmt: skip
+            if not done:
+                _step_chunk(
+                    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
+                )  # fmt: skip
+        elif TRACK:
+            tl.store(partial + pid, 0.0)
 
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def grid(table: "FusedTable", call: Call) -> tuple[int, ...]:
-    """Programs of what steps: one per chunk, and to repair, REPAIRERS per tensor."""
-    return (len(table.params), REPAIRERS.value) if call.mode == "repair" else (table.num_chunks,)
+def launch_step(
+    kernel: Any, table: "FusedTable", call: Call, *, sizes: Tensor, places: Sequence[Tensor] = (), **own: Any
+) -> None:
+    """Launches a stepping kernel: a program per chunk, and to repair, REPAIRERS per tensor.
 
-
-def constants(table: "FusedTable", call: Call) -> dict[str, Any]:
-    """What every family's stepping kernel is compiled for beside its own constants."""
+    Args:
+        sizes: What the kernel knows of each tensor's size.
+        places: Tensors of the family's own, behind the settings.
+        own: Constants of the family's own.
+    """
+    repairs = call.mode == "repair"
     limits = {"maxnreg": table.cut.registers} if table.cut.registers else {}
-    return {
-        "WEIGHTS": table.kind.weights,
-        "PARAM": DTYPES[table.dtype],
-        "GRAD": DTYPES[table.grad_dtype],
-        "MODE": call.mode,
-        "MATCHED": call.matched,
-        "TRACK": call.track and call.mode != "repair",
-        "COUNT": call.count and call.mode == "step",
-        "MARKED": call.marked,
-        "VEC": table.vector,
-        "num_warps": table.cut.warps,
-        **limits,
-    }
+    kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
+        table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *places,
+        table.thresholds, table.repair, table.partial, table.left_out, table.num_bad,
+        **own, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype], MODE=call.mode,
+        MATCHED=call.matched, TRACK=call.track and not repairs, COUNT=call.count and call.mode == "step",
+        MARKED=call.marked, VEC=table.vector, num_warps=table.cut.warps, **limits,
+    )  # fmt: skip
 
 
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
     kind, traits = table.kind, table.kind.traits
-    kernel = repair_kernel if call.mode == "repair" else step_kernel
-    kernel[grid(table, call)](
-        table.chunk_tensor,
-        table.first_chunk,
-        table.numels,
-        table.ptrs,
-        table.grad_ptrs,
-        table.settings,
-        table.thresholds,
-        table.repair,
-        table.partial,
-        table.left_out,
-        table.num_bad,
-        RULE=kind.rule,
-        M=kind.m if traits.has_m else "none",
-        V=kind.v if traits.has_v else "none",
-        CHUNK=table.cut.chunk,
-        **constants(table, call),
-    )
+    m, v = kind.m if traits.has_m else "none", kind.v if traits.has_v else "none"
+    launch_step(step_kernel, table, call, sizes=table.numels, RULE=kind.rule, M=m, V=v, CHUNK=table.cut.chunk)

@@ -206,7 +206,7 @@ class Engine:
         """Kernels, and what was staged and not sent. `measure`: tables with blocks that have no own RMS yet, which is
         found before they step; `others_measure`: so have other ranks, who share.
 
-        `graphs` False: launched plainly, as someone needs who captures them himself.
+        `graphs` False: launched plainly, as a profile needs.
         """
         staged, self._staged = self._staged, False
         if staged:
@@ -318,8 +318,7 @@ class Engine:
         `first` False: these gradients were marked before, so their -0.0 stay.
         """
         self.gradients.refresh()
-        if not capturing():  # else `stage` sends them
-            self._send_addresses()
+        self._send_addresses()
         self._marks = self._marks or Marks(self.tables, places=self.places, size=self.size)
         self._marks.mark(self.grad_ptrs, numels=self.numels, num_bad=self.num_bad, first=first)
         for index in self.gradients.copied:

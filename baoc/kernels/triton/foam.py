@@ -15,14 +15,8 @@ import triton
 import triton.language as tl
 
 from baoc.kernels.triton.device import differ, load_numbers, tile_of
-from baoc.kernels.triton.elementwise import (
-    REPAIRERS,
-    constants,
-    grid,
-    lerp,
-)
+from baoc.kernels.triton.elementwise import REPAIRERS, launch_step, lerp
 from baoc.kernels.triton.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
-from baoc.kernels.triton.foam_long import step_long
 from baoc.kernels.triton.kinds import Call
 from baoc.kernels.triton.matrix_kinds import FOLDS, entries
 from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
@@ -167,14 +161,7 @@ def _program(
     regular = (left == ENTRIES) & (not transposed) & (width >= ENTRIES)
     done, square = False, tl.full([], 0.0, tl.float32)
     if MODE == "step":
-        if FOLD > 32:
-            done = (left > 0) & (not transposed)
-            if done:
-                square = step_long(
-                    tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, left_out, bad, M, V,
-                    WEIGHTS, PARAM, GRAD, MATCHED, TRACK, COUNT, MARKED, FOLD, VEC,
-                )  # fmt: skip
-        elif regular & (cols % FOLD == 0):
+        if regular & (cols % FOLD == 0):
             done, square = _step_aligned(
                 tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, WEIGHTS,
                 PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC,
@@ -206,7 +193,7 @@ def foam_kernel(
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[164]
+    thresholds,  # fp32[132]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
     left_out,  # int32[tensors]
@@ -216,71 +203,44 @@ def foam_kernel(
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per ENTRIES folded numbers."""
+    """One program per ENTRIES folded numbers. To repair, REPAIRERS programs share a tensor, so that one with nothing to
+    repair costs little."""
     pid = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + pid)
+    tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
-    index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
-    rows, cols, transposed = _sides(shapes, tensor)
-    at, row = facts(tensor, ptrs, settings)
-    if grad_addr != 0:
-        square = tl.full([], 0.0, tl.float32)
-        for part in range(REPEAT):
-            square += _program(
-                tensor, index * REPEAT + part, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
-                bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
-                WIDE, VEC,
-            )  # fmt: skip
-        if TRACK:
-            tl.store(partial + pid, square)
-    elif TRACK:
-        tl.store(partial + pid, 0.0)
-
-
-@triton.jit
-def repair_kernel(
-    chunk_tensor, first_chunk, shapes, ptrs, grad_ptrs, settings, thresholds, repair, partial, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
-    REPEAT: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """As `foam_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
-    tensor = tl.program_id(0)
-    grad_addr = tl.load(grad_ptrs + tensor)
-    if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
-        programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+    if MODE == "repair":
+        if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
+            programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+            rows, cols, transposed = _sides(shapes, tensor)
+            at, row = facts(tensor, ptrs, settings)
+            for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
+                _program(
+                    tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair,
+                    left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
+                    WIDE, VEC,
+                )  # fmt: skip
+    else:
+        index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
         rows, cols, transposed = _sides(shapes, tensor)
         at, row = facts(tensor, ptrs, settings)
-        for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
-            _program(
-                tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out,
-                bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
-                WIDE, VEC,
-            )  # fmt: skip
+        if grad_addr != 0:
+            square = tl.full([], 0.0, tl.float32)
+            for part in range(REPEAT):
+                square += _program(
+                    tensor, index * REPEAT + part, grad_addr, rows, cols, transposed, at, row, thresholds, repair,
+                    left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
+                    WIDE, VEC,
+                )  # fmt: skip
+            if TRACK:
+                tl.store(partial + pid, square)
+        elif TRACK:
+            tl.store(partial + pid, 0.0)
 
 
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
     kind = table.kind
-    kernel = repair_kernel if call.mode == "repair" else foam_kernel
-    kernel[grid(table, call)](
-        table.chunk_tensor,
-        table.first_chunk,
-        table.shape_tensor,
-        table.ptrs,
-        table.grad_ptrs,
-        table.settings,
-        table.thresholds,
-        table.repair,
-        table.partial,
-        table.left_out,
-        table.num_bad,
-        M=kind.m,
-        V=kind.v,
-        ENTRIES=entries(kind.rule, table.cut),
-        FOLD=FOLDS[kind.rule],
-        WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
-        REPEAT=table.cut.repeat,
-        **constants(table, call),
-    )
+    launch_step(
+        foam_kernel, table, call, sizes=table.shape_tensor, M=kind.m, V=kind.v, ENTRIES=entries(kind.rule, table.cut),
+        FOLD=FOLDS[kind.rule], WIDE=any(shape.numel >= 2**31 for shape in table.shapes), REPEAT=table.cut.repeat,
+    )  # fmt: skip

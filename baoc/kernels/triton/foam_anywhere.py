@@ -60,7 +60,7 @@ def fold_sum(x):
 
 @triton.jit
 def is_sure(folded):
-    """Whether means over folds of at most 256 tell that all elements are usable: a NaN, an infinity or one beyond 2^48
+    """Whether means over folds tell that all elements are usable: a NaN, an infinity or one beyond 2^48
     brings them to 2^32 or more. Only where others cancel it, to 8 bits at least, is one not noticed; it then counts as
     the number that it is, and averages do not suffer, as the mean is small."""
     return tl.abs(folded) < _SURE
@@ -137,54 +137,6 @@ def _step_folds(
 
 
 @triton.jit
-def _step_long_folds(
-    tensor, grad_addr, first, left, base, step, begin, size, at, row, thresholds, repair, left_out, bad,
-    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """The same piece by piece, where places of elements take registers; they are read twice, the second time from a
-    cache. Elements of a fold are at `base + k * step` as long as `begin + k < size`."""
-    PIECE: tl.constexpr = 8  # one warp has all of a fold
-    entry, groups = tile_of(ENTRIES)
-    there = spread(entry < left)
-    k = tl.arange(0, PIECE)[None, None, :]
-    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
-    m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
-    v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
-    sums = (base + k) * 0.0
-    counts = sums
-    for more in range(0, FOLD, PIECE):
-        inside = there & (begin + (k + more) < size)
-        g, _, kept = load_grad(grad_addr, first * 0, base + (k + more) * step, inside, GRAD, MARKED, 1, False)
-        sums += g
-        counts += tl.where(kept, 1.0, 0.0)
-    m, v, folded = _averages(m, v, fold_sum(counts), fold_sum(sums), row, MODE)
-    if MODE == "step":
-        store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
-        store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
-                1, False)  # fmt: skip
-    total = sums * 0.0
-    for more in range(0, FOLD, PIECE):
-        tile, inside = base + (k + more) * step, there & (begin + (k + more) < size)
-        g, finite, kept = load_grad(grad_addr, first * 0, tile, inside, GRAD, MARKED, 1, False)
-        p, stored = g, 0
-        if MODE != "measure":
-            p, stored = load_param(p_addr, correction_addr, first * 0, tile, inside, WEIGHTS, PARAM, 1, False)
-        new, update = stepped(
-            tensor, g, kept, p, spread(folded), spread(m), spread(v), at, row, repair, MODE,
-            MATCHED,
-        )  # fmt: skip
-        if MODE != "measure":
-            store_param(p_addr, correction_addr, new, p, stored, thresholds, (tile & 31).to(tl.int32), first * 0, tile,
-                        inside, WEIGHTS, PARAM, 1, False, False)  # fmt: skip
-        if MODE != "repair":
-            count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
-        total += tl.where(kept & inside, update * update, 0.0)
-    return tl.sum(total) if TRACK else 0.0
-
-
-@triton.jit
 def step_anywhere(
     tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
@@ -198,20 +150,10 @@ def step_anywhere(
     over = (rest + entry) // width
     low = rest + entry - over * width
     begins = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
-    step, size, begin = tl.where(transposed, rows, 1), cols, low * FOLD
-    base, from_, place = spread(begins), spread(begin), first.to(tl.int64)
-    if FOLD <= 32:
-        k = tl.arange(0, FOLD)[None, None, :]
-        inside = spread(entry < left) & (from_ + k < size)
-        tile = base + k * step
-        square = _step_folds(
-            tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), at, row,
-            thresholds, repair, left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED,
-            ENTRIES,
-        )  # fmt: skip
-    else:
-        square = _step_long_folds(
-            tensor, grad_addr, place, left, base, step, from_, size, at, row, thresholds, repair, left_out, bad,
-            M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
-        )  # fmt: skip
-    return square
+    place, k = first.to(tl.int64), tl.arange(0, FOLD)[None, None, :]
+    inside = spread(entry < left) & (spread(low * FOLD) + k < cols)
+    tile = spread(begins) + k * tl.where(transposed, rows, 1)
+    return _step_folds(
+        tensor, grad_addr, place, left, place * 0, tile, inside, (tile & 31).to(tl.int32), at, row, thresholds, repair,
+        left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES,
+    )  # fmt: skip

@@ -6,7 +6,6 @@ Tables, uploads, matching and graphs are the same for all; see `table` and `engi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import log
 from typing import Literal, Protocol
 
 import torch
@@ -14,25 +13,23 @@ from torch import Tensor
 
 GROUP, PACKED_GROUP = 32, 64  # elements that share a scale, of 8 and of 4 bits
 WEIGHTS = ("native", "split8", "bf16_sr")
-PHASED = ("sqrt8", "log8v", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
+PHASED = ("sqrt8", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
 PACKED = ("root4", "lattice4")
-M_CODECS = ("fp32", "bf16", "softsign8", "log8m", "root8m", "root4")
-V_CODECS = ("fp32", "bf16", "sqrt8", "log8v", "root8v", "lattice4")
-NUM_LANES = 5 * GROUP  # numbers that `lanes_for` makes
-_LOG8V_RATIO = 2.0 ** (2 * 20.0 / 254)  # of v between two codes
+M_CODECS = ("fp32", "bf16", "softsign8", "root8m", "root4")
+V_CODECS = ("fp32", "bf16", "sqrt8", "root8v", "lattice4")
+NUM_LANES = 4 * GROUP  # numbers that `lanes_for` makes
 _FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
 _LION_DECAY = 0.99  # as baoc.optim.rules.sign
 Row = tuple[float, float, float, float, float, float, float, float]
 
 
 def lanes_for(thresholds: Tensor) -> Tensor:
-    """The codecs' lanes, fp32 [n, 32], as kernels take them: fp32 [n, 160] on the CPU.
+    """The codecs' lanes, fp32 [n, 32], as kernels take them: fp32 [n, 128] on the CPU.
 
-    After the thresholds th come those on the logarithm of log8v; 2 th / 255^2 and th / 255^2, for sqrt8; and 1 - th in
-    steps of 1/256 above the number at which these are the least that fp32 has, for corrections of 8 bits.
+    After the thresholds th come 2 th / 255^2 and th / 255^2, for sqrt8; and 1 - th in steps of 1/256 above the number
+    at which these are the least that fp32 has, for corrections of 8 bits.
     """
-    logs = torch.log1p(thresholds * (_LOG8V_RATIO - 1)) / log(_LOG8V_RATIO)
-    return torch.cat([thresholds, logs, thresholds * (2 / 65025), thresholds / 65025, _FINE + (1 - thresholds)], dim=1)
+    return torch.cat([thresholds, thresholds * (2 / 65025), thresholds / 65025, _FINE + (1 - thresholds)], dim=1)
 
 
 class Options(Protocol):

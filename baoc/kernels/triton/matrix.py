@@ -32,10 +32,9 @@ from baoc.kernels.triton.elementwise import (
     W2,
     WIDTH,
     average,
-    constants,
     count_left_out,
-    grid,
     is_plain,
+    launch_step,
     lerp,
     load_grad,
     matched_factor,
@@ -307,7 +306,7 @@ def apply_kernel(
     places,  # int64[tensors, 8]: see means_plan
     vectors,  # fp32: factors by line and by column
     scales,  # fp32[tensors]: and by tensor, for Adafactor
-    thresholds,  # fp32[164]
+    thresholds,  # fp32[132]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
     left_out,  # int32[tensors]
@@ -317,61 +316,50 @@ def apply_kernel(
     MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per whole line or chunk."""
+    """One program per whole line or chunk. To repair, REPAIRERS programs share a tensor, so that one with nothing to
+    repair costs little."""
     pid = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + pid)
+    tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
-    index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
-    lines, length = stored_shape(shapes, tensor)
-    line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
-    column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
-    at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
-    if grad_addr != 0:
-        square = tl.full([], 0.0, tl.float32)
-        first_line, first_rest = index, 0
-        if KINDS != "lines":
-            first_line, first_rest = position(index * REPEAT * CHUNK, length, WIDE)
-        for part in range(REPEAT):
-            line, rest = first_line, first_rest
-            if KINDS != "lines":
-                line, rest = further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
-            square += _program(
-                tensor, index * REPEAT + part, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale,
-                vectors, thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED,
-                TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
-            )  # fmt: skip
-        if TRACK:
-            tl.store(partial + pid, square)
-    elif TRACK:
-        tl.store(partial + pid, 0.0)
-
-
-@triton.jit
-def repair_kernel(
-    chunk_tensor, first_chunk, shapes, ptrs, grad_ptrs, settings, places, vectors, scales, thresholds, repair, partial,
-    left_out, bad,
-    ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
-    VEC: tl.constexpr,
-):  # fmt: skip
-    """As `apply_kernel`, but REPAIRERS programs share a tensor, so that one with nothing to repair costs little."""
-    tensor = tl.program_id(0)
-    grad_addr = tl.load(grad_ptrs + tensor)
-    if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
-        programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+    if MODE == "repair":
+        if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
+            programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+            lines, length = stored_shape(shapes, tensor)
+            line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
+            column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
+            at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
+            for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
+                index = grad_addr * 0 + part
+                line, rest = position(index * CHUNK, length, WIDE)
+                _program(
+                    tensor, index, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
+                    thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
+                    COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
+                )  # fmt: skip
+    else:
+        index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
         lines, length = stored_shape(shapes, tensor)
         line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
         column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
         at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
-        for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
-            index = grad_addr * 0 + part
-            line, rest = position(index * CHUNK, length, WIDE)
-            _program(
-                tensor, index, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
-                thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
-                COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
-            )  # fmt: skip
+        if grad_addr != 0:
+            square = tl.full([], 0.0, tl.float32)
+            first_line, first_rest = index, 0
+            if KINDS != "lines":
+                first_line, first_rest = position(index * REPEAT * CHUNK, length, WIDE)
+            for part in range(REPEAT):
+                line, rest = first_line, first_rest
+                if KINDS != "lines":
+                    line, rest = further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
+                square += _program(
+                    tensor, index * REPEAT + part, line, rest, grad_addr, lines, length, line_at, column_at, at, row,
+                    scale, vectors, thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE,
+                    MATCHED, TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
+                )  # fmt: skip
+            if TRACK:
+                tl.store(partial + pid, square)
+        elif TRACK:
+            tl.store(partial + pid, 0.0)
 
 
 def launch(table: "FusedTable", call: Call) -> None:
@@ -379,29 +367,9 @@ def launch(table: "FusedTable", call: Call) -> None:
     plan = means_plan.plan_of(table)
     if call.mode != "repair":
         bring_up_to_date(table, plan, call)
-    kind = table.kind
-    kernel = repair_kernel if call.mode == "repair" else apply_kernel
-    kernel[grid(table, call)](
-        table.chunk_tensor,
-        table.first_chunk,
-        table.shape_tensor,
-        table.ptrs,
-        table.grad_ptrs,
-        table.settings,
-        plan.places,
-        plan.vectors,
-        plan.scales,
-        table.thresholds,
-        table.repair,
-        table.partial,
-        table.left_out,
-        table.num_bad,
-        ADAFACTOR=plan.adafactor,
-        NORM=plan.norm,
-        M=kind.m if kind.traits.has_m else "none",
-        WIDE=any(shape.numel >= 2**31 for shape in table.shapes),
-        KINDS=plan.kinds,
-        REPEAT=table.cut.repeat,
+    launch_step(
+        apply_kernel, table, call, sizes=table.shape_tensor, places=(plan.places, plan.vectors, plan.scales),
+        ADAFACTOR=plan.adafactor, NORM=plan.norm, M=table.kind.m if table.kind.traits.has_m else "none",
+        WIDE=any(shape.numel >= 2**31 for shape in table.shapes), KINDS=plan.kinds, REPEAT=table.cut.repeat,
         CHUNK=table.cut.chunk,
-        **constants(table, call),
-    )
+    )  # fmt: skip

@@ -172,7 +172,7 @@ register(
 
 # -- FOAM -----------------------------------------------------------------------------------------------------------
 
-FOLDS: dict[str, int] = {f"foam_l{level}": 2**level for level in (1, 2, 3, 8)}  # rule -> elements of a fold
+FOLDS: dict[str, int] = {f"foam_l{level}": 2**level for level in (1, 2, 3)}  # rule -> elements of a fold
 _FOLD_M, _FOLD_V = (tuple(name for name in codecs if name not in PACKED) for codecs in (M_CODECS, V_CODECS))
 
 
@@ -201,8 +201,6 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
     fold = FOLDS[kind.rule]
-    if fold > FOLD_TILE:
-        return Cut(chunk=FOLD_TILE * fold, warps=1, vector=4 if fp32_params else 8, registers=64)
     if not fp32_params:
         return Cut(chunk=256, warps=1, vector=8, registers=64)
     if kind.m in ("fp32", "bf16"):

@@ -13,13 +13,11 @@ from baoc.kernels.triton.device import (
     TINY,
     bf16_bits,
     ceil_code,
-    exp2,
     floor_bytes,
     floor_code,
     load_numbers,
     load_scale,
     load_tile,
-    log2,
     low_byte,
     narrowed,
     reciprocal,
@@ -39,12 +37,9 @@ from baoc.kernels.triton.packed import load_m4, load_m4_at, load_v4, restore_m4,
 _LEAST_ROOT = tl.constexpr(1e-30)  # below every positive sqrt of an fp32; 255 times its reciprocal is finite
 _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite
 _KEEP_SCALE = tl.constexpr(0.87)
-_M_STEP = tl.constexpr(16.0 / 126)  # octaves per code
-_V_STEP = tl.constexpr(20.0 / 254)
 # Where the parts of the engine's lanes begin, 32 each: see `kinds.lanes_for`.
-_LOGS, _SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96, 128))
-PHASE_AT = tl.constexpr(160)
-_M_ZERO = tl.constexpr(2.0**-17)  # log8m: what is smaller becomes 0
+_SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96))
+PHASE_AT = tl.constexpr(128)
 
 
 @triton.jit
@@ -52,12 +47,9 @@ def expand_m(code, CODEC: tl.constexpr):
     """Codes of m -> m over its scale."""
     if CODEC == "softsign8":
         m = code * reciprocal(254.0 - tl.abs(code))
-    elif CODEC == "root8m":
+    else:  # root8m
         x = code * (1.0 / 127)
         m = with_sign(x * x * x * x, code)
-    else:
-        size = exp2((tl.abs(code) - 127.0) * _M_STEP)
-        m = tl.where(code == 0.0, 0.0, with_sign(size, code))
     return m
 
 
@@ -132,12 +124,8 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
         x = m * reciprocal(tl.maximum(scale, TINY))
         if CODEC == "softsign8":  # of slightly more than 1 it is slightly more than 127, which rounds to that
             code = x * reciprocal(tl.abs(x) * (1.0 / 254) + (1.0 / 254)) + ROUND
-        elif CODEC == "root8m":
+        else:  # root8m
             code = with_sign(tl.sqrt(tl.sqrt(tl.minimum(tl.abs(x), 1.0))) * 127.0, m) + ROUND
-        else:
-            size = tl.minimum(tl.abs(x), 1.0)
-            code = tl.maximum(log2(tl.maximum(size, TINY)) * (1.0 / _M_STEP) + 127.0, 1.0)
-            code = with_sign(tl.where(size < _M_ZERO, 0.0, code), m) + ROUND
         store_tile(addr, low_byte(code), start, tile, inside, tl.int8, VEC, FULL)
 
 
@@ -168,10 +156,6 @@ def restore_v(v, scale, CODEC: tl.constexpr):
         x = unsigned_times(v, 1.0 / 255 + scale * 0.0)
         s = x * x * x * x * scale
         v = tl.where(x > 0.0, tl.maximum(s * s, TINY), 0.0)
-    elif CODEC == "log8v":
-        code = unsigned_times(v, 1.0 + scale * 0.0)
-        s = tl.where(code == 0.0, 0.0, exp2((code - 255.0) * _V_STEP)) * scale
-        v = s * s
     return v
 
 
@@ -221,18 +205,13 @@ def _v_codes(s, scale, thresholds, CODEC: tl.constexpr):
         slope, offset = tl.load(thresholds + _SLOPES + lane), tl.load(thresholds + _OFFSETS + lane)
         between = low * (low * (1.0 / 65025) + slope) + offset
         code += tl.where(x * x >= between, 1.0, 0.0)
-    elif CODEC == "root8v":
+    else:  # root8v
         threshold = tl.load(thresholds + lane)
         x = tl.sqrt(tl.sqrt(tl.minimum(s * inverse, 1.0))) * 255.0
         low = tl.floor(x)
         below = _eighth(low)
         code = low + tl.where(_eighth(x) - below >= threshold * (_eighth(low + 1.0) - below), 1.0, 0.0)
         code = tl.maximum(tl.minimum(code, 255.0), tl.where(s > 0.0, 1.0, 0.0)) + ROUND
-    else:
-        threshold = tl.load(thresholds + _LOGS + lane)
-        x = tl.minimum(s * inverse, 1.0)
-        code = tl.floor(log2(tl.maximum(x, TINY)) * (1.0 / _V_STEP) + 255.0 + (1.0 - threshold))
-        code = tl.where(s > 0.0, tl.maximum(tl.minimum(code, 255.0), 1.0), 0.0) + ROUND
     return code
 
 

@@ -61,7 +61,7 @@ class FusedTable:
     shape_tensor: Tensor  # int64 [tensors, 4]: numel, rows, cols, transposed
     grad_ptrs: Tensor  # int64, 0 without a gradient
     settings: Tensor  # fp32 [tensors, 8]
-    thresholds: Tensor  # fp32 [164], for all: the codecs' lanes (`kinds.lanes_for`), and int32 bits of the phase
+    thresholds: Tensor  # fp32 [132], for all: the codecs' lanes (`kinds.lanes_for`), and int32 bits of the phase
     repair: Tensor  # fp32
     left_out: Tensor  # int32
     num_bad: Tensor  # int64

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from baoc.errors import BadInputError
 from baoc.optim.state import Bucket, LiveBlock, State
 
 
@@ -57,17 +56,6 @@ class Backend:
     def __call__(self, inputs: StepInputs) -> None:
         """One step of every parameter that has a gradient."""
         raise NotImplementedError
-
-    def capture(self, inputs: StepInputs) -> None:
-        """The device's part of a step, while someone captures the stream in a CUDA graph. Raises BadInputError."""
-        names = ", ".join(block.block.name for bucket in self.buckets for block in bucket.blocks)
-        raise BadInputError(
-            f"a CUDA graph cannot capture the step of {names}: the {self.name} backend steps it. Give it a spec with a "
-            "fused kernel, or capture forward and backward alone"
-        )
-
-    def prepare(self, inputs: StepInputs) -> None:
-        """The host's part of a step whose device part was captured."""
 
     @property
     def moved(self) -> bool:

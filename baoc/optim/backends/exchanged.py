@@ -12,7 +12,6 @@ from torch import Tensor
 
 from baoc.kernels import Shape, available, fits
 from baoc.kernels.triton import muon_plan
-from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.shards import Shard, local, shard_of
 from baoc.optim.state import Bucket, LiveBlock, State
@@ -56,6 +55,3 @@ class ExchangedBackend(FusedBackend):
         if not all(slot.shard is not None and _all_have_rows(slot.shard) for slot in block.slots):
             return "a rank has no rows of one of its matrices"
         return FusedBackend.refusal(block)
-
-    def capture(self, inputs: StepInputs) -> None:
-        Backend.capture(self, inputs)  # which refuses it

@@ -136,19 +136,6 @@ class FusedBackend(Backend):
         for block in fresh:
             block.fresh = False
 
-    def capture(self, inputs: StepInputs) -> None:
-        if self._sums.slots:
-            super().capture(inputs)  # which refuses it: ranks would have to capture their sums together
-        for unit in self.units:
-            with unit.device_context():
-                unit.engine.run(matched=inputs.matching, marked=unit.marked, graphs=False)
-
-    def prepare(self, inputs: StepInputs) -> None:
-        thresholds = kernel_lanes(inputs.phase)
-        for unit in self.units:
-            with unit.device_context():
-                unit.stage(inputs, thresholds=thresholds)
-
     @property
     def moved(self) -> bool:
         return any([unit.moved() for unit in self._units or ()])
@@ -291,15 +278,12 @@ class _Unit:
             return _NOTHING
         return torch.cuda.device(self._index)
 
-    def stage(self, inputs: StepInputs, *, thresholds: memoryview, send: bool = True) -> None:
+    def step(self, inputs: StepInputs, *, thresholds: memoryview, others_measure: bool = False) -> None:
         try:
-            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase, send=send)
+            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase, send=False)
         except (RuntimeError, NotImplementedError):
             self._refuse_sparse()
             raise
-
-    def step(self, inputs: StepInputs, *, thresholds: memoryview, others_measure: bool = False) -> None:
-        self.stage(inputs, thresholds=thresholds, send=False)
         measure: list[FusedTable] = []
         if self._fresh and inputs.matching:
             measure = self._first_steps()

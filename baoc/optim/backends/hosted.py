@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.offload.streaming import Piece, Streaming
@@ -58,13 +57,6 @@ class HostedBackend(Backend):
         if index not in self._shared:
             self.pieces[index].share_steps()
             self._shared.add(index)
-
-    def capture(self, inputs: StepInputs) -> None:
-        names = ", ".join(block.block.name for bucket in self.buckets for block in bucket.blocks)
-        raise BadInputError(
-            f"a CUDA graph cannot capture the step of {names}: their states are on the host. Give them specs that are "
-            "placed on the device, or capture forward and backward alone"
-        )
 
     @property
     def moved(self) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.core.catalogue import CODECS, STORAGES
+from baoc.core.catalogue import STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import CODECS as NATIVE_CODECS
-from baoc.kernels.cpp import CODES, THRESHOLDS, NativeKind, NativeTable, Settings, Unavailable, library
+from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Settings, Unavailable, library
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import Measure, factor
-from baoc.optim.codecs import Log8M, Log8V, lanes
+from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
 from baoc.optim.rules.base import decl_named
 from baoc.optim.shards import Shards
@@ -264,7 +264,6 @@ def _native(
         kind=kind,
         states=[state[slot.param] for slot in slots],
         shapes=[stored_shape(slot) for slot in slots],
-        values=code_values(),
         seeds=[seed_of(slot.name, first=slot.first) % 2**32 for slot in slots],
     )
 
@@ -331,14 +330,6 @@ def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[Setting
     return Settings(decay=decay, size=size, w1=1 - beta1, b2=beta2, w2=1 - beta2, bc2=bc2, eps=options.eps), divisor
 
 
-@lru_cache(maxsize=1)
-def code_values() -> Tensor:
-    """fp32 [2, CODES]: what the logarithmic codes of m, and of the root of v, stand for at a scale of 1."""
-    codes = torch.arange(CODES, dtype=torch.float32, device=_CPU)
-    signed = torch.where(codes < CODES // 2, codes, codes - CODES)
-    return torch.stack([Log8M(CODECS["log8m"]).restore(signed), Log8V(CODECS["log8v"]).restore(codes)])
-
-
 @lru_cache(maxsize=4)
 def thresholds_of(phase: int) -> Tensor:
     """fp32 [THRESHOLDS]: the lanes of a step, then one half in place of each, as the codecs of v want them."""
@@ -349,9 +340,7 @@ def thresholds_of(phase: int) -> Tensor:
 
 
 def _as_codecs_want(plain: Tensor) -> Tensor:
-    """Thresholds, fp32 [32], followed by what the logarithmic codecs make of them: fp32 [192]."""
-    octaves = 2 * Log8V.octaves / 254
-    log8v = torch.log1p(plain * (2.0**octaves - 1)) / log(2.0**octaves)
+    """Thresholds, fp32 [32], followed by what lattice4 makes of them: fp32 [160]."""
     per_unit = torch.tensor([[8.0], [4.0], [2.0], [1.0]], device=_CPU) / 4  # octaves of v, for k = 0 ... 3
     lattice = torch.log1p((torch.exp2(per_unit) - 1) * plain).div_(per_unit * log(2))
-    return torch.cat([plain, log8v, lattice.view(-1)])
+    return torch.cat([plain, lattice.view(-1)])
