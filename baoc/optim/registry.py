@@ -8,7 +8,7 @@ What it holds, from the outside in:
    format of their spec (`add_block`). `add_late_params` does the same for late parameters: those of a new group, and
    those that were frozen and have a gradient now. They run the spec that was given for all, else fp32 AdamW.
 3. States are views of one slab of bytes per block; `state` maps parameters to them. Slabs of host-placed blocks lie in
-   the `arena`, in CPU memory. `states_on_device` brings a block's states to the device for whoever reads or converts them.
+   the `arena`, in CPU memory. Whoever reads or converts them brings a block's by `states_on_device`.
 4. A step calls a `StepUnit`: the backends of all blocks, and what the finite check looks at. `ready` builds it and
    keeps it in `unit`. Backends hold addresses, so whoever replaces a state, a match or a parameter's data drops it
    (`refresh`, `drop_backends`). Replacements by others are detected by `sample_state`, whose identity is

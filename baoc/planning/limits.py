@@ -2,10 +2,10 @@
 
 A peak is the largest of several moments of a step, so it is no sum over blocks. The planner therefore makes several
 `Attempt`s: each fixes the room for a step's temporaries (`levels`), how far host placement goes (`placement.Way`),
-and how the bytes that 16-bit weights save are counted (`Savings`). Within one Attempt the charged bytes are sums, and the
-peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights, gradients and autocast's
-copies, as at the largest moment), then `gradients` (weights and gradients), then `weights` alone, which holds at every
-moment.
+and how the bytes that 16-bit weights save are counted (`Savings`). Within one attempt the charged bytes are sums, and
+the peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights, gradients and
+autocast's copies, as at the largest moment), then `gradients` (weights and gradients), then `weights` alone, which
+holds at every moment.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -130,8 +130,8 @@ SEARCHES = 5
 def all_attempts(
     planner: "Planner", *, risk: str, profile: Profile | None, stand_ins: bool = False
 ) -> Iterator[Attempt]:
-    """Every Attempt with a candidate for each block: over levels from little room to much, ways of placement, and counts of
-    savings from the boldest on."""
+    """Every attempt with a candidate for each block: over levels from little room to much, ways of placement, and
+    counts of savings from the boldest on."""
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
         by_level = list(levels(planner.footprint, specs=planner.specs))
