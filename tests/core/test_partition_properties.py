@@ -1,11 +1,9 @@
-"""Partition and segmentation on random inputs: every parameter exactly once, and segments as good as brute force's."""
-
-from itertools import combinations
+"""Partition on random inputs: every parameter exactly once."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baoc.core.blocks import partition, segment
+from baoc.core.blocks import partition
 from baoc.types import ParamInfo, Role
 
 names = st.lists(st.text("abc.", min_size=1, max_size=6), min_size=1, max_size=20, unique=True)
@@ -35,22 +33,3 @@ def test_every_parameter_is_in_exactly_one_block(names: list[str], by: str, decl
     assert len({block.name for block in blocks}) == len(blocks)
     assert sum(block.numel for block in blocks) == sum(p.numel for p in params)
     assert partition(params, declared=own, patterns=patterns, by=by) == blocks
-
-
-def dispersion(points: list[float], cuts: tuple[int, ...], penalty: float) -> float:
-    total = 0.0
-    for start, stop in zip((0, *cuts), (*cuts, len(points)), strict=True):
-        mean = sum(points[start:stop]) / (stop - start)
-        total += penalty + sum((x - mean) ** 2 for x in points[start:stop])
-    return total
-
-
-@given(points=st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=8), penalty=st.floats(0.01, 50))
-def test_segments_are_the_best_of_all(points: list[float], penalty: float):
-    ranges = segment([(x,) for x in points], penalty=penalty)
-    assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
-    assert (ranges[0][0], ranges[-1][1]) == (0, len(points))
-    inner = range(1, len(points))
-    best = min(dispersion(points, cuts, penalty) for k in range(len(points)) for cuts in combinations(inner, k))
-    found = dispersion(points, tuple(start for start, _ in ranges[1:]), penalty)
-    assert found <= best + 1e-9

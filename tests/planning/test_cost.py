@@ -87,12 +87,8 @@ def test_streamed_states_leave_only_matching_on_the_device():
     latency = LatencyTable(device="cpu", fixed_s={"rmsprop": 1e-5}, per_element_s={"rmsprop": 1e-9})
     spec = SPECS["adamw_int8+split8@streamed"]
     made = cost(MATRIX, spec=spec, rule=RULE_INFOS["adamw"])
-    assert (made.state_bytes, made.host_bytes, made.streamed_bytes, made.transfer_bytes) == (
-        0,
-        slab + 4,
-        slab,
-        2 * slab,
-    )
+    assert (made.state_bytes, made.host_bytes) == (0, slab + 4)
+    assert (made.streamed_bytes, made.transfer_bytes) == (slab, 2 * slab)
     assert made.link_s == copy_seconds(slab, link=STORED) > 0
     matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULE_INFOS["rmsprop"], latency=latency)
     assert (matched.state_bytes, matched.host_bytes) == (8, 1600 + 4)
