@@ -26,7 +26,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from baoc.core.recipes import Tuned, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
-from baoc.kernels import capturing
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
@@ -257,7 +256,7 @@ class BlockwiseOptimizer(Optimizer):
         """Steps all blocks by gradients that are complete."""
         for look in tuple(self.before_check):
             look()
-        if capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise BadInputError(
                 "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
                 "Capture forward and backward alone; the step replays a graph of its own"

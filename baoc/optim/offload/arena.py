@@ -104,7 +104,13 @@ class HostArena:
 
     def _locked(self, memory: Tensor, *, device: torch.device) -> _Segment:
         segment = _Segment(memory=memory, lock=Lock(memory, device=device))
-        self._warn(segment)
+        if segment.lock.refused and not self._warned:
+            self._warned = True
+            log.warning(
+                "the system refused to lock %s of host memory for host-placed states (see `ulimit -l`): copies to and "
+                "from the GPU wait for each other, so steps take longer",
+                format_bytes(memory.nbytes),
+            )
         return segment
 
     def _move(self, blocks: list[LiveBlock], *, state: dict[Tensor, State]) -> _Segment:
@@ -116,12 +122,3 @@ class HostArena:
                 state[slot.param].update(views(slot, memory, begin=begin))
                 begin += slot.slab_bytes
         return segment
-
-    def _warn(self, segment: _Segment) -> None:
-        if segment.lock.refused and not self._warned:
-            self._warned = True
-            log.warning(
-                "the system refused to lock %s of host memory for host-placed states (see `ulimit -l`): copies to and "
-                "from the GPU wait for each other, so steps take longer",
-                format_bytes(segment.memory.nbytes),
-            )
