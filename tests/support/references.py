@@ -169,5 +169,5 @@ REFERENCES: dict[str, Callable[[], Reference]] = {
     "column_norm": ColumnNorm,
     "column_norm_momentum": lambda: ColumnNorm(momentum=True),
     "muon": Muon,
-    **{f"foam_l{n}": (lambda n=n: Foam(level=n)) for n in (1, 2, 3, 8)},
+    **{f"foam_l{n}": (lambda n=n: Foam(level=n)) for n in (1, 2, 3)},
 }
