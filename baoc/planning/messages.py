@@ -96,7 +96,7 @@ def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float
 
 
 def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> int | None:
-    """Pinned host memory that some try would do with; None where no host memory would help."""
+    """Pinned host memory that some attempt would do with; None where no host memory would help."""
     needs: list[int] = []
     for error, one in refused:
         room = one.limits.host_bytes

@@ -68,9 +68,7 @@ def probe_footprint(
     run_validation_batch: Callable[[], object] | None = None,
     micro_batch: int = 0,
     accumulation: int = 1,
-    step_probes: Mapping[str, StepProbe] | None = None,
     context_bytes: int = 0,
-    reserve_bytes: int | None = None,
     released: Sequence[Sequence[Tensor]] = (),
     warm: bool = True,
     allocator: CachingAllocator | None = None,
@@ -85,9 +83,7 @@ def probe_footprint(
             backward. A callable that runs backward itself is assumed to find gradients None, unless it drops them.
         run_validation_batch: runs in evaluation and inference mode.
         accumulation: micro-batches per optimizer step; above 1, gradients stay for the next one.
-        step_probes: spec -> probe of its optimizer step, see `step_temporary_bytes`.
         context_bytes: of the CUDA context where it cannot be measured. On CUDA it is read after everything has run.
-        reserve_bytes: instead of the default reserve, see `_reserve`.
         released: the parameters of each block, for an optimizer that steps blocks inside backward and drops their
             gradients. Then `resident_bytes` is the largest live total when a block is stepped, and `gradients_bytes`
             the largest total of gradients.
@@ -129,8 +125,7 @@ def probe_footprint(
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes,
         context_bytes=memory.settle_context(device) or context_bytes,
-        reserve_bytes=_reserve(device, peak=peak) if reserve_bytes is None else reserve_bytes,
-        step_temporary_bytes={name: step_temporary_bytes(p, device=device) for name, p in (step_probes or {}).items()},
+        reserve_bytes=_reserve(device, peak=peak),
         released=bool(released),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,

@@ -1,0 +1,88 @@
+"""Deep networks by a few of their layers: the same footprint as of the whole, or none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
+from baoc.config.resolve import resolve
+from baoc.models.switches import enable_checkpointing
+from baoc.profiling.cuda_emulation import LARGE_PAGE
+from baoc.profiling.depth import LONG, SHORT, extended, layers_of
+from baoc.training.measure.absent_card import fake_, fake_batch
+from baoc.training.measure.microbatches import Trials
+from baoc.training.run import build
+
+CASES = {
+    "llama": ("model=llama", "model.size=60m", "dataset.sequence_length=32"),
+    "vit": ("model=vit", "model.size=small", "dataset=synthetic_images", "dataset.image_size=32"),
+    "dit": ("model=dit", "model.size=s2", "dataset=random_latents"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "accumulation", "checkpointing"),
+    [("llama", 1, False), ("llama", 2, True), ("vit", 1, True), ("vit", 2, False), ("dit", 2, True)],
+)
+def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, checkpointing, tmp_path):
+    resolved = resolve(from_hydra(compose([*CASES[name], "trainer.precision=bf16-mixed", "budget=8gb"])), device="cuda")
+    with torch.device("meta"):
+        task, data = build(resolved, run_dir=tmp_path, device="h100")
+    batch = next(iter(data.make_train_loader(limit=None)))
+    if checkpointing:
+        enable_checkpointing(task.model, name=name)
+    layers = layers_of(task, parts=task.model.checkpoint_units)
+    assert layers is not None and layers.depth > LONG
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_(task)
+        trials = Trials(
+            task,
+            batch=fake_batch(batch),
+            val_batch=None,
+            device=torch.device("cpu"),
+            precision="bf16-mixed",
+            emulate_cuda=True,
+        )
+
+        def run(*, thinned: bool):
+            return trials.run(2, accumulation=accumulation, timed=False, thinned=thinned).footprint
+
+        whole = run(thinned=True)
+        parts = []
+        for depth in (SHORT, LONG):
+            with layers.cut(depth):
+                parts.append(run(thinned=False))
+    sizes = {name: param.numel() * 4 for name, param in task.named_parameters()}
+    made = extended(*parts, layers=layers, sizes=sizes)
+    assert made is not None
+    bare = [
+        replace(
+            footprint,
+            forward_backward_bytes=0,  # what is reserved beyond is an estimate
+            intervals=tuple(
+                replace(m, num_bytes=m.num_bytes - footprint.forward_backward_bytes) for m in footprint.intervals
+            ),
+        )
+        for footprint in (whole, made)
+    ]
+    assert bare[0] == bare[1]
+    assert made.forward_backward_bytes == pytest.approx(whole.forward_backward_bytes, abs=4 * LARGE_PAGE)
+    assert len(task.model.checkpoint_units) == layers.depth, "the network is whole again"
+
+
+def test_parts_that_differ_are_not_taken_for_each_other():
+    def parts(*, last: int, bias: bool = True) -> nn.ModuleList:
+        return nn.ModuleList([*(nn.Linear(8, 8) for _ in range(7)), nn.Linear(8, last, bias=bias)])
+
+    alike = nn.Sequential(parts(last=8))
+    assert layers_of(alike, parts=list(alike[0])) is not None
+    for other in (parts(last=9), parts(last=8, bias=False), parts(last=8)[:5]):
+        assert layers_of(nn.Sequential(other), parts=list(other)) is None
+    frozen = parts(last=8)
+    frozen[3].requires_grad_(False)
+    assert layers_of(nn.Sequential(frozen), parts=list(frozen)) is None
