@@ -96,7 +96,7 @@ class BlockRegistry:
         self.listed: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # None until a step asks for it
         self.sample_state: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
-        self._rings: Pipelines | None = None
+        self._pipelines: Pipelines | None = None
         self._finals: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
         self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
@@ -264,7 +264,7 @@ class BlockRegistry:
     def drop_backends(self) -> None:
         self.synchronize()
         self._keep_counts()
-        self.unit, self.sample_state, self._alone, self.groups, self._rings = None, None, {}, {}, None
+        self.unit, self.sample_state, self._alone, self.groups, self._pipelines = None, None, {}, {}, None
 
     def _keep_counts(self) -> None:
         """Keeps the counts of non-finite elements of backends that are about to be dropped."""
@@ -289,13 +289,13 @@ class BlockRegistry:
     def _built(self) -> StepUnit:
         if self.unit is None:
             backends, self._choices = build_backends(
-                self.live.values(), state=self.state, name=self.backend, rings=self.rings
+                self.live.values(), state=self.state, name=self.backend, pipelines=self.pipelines
             )
             looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self.unit = StepUnit(
                 backends=backends,
                 guarded={slot.param: slot.name for live in looking for slot in live.slots},
-                joins=[ring.join for ring in self.rings],
+                joins=[pipeline.join for pipeline in self.pipelines],
                 unread=self._unread,
             )
             slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
@@ -323,7 +323,7 @@ class BlockRegistry:
         if unit is not None:
             self._keep_counts()
         lives = [self.live[name] for name in names]
-        backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, rings=self.rings)
+        backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines)
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         guarded = {slot.param: slot.name for slot in slots}
         self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)
@@ -339,7 +339,7 @@ class BlockRegistry:
     def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
         """Whether one unit can step the block and `others`: all have one backend, and none is host-placed."""
         backends = {self.choices[one.block.name].backend for one in (live, *others)}
-        return len(backends) == 1 and all(self.rings.of(one) is None for one in (live, *others))
+        return len(backends) == 1 and all(self.pipelines.of(one) is None for one in (live, *others))
 
     def forget_overwritten(self, *, begins: bool = False) -> None:
         """Drops corrections of split weights that were overwritten. `begins`: a step begins, so later ones cannot be
@@ -363,11 +363,11 @@ class BlockRegistry:
     # -- states on the host ---------------------------------------------------------------------------------------
 
     @property
-    def rings(self) -> Pipelines:
+    def pipelines(self) -> Pipelines:
         """The buffers through which host-placed blocks pass to be stepped, built when first asked for."""
-        if self._rings is None:
-            self._rings = Pipelines(self.travelling(), home=self.state)
-        return self._rings
+        if self._pipelines is None:
+            self._pipelines = Pipelines(self.travelling(), home=self.state)
+        return self._pipelines
 
     def travelling(self) -> list[LiveBlock]:
         """Host-placed blocks in the order in which they are stepped."""
@@ -387,13 +387,13 @@ class BlockRegistry:
 
     def join(self) -> None:
         """Ends a step: work launched afterwards sees the new weights."""
-        if self._rings is not None:
-            self._rings.join()
+        if self._pipelines is not None:
+            self._pipelines.join()
 
     def synchronize(self) -> None:
         """Waits until all states are where they are kept. To be called before anybody reads them."""
-        if self._rings is not None:
-            self._rings.synchronize()
+        if self._pipelines is not None:
+            self._pipelines.synchronize()
 
     @contextmanager
     def states_on_device(self, live: LiveBlock, *, keep: bool = True) -> Iterator[None]:
@@ -419,8 +419,8 @@ class BlockRegistry:
                     self.state[slot.param] = home[slot.param]
                     for key, value in home[slot.param].items() if keep else ():
                         value.copy_(there[key])
-            if keep and self._rings is not None:
-                self._rings.invalidate()
+            if keep and self._pipelines is not None:
+                self._pipelines.invalidate()
 
     @property
     def choices(self) -> dict[str, Choice]:

@@ -96,7 +96,7 @@ def test_buffers_are_what_staging_says() -> None:
     sizes = [aligned(4 * param.numel()) * 2 for param in reversed(params.values())]
     with rings(piece_bytes=6000, num_buffers=2):
         streamed = build(params, "adamw@streamed")
-        (ring,) = streamed.registry.rings
+        (ring,) = streamed.registry.pipelines
         assert ring.nbytes == buffer_bytes(sizes, piece_bytes=6000, num_buffers=2) == 2 * max(sizes)
 
 

@@ -145,8 +145,8 @@ def backward_in(order: list[str], params: dict[str, Tensor]) -> None:
 def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is known some pieces come twice; from the second step on each comes in once, and once goes out."""
     loads = []
-    load = streaming.Streaming.load
-    monkeypatch.setattr(streaming.Streaming, "load", lambda ring, piece: loads.append(piece) or load(ring, piece))
+    load = streaming.StagingPipeline.load
+    monkeypatch.setattr(streaming.StagingPipeline, "load", lambda ring, piece: loads.append(piece) or load(ring, piece))
     params, order = late_norms(6)
     plain = make_params({name: tuple(param.shape) for name, param in params.items()})
     device = build(plain, "adamw_int8")

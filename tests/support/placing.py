@@ -1,4 +1,4 @@
-"""Rings of a size that suits small tensors, and lanes whose work comes as late and as badly ordered as marks allow."""
+"""Rings of a size that suits small tensors; streams whose work comes as late and as badly ordered as marks allow."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.offload import Lanes, Streaming
+from baoc.optim.offload import StagingPipeline, Streams
 from tests.support.optimizing import Gradients, assert_same, build, make_params, twin_of, values
 
 SHAPES = {"a": (33, 64), "b": (64,), "c": (48, 40), "d": (257,), "e": (16, 16, 3)}
@@ -18,21 +18,21 @@ HERE = "here"  # the calling thread, which waits too
 
 
 @contextmanager
-def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, lanes: Lanes | None = None) -> Iterator[None]:
+def rings(*, piece_bytes: int = 6000, num_buffers: int = 2, streams: Streams | None = None) -> Iterator[None]:
     """Pipelines that are built inside have these."""
-    build = Streaming.__init__
+    build = StagingPipeline.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers, "lanes": lanes})
+        build(self, *args, **{**kwargs, "piece_bytes": piece_bytes, "num_buffers": num_buffers, "streams": streams})
 
-    with mock.patch.object(Streaming, "__init__", init):
+    with mock.patch.object(StagingPipeline, "__init__", init):
         yield
 
 
-class LateLanes(Lanes):
-    """Nothing is done before somebody waits for it; `drain` then does all that may be done, `first` lanes first.
+class LateStreams(Streams):
+    """Nothing is done before somebody waits for it; `drain` then does all that may be done, `first` streams first.
 
-    `deaf`: pairs of lanes of which the first does not wait for the second, to see what then goes wrong.
+    `deaf`: pairs of streams of which the first does not wait for the second, to see what then goes wrong.
     """
 
     def __init__(self, *, deaf: Iterable[tuple[str, str]] = ()):
@@ -44,56 +44,56 @@ class LateLanes(Lanes):
         self.finished = False
         self.heard: set[tuple[str, str]] = set()  # pairs that waited
 
-    def _give(self, lane: str, task: Any) -> None:
-        self._queues.setdefault(lane, deque()).append(task)
-        self.given[lane] = self.given.get(lane, 0) + 1
+    def _give(self, name: str, task: Any) -> None:
+        self._queues.setdefault(name, deque()).append(task)
+        self.given[name] = self.given.get(name, 0) + 1
 
-    def run(self, lane: str, work: Callable[[], object]) -> None:
-        self._give(lane, work)
+    def run(self, name: str, work: Callable[[], object]) -> None:
+        self._give(name, work)
 
-    def mark(self, lane: str) -> tuple[str, int]:
-        return lane, self.given.get(lane, 0)
+    def mark(self, name: str) -> tuple[str, int]:
+        return name, self.given.get(name, 0)
 
-    def wait(self, lane: str, mark: tuple[str, int] | None) -> None:
-        if mark is not None and self._hears(lane, mark[0]):
-            self._give(lane, mark)
+    def wait(self, name: str, mark: tuple[str, int] | None) -> None:
+        if mark is not None and self._hears(name, mark[0]):
+            self._give(name, mark)
 
     def wait_here(self, mark: tuple[str, int] | None) -> None:
         if mark is not None and self._hears(HERE, mark[0]):
             self._reach(*mark)
 
-    def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
-        self.kept += [(tensor, lane) for tensor in tensors]
+    def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
+        self.kept += [(tensor, name) for tensor in tensors]
 
     def finish(self) -> None:
         self.finished = True
 
-    def _hears(self, lane: str, other: str) -> bool:
-        self.heard.add((lane, other))
-        return (lane, other) not in self._deaf
+    def _hears(self, name: str, other: str) -> bool:
+        self.heard.add((name, other))
+        return (name, other) not in self._deaf
 
-    def _reach(self, lane: str, count: int) -> None:
-        """Does what the lane's first `count` tasks need, and nothing else."""
-        while self.done.get(lane, 0) < count:
-            task = self._queues[lane][0]
+    def _reach(self, name: str, count: int) -> None:
+        """Does what the stream's first `count` tasks need, and nothing else."""
+        while self.done.get(name, 0) < count:
+            task = self._queues[name][0]
             if isinstance(task, tuple):
                 self._reach(*task)
-            self._do(lane)
+            self._do(name)
 
-    def _do(self, lane: str) -> None:
-        task = self._queues[lane].popleft()
+    def _do(self, name: str) -> None:
+        task = self._queues[name].popleft()
         if not isinstance(task, tuple):
             with torch.no_grad():
                 task()
-        self.done[lane] = self.done.get(lane, 0) + 1
+        self.done[name] = self.done.get(name, 0) + 1
 
     def drain(self, first: Sequence[str]) -> None:
-        while lane := next((name for name in first if self._may(name)), None):
-            self._do(lane)
-        assert not any(self._queues.values()), "lanes wait for each other"
+        while name := next((name for name in first if self._may(name)), None):
+            self._do(name)
+        assert not any(self._queues.values()), "streams wait for each other"
 
-    def _may(self, lane: str) -> bool:
-        queue = self._queues.get(lane)
+    def _may(self, name: str) -> bool:
+        queue = self._queues.get(name)
         if not queue:
             return False
         return not isinstance(queue[0], tuple) or self.done.get(queue[0][0], 0) >= queue[0][1]

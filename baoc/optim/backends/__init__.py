@@ -1,6 +1,6 @@
 """Chooses the backend that steps each block, and builds it. No other module decides this.
 
-Host-placed blocks pass through rings of buffers (`optim.offload`). The same backends step them on the device, on staged
+Host-placed blocks pass through staging buffers (`optim.offload`). The same backends step them on the device, on staged
 states.
 """
 
@@ -87,7 +87,7 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 
 
 def build_backends(
-    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, rings: Pipelines
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, pipelines: Pipelines
 ) -> tuple[list[Backend], dict[str, Choice]]:
     """The backends that all blocks need, and each block's Choice. Those that work beside the others come first."""
     blocks = list(blocks)
@@ -98,9 +98,9 @@ def build_backends(
     numel = sum(live.block.numel for live in blocks)
     choices = {live.block.name: backend_for(live, name=name, numel=numel) for live in blocks}
     backends: list[Backend] = []
-    for ring in rings:
-        for backend, pieces in ring.pieces(lambda live: choices[live.block.name].backend).items():
-            backends.append(HostedBackend(pieces, streaming=ring, build=BACKENDS[backend], state=state))
+    for pipeline in pipelines:
+        for backend, pieces in pipeline.pieces(lambda live: choices[live.block.name].backend).items():
+            backends.append(HostedBackend(pieces, pipeline=pipeline, build=BACKENDS[backend], state=state))
     for backend, build in BACKENDS.items():
         mine = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
         if mine:
@@ -112,17 +112,17 @@ def build_backends(
 
 
 def build_alone(
-    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, rings: Pipelines
+    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipelines: Pipelines
 ) -> Backend:
     """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed
     block comes by itself. Kernels are launched without CUDA graphs."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
     block = blocks[0]
-    ring = rings.of(block)
-    if ring is not None:
-        piece = ring.single(block.block.name)
-        return HostedBackend([piece], streaming=ring, build=BACKENDS[backend], state=state, releases=True)
+    pipeline = pipelines.of(block)
+    if pipeline is not None:
+        piece = pipeline.single(block.block.name)
+        return HostedBackend([piece], pipeline=pipeline, build=BACKENDS[backend], state=state, releases=True)
     if backend == FusedBackend.name:
         return FusedBackend(to_buckets(blocks), state=state, graphs=False)
     return BACKENDS[backend](to_buckets(blocks), state=state)

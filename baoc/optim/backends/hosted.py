@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.backends.fused import FusedBackend
-from baoc.optim.offload.streaming import Piece, Streaming
+from baoc.optim.offload.streaming import Piece, StagingPipeline
 from baoc.optim.state import State, to_buckets
 
 
@@ -24,7 +24,7 @@ class HostedBackend(Backend):
         self,
         pieces: Sequence[Piece],
         *,
-        streaming: Streaming,
+        pipeline: StagingPipeline,
         build: type[Backend],
         state: Mapping[Tensor, State],
         releases: bool = False,
@@ -35,7 +35,7 @@ class HostedBackend(Backend):
         self.done: set[int] = set()  # pieces, by their number, that were stepped in backward
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
-        self._streaming = streaming
+        self._pipeline = pipeline
         extra = {"graphs": False} if build is FusedBackend else {}  # a graph for each piece would cost memory
         self.inner = [build(to_buckets(piece.blocks), state=piece.staged, **extra) for piece in pieces]
         self._shared: set[int] = set()
@@ -50,7 +50,7 @@ class HostedBackend(Backend):
         piece = self.pieces[index]
         if piece.grads:
             staged = replace(inputs, state=piece.staged)
-            self._streaming.step(piece, lambda: self._run(index, staged), releases=self._releases)
+            self._pipeline.step(piece, lambda: self._run(index, staged), releases=self._releases)
 
     def _run(self, index: int, inputs: StepInputs) -> None:
         self.inner[index](inputs)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
 from baoc.optim.offload.arrival import arrival_bytes, drop_stale, fill, make_room
-from baoc.optim.offload.lanes import Lanes
-from baoc.optim.offload.streaming import Streaming
+from baoc.optim.offload.streaming import StagingPipeline
+from baoc.optim.offload.streams import Streams
 from baoc.optim.state import LiveBlock, State
 
 __all__ = [
     "HostArena",
-    "Lanes",
     "Pipelines",
-    "Streaming",
+    "StagingPipeline",
+    "Streams",
     "arrival_bytes",
     "drop_stale",
     "fill",
@@ -29,38 +29,38 @@ def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
 
 
 class Pipelines:
-    """The rings of an optimizer, one for each device that its host-placed blocks have."""
+    """The staging pipelines of an optimizer, one for each device that its host-placed blocks have."""
 
     def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
         """`blocks` pass in this order."""
         groups: dict[object, list[LiveBlock]] = {}
         for live in blocks:
             groups.setdefault(live.slots[0].param.device, []).append(live)
-        self._rings = [Streaming(group, home=home) for group in groups.values()]
+        self._pipelines = [StagingPipeline(group, home=home) for group in groups.values()]
 
-    def __iter__(self) -> Iterator[Streaming]:
-        return iter(self._rings)
+    def __iter__(self) -> Iterator[StagingPipeline]:
+        return iter(self._pipelines)
 
-    def of(self, block: LiveBlock) -> Streaming | None:
+    def of(self, block: LiveBlock) -> StagingPipeline | None:
         """None for a block that is not placed on the host, or has no elements."""
-        return next((ring for ring in self._rings if block in ring.blocks), None)
+        return next((pipeline for pipeline in self._pipelines if block in pipeline.blocks), None)
 
     def join(self) -> None:
         """What is launched from now on sees the weights of the step."""
-        for ring in self._rings:
-            ring.join()
+        for pipeline in self._pipelines:
+            pipeline.join()
 
     def drain(self) -> None:
         """Memory of gradients that were dropped in the step which `join` ended is free when this returns."""
-        for ring in self._rings:
-            ring.drain()
+        for pipeline in self._pipelines:
+            pipeline.drain()
 
     def synchronize(self) -> None:
         """States are at home when this returns."""
-        for ring in self._rings:
-            ring.synchronize()
+        for pipeline in self._pipelines:
+            pipeline.synchronize()
 
     def invalidate(self) -> None:
         """States were changed at home."""
-        for ring in self._rings:
-            ring.invalidate()
+        for pipeline in self._pipelines:
+            pipeline.invalidate()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP, Lanes, lanes_for
+from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, Streams, streams_for
 from baoc.optim.state import LiveBlock, State, views
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
@@ -111,7 +111,7 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() + a.nbytes == b.storage_offset()
 
 
-class Streaming:
+class StagingPipeline:
     """The streamed blocks of one device in the order of travel, and their ring.
 
     A piece always passes through the same place, so that its backend may keep the addresses.
@@ -122,22 +122,22 @@ class Streaming:
         blocks: Sequence[LiveBlock],
         *,
         home: dict[Tensor, State],
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
         piece_bytes: int = PIECE_BYTES,
         num_buffers: int = NUM_BUFFERS,
     ):
         self.blocks, self.home = list(blocks), home
         self.device = self.blocks[0].slots[0].param.device
-        self.lanes = lanes or lanes_for(self.device)
+        self.streams = streams or streams_for(self.device)
         sizes = [live.slab_bytes for live in self.blocks]
         capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
         self.nbytes = capacity if sum(sizes) <= capacity else num_buffers * capacity  # as `transfer.buffer_bytes`
         self._chunk_bytes = piece_bytes
         self._piece_bytes = max(piece_bytes, self.nbytes // NUM_PIECES)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        # When the ring is gone, its memory must not be reused before the lanes are done with it.
-        weakref.finalize(self, self.lanes.finish).atexit = False
-        self._given: Any = self.lanes.mark(MAIN)  # mark after which the memory's former owner is done
+        # When the ring is gone, its memory must not be reused before the streams are done with it.
+        weakref.finalize(self, self.streams.finish).atexit = False
+        self._given: Any = self.streams.mark(MAIN)  # mark after which the memory's former owner is done
         self._orders: list[list[Piece]] = []
         self._order: list[Piece] = []  # the one in use
         # Pieces with bytes in common. Not in the pieces, as a cycle of references would keep the memory alive.
@@ -198,31 +198,31 @@ class Streaming:
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
-        """Runs `work`, which steps the piece's staged states, in its lane; returns at once.
+        """Runs `work`, which steps the piece's staged states, in its stream; returns at once.
 
         `releases`: the caller drops the gradients before the step is over. Their memory is not free until then. So the
         caller waits for the piece before the last one: else it would run ahead of the link until gradients fill the
         device.
         """
-        lanes = self.lanes
+        streams = self.streams
         if releases:
-            lanes.wait_here(self._before)
+            streams.wait_here(self._before)
             self._before = self._stepped
         self._take_turn(piece)
         if not piece.here:
             self.load(piece)
             self._next = max(self._next, piece.index + 1)
-        lanes.wait(STEP, lanes.mark(MAIN))
-        lanes.wait(STEP, piece.ready)
+        streams.wait(STEP, streams.mark(MAIN))
+        streams.wait(STEP, piece.ready)
         if releases:
-            lanes.keep(piece.grads, lane=STEP)
-        lanes.run(STEP, work)
-        self._stepped = lanes.mark(STEP)
-        lanes.wait(OUT, self._stepped)
+            streams.keep(piece.grads, name=STEP)
+        streams.run(STEP, work)
+        self._stepped = streams.mark(STEP)
+        streams.wait(OUT, self._stepped)
         for chunk in piece.chunks:
-            lanes.run(OUT, chunk.copy_out)
+            streams.run(OUT, chunk.copy_out)
             self._num_left += 1
-            chunk.left = (self._num_left, lanes.mark(OUT))
+            chunk.left = (self._num_left, streams.mark(OUT))
         piece.ready, piece.wanted = piece.chunks[-1].left[1], False
         self._send_for_more()
 
@@ -230,7 +230,7 @@ class Streaming:
         """Notes that the piece is stepped. A piece that comes a second time begins the next step."""
         if self._orders[piece.order] is not self._order:  # which may have the same blocks in other pieces
             self.invalidate()
-            self.lanes.wait(IN, self.lanes.mark(OUT))
+            self.streams.wait(IN, self.streams.mark(OUT))
             self._order = self._orders[piece.order]
             self._turn.clear()
         if piece.index in self._turn:
@@ -255,32 +255,32 @@ class Streaming:
             self._next += 1
 
     def load(self, piece: Piece) -> None:
-        lanes = self.lanes
+        streams = self.streams
         if self._given is not None:
-            lanes.wait(IN, self._given)
+            streams.wait(IN, self._given)
             self._given = None
         for chunk in piece.chunks:
-            lanes.wait(IN, max((one.left for one in (chunk, *self.rival_chunks[chunk])), key=itemgetter(0))[1])
-            lanes.run(IN, chunk.copy_in)
+            streams.wait(IN, max((one.left for one in (chunk, *self.rival_chunks[chunk])), key=itemgetter(0))[1])
+            streams.run(IN, chunk.copy_in)
         for rival in self._rivals[piece]:
             rival.here = rival.wanted = False
         piece.here = piece.wanted = True
-        piece.ready = lanes.mark(IN)
+        piece.ready = streams.mark(IN)
 
     def join(self) -> None:
         """Work that the caller launches from now on sees the stepped weights."""
         if self._stepped is not None:
-            self.lanes.wait(MAIN, self._stepped)
+            self.streams.wait(MAIN, self._stepped)
             self._stepped = None
 
     def drain(self) -> None:
         """Waits until all steps are over, so that the memory of dropped gradients is free. `join` comes first."""
-        self.lanes.wait_here(self.lanes.mark(STEP))
+        self.streams.wait_here(self.streams.mark(STEP))
 
     def synchronize(self) -> None:
         """Waits until all states are at home and no copy is on its way."""
-        self.lanes.wait_here(self.lanes.mark(OUT))
-        self.lanes.wait_here(self.lanes.mark(IN))
+        self.streams.wait_here(self.streams.mark(OUT))
+        self.streams.wait_here(self.streams.mark(IN))
 
     def invalidate(self) -> None:
         """Has all states fetched again, because those at home were changed."""

@@ -176,7 +176,7 @@ class Reallocator:
         if self._watched:
             assert self.profiler is not None
             if self.profiler.takes_part:  # whose temporaries are charged in place of gradients, which have to be gone
-                self.optimizer.registry.rings.drain()
+                self.optimizer.registry.pipelines.drain()
             self.profiler.finish_parts()
         self._watched = False
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from baoc import BaocOptimizer
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
-from baoc.optim.offload import Lanes, streaming
-from baoc.optim.offload.lanes import IN, MAIN, OUT, STEP
+from baoc.optim.offload import Streams, streaming
+from baoc.optim.offload.streams import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
-from tests.support.placing import HERE, LateLanes, rings
+from tests.support.placing import HERE, LateStreams, rings
 
 SHAPES = {f"w{index}": (9, 32) for index in range(7)}
 ORDERS = list(permutations((MAIN, IN, STEP, OUT)))
@@ -31,7 +31,7 @@ Run = tuple[list[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def on_the_device(spec: str, *, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Run:
-    """Weights after each step, and the states after the last, without any lanes."""
+    """Weights after each step, and the states after the last, without any streams."""
     params = make_params(shapes)
     optimizer, gradients, seen = build(params, spec), Gradients(params), []
     for _ in range(STEPS):
@@ -45,13 +45,15 @@ def states_of(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     return {f"{name}.{key}": value.clone() for name, state in saved.items() for key, value in state.items()}
 
 
-def streamed(lanes: Lanes, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Run:
-    """The same where backward, forward and what follows run in the caller's lane, which is as late as the others."""
+def streamed(
+    streams: Streams, spec: str, order: tuple[str, ...], *, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> Run:
+    """The same where backward, forward and what follows run in the caller's stream, which is as late as the others."""
     params = make_params(shapes)
     gradients, seen = Gradients(params), []
     for param in params.values():
         param.grad = torch.zeros_like(param)
-    with rings(lanes=lanes, piece_bytes=2000):
+    with rings(streams=streams, piece_bytes=2000):
         optimizer = build(params, f"{spec}@streamed")
         for _ in range(STEPS):
             grads = gradients.next()
@@ -67,11 +69,11 @@ def streamed(lanes: Lanes, spec: str, order: tuple[str, ...], *, shapes: dict[st
                     assert param.grad is not None
                     param.grad.fill_(7.0)  # as its memory would be, once it is used for something else
 
-            lanes.run(MAIN, backward)
+            streams.run(MAIN, backward)
             optimizer.step()
-            lanes.run(MAIN, forward)
-        if isinstance(lanes, LateLanes):
-            lanes.drain(order)
+            streams.run(MAIN, forward)
+        if isinstance(streams, LateStreams):
+            streams.drain(order)
         return seen, states_of(optimizer)
 
 
@@ -89,15 +91,15 @@ def test_every_order_that_the_marks_allow_gives_the_same_bits() -> None:
     spec = "adamw_int8+split8"
     expected = on_the_device(spec)
     for order in ORDERS:
-        assert agree(streamed(LateLanes(), spec, order), expected), order
+        assert agree(streamed(LateStreams(), spec, order), expected), order
 
 
 def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
     expected = on_the_device("adamw_int8", shapes=MIXED)
     for order in ORDERS:
-        assert agree(streamed(LateLanes(), "adamw_int8", order, shapes=MIXED), expected), order
+        assert agree(streamed(LateStreams(), "adamw_int8", order, shapes=MIXED), expected), order
     found = [
-        agree(streamed(LateLanes(deaf=[(IN, OUT)]), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS
+        agree(streamed(LateStreams(deaf=[(IN, OUT)]), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS
     ]
     assert not all(found)
 
@@ -117,12 +119,12 @@ def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HostedBackend, "__call__", call)
     monkeypatch.setattr(sys.modules[__name__], "STEPS", len(turns))
-    expected = streamed(Lanes(), "adamw_int8", (), shapes=MIXED)
+    expected = streamed(Streams(), "adamw_int8", (), shapes=MIXED)
     for deaf in ((), ((IN, OUT),)):
         found = []
         for order in ORDERS:
             given = iter(turns)
-            run = streamed(LateLanes(deaf=deaf), "adamw_int8", order, shapes=MIXED)
+            run = streamed(LateStreams(deaf=deaf), "adamw_int8", order, shapes=MIXED)
             found.append(agree(run, expected))
         assert all(found) is not bool(deaf)
 
@@ -130,56 +132,56 @@ def test_pieces_may_come_in_any_order_and_some_not_at_all(monkeypatch: pytest.Mo
 def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it takes into account only its piece's own copies out, some order is wrong."""
     expected = on_the_device("adamw_int8", shapes=MIXED)
-    place = streaming.Streaming.place
+    place = streaming.StagingPipeline.place
 
-    def alone(ring: streaming.Streaming, parts: list) -> list[streaming.Piece]:
+    def alone(ring: streaming.StagingPipeline, parts: list) -> list[streaming.Piece]:
         pieces = place(ring, parts)
         for chunk in (chunk for piece in pieces for chunk in piece.chunks[1:]):
             ring.rival_chunks[chunk] = []
         return pieces
 
-    monkeypatch.setattr(streaming.Streaming, "place", alone)
-    found = [agree(streamed(LateLanes(), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS]
+    monkeypatch.setattr(streaming.StagingPipeline, "place", alone)
+    found = [agree(streamed(LateStreams(), "adamw_int8", order, shapes=MIXED), expected) for order in ORDERS]
     assert not all(found)
 
 
 @pytest.mark.parametrize("pair", [(STEP, MAIN), (STEP, IN), (IN, OUT), (OUT, STEP), (MAIN, STEP)])
 def test_without_any_one_of_the_waits_some_order_is_wrong(pair: tuple[str, str]) -> None:
     expected = on_the_device("adamw_int8")
-    lanes = [LateLanes(deaf=[pair]) for _ in ORDERS]
-    found = [agree(streamed(late, "adamw_int8", order), expected) for late, order in zip(lanes, ORDERS, strict=True)]
-    assert all(pair in late.heard for late in lanes) and not all(found)
+    streams = [LateStreams(deaf=[pair]) for _ in ORDERS]
+    found = [agree(streamed(late, "adamw_int8", order), expected) for late, order in zip(streams, ORDERS, strict=True)]
+    assert all(pair in late.heard for late in streams) and not all(found)
 
 
 @pytest.mark.parametrize("deaf", [(), ((STEP, OUT),)])
 def test_states_that_stay_in_the_buffer_are_not_stepped_before_they_have_been_copied_out(deaf: tuple) -> None:
     """One piece: it is never loaded again, and the step after waits for the copy out of the one before."""
-    found = [copied_out(LateLanes(deaf=deaf), order) for order in ORDERS]
+    found = [copied_out(LateStreams(deaf=deaf), order) for order in ORDERS]
     assert all(len(seen) == STEPS for seen in found)
     assert all(len(set(seen)) == STEPS for seen in found) is not bool(deaf)
 
 
-def copied_out(lanes: LateLanes, order: tuple[str, ...]) -> list[float]:
+def copied_out(streams: LateStreams, order: tuple[str, ...]) -> list[float]:
     """What each copy out brought, as one number."""
     params = make_params({"w": (9, 32)})
     params["w"].grad = torch.ones(9, 32)
     seen: list[float] = []
-    with rings(lanes=lanes, piece_bytes=10**6):
+    with rings(streams=streams, piece_bytes=10**6):
         optimizer = build(params, "adamw@streamed")
         for _ in range(STEPS):
             optimizer.step()
-            lanes.run(OUT, lambda: seen.append(float(optimizer.registry.state[params["w"]]["m"].sum())))
-        lanes.drain(order)
+            streams.run(OUT, lambda: seen.append(float(optimizer.registry.state[params["w"]]["m"].sum())))
+        streams.drain(order)
     return seen
 
 
 def test_a_checkpoint_waits_for_states_on_their_way_home() -> None:
     found = {}
     for deaf in ((), ((HERE, OUT), (HERE, IN))):  # what is fetched for the next step waits for what goes home, too
-        lanes, params = LateLanes(deaf=deaf), make_params(SHAPES)
+        streams, params = LateStreams(deaf=deaf), make_params(SHAPES)
         twins = twin_of(params)
         plain = build(twins, "adamw_int8")
-        with rings(lanes=lanes, piece_bytes=2000):
+        with rings(streams=streams, piece_bytes=2000):
             optimizer = build(params, "adamw_int8@streamed")
             Gradients(params).give(params, twins)
             optimizer.step()
@@ -190,42 +192,42 @@ def test_a_checkpoint_waits_for_states_on_their_way_home() -> None:
 
 
 def test_gradients_that_are_released_are_kept_for_the_lane_that_reads_them() -> None:
-    lanes, params = LateLanes(), make_params(SHAPES)
-    with rings(lanes=lanes, piece_bytes=2000):
+    streams, params = LateStreams(), make_params(SHAPES)
+    with rings(streams=streams, piece_bytes=2000):
         optimizer = build(params, "adamw@streamed", release=True)
         torch.stack([param.sum() for param in params.values()]).sum().backward()
         optimizer.step()
-    assert [lane for _, lane in lanes.kept] == [STEP] * len(SHAPES)
-    assert {tuple(tensor.shape) for tensor, _ in lanes.kept} == {(9, 32)}
+    assert [stream for _, stream in streams.kept] == [STEP] * len(SHAPES)
+    assert {tuple(tensor.shape) for tensor, _ in streams.kept} == {(9, 32)}
 
 
 def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
     """One piece may be on its way when the next one's gradients come, however far backward could run ahead."""
 
-    class Counting(LateLanes):
-        def keep(self, tensors: Iterable[Tensor], *, lane: str) -> None:
+    class Counting(LateStreams):
+        def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
             left.append(self.given.get(STEP, 0) - self.done.get(STEP, 0))
-            super().keep(tensors, lane=lane)
+            super().keep(tensors, name=name)
 
     left: list[int] = []
-    lanes, params = Counting(), make_params({name: (9, 32) for name in "abcdef"})
-    with rings(lanes=lanes, piece_bytes=2000):
+    streams, params = Counting(), make_params({name: (9, 32) for name in "abcdef"})
+    with rings(streams=streams, piece_bytes=2000):
         optimizer = build(params, "adamw@streamed", release=True)
         torch.stack([param.sum() for param in params.values()]).sum().backward()
         optimizer.step()
-    waits = 2  # of the lane, that each step is given beside its work
+    waits = 2  # of the stream, that each step is given beside its work
     assert len(left) == 6 and max(left) <= 2 * (1 + waits)
 
 
 def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    lanes, params = LateLanes(), make_params({name: (9, 32) for name in "abcdef"})
+    streams, params = LateStreams(), make_params({name: (9, 32) for name in "abcdef"})
 
     def finish(profiler: GradientProfiler) -> None:
-        left.append(lanes.given[STEP] - lanes.done.get(STEP, 0))
+        left.append(streams.given[STEP] - streams.done.get(STEP, 0))
 
     monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
-    with rings(lanes=lanes, piece_bytes=2000):
+    with rings(streams=streams, piece_bytes=2000):
         settings = SessionSettings(
             planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()),
             reallocation=ReallocationSettings(mode="once"),
@@ -239,21 +241,21 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
 
 
 def test_a_ring_that_goes_waits_for_what_is_on_its_way() -> None:
-    lanes = LateLanes()
-    with rings(lanes=lanes, piece_bytes=2000):
+    streams = LateStreams()
+    with rings(streams=streams, piece_bytes=2000):
         optimizer = build(make_params(SHAPES), "adamw@streamed")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
         (backend,) = optimizer.registry.backends
-        assert isinstance(backend, HostedBackend) and not lanes.finished
+        assert isinstance(backend, HostedBackend) and not streams.finished
         pieces = [weakref.ref(piece) for piece in backend.pieces]
-        lanes.drain(ORDERS[0])
+        streams.drain(ORDERS[0])
         del backend
         gc.disable()  # its memory may be needed by the ring after it at once
         try:
             optimizer.registry.drop_backends()
-            assert lanes.finished and not any(piece() for piece in pieces)
+            assert streams.finished and not any(piece() for piece in pieces)
         finally:
             gc.enable()
