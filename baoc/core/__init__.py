@@ -1,1 +1,1 @@
-"""What the rest decides with, free of torch: the catalogue with its rules' tags, blocks, and budgets."""
+"""Values that all decisions use, free of torch: the catalogue with its rules' tags, blocks, and budgets."""

@@ -198,7 +198,7 @@ def _refusal(given: object) -> BadInputError:
 
 
 def _meant(text: str) -> str:
-    """What `text` was probably to be, with the number that it has; "" if nothing is near."""
+    """The spelling that `text` was probably meant to be, with its number; "" if none is near."""
     number = re.search(r"\d+(?:\.\d+)?", text)
     spelled = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
     allowed = [name for name in spelled if _is_allowed(name)]

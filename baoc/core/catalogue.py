@@ -119,7 +119,7 @@ _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing o
 
 
 def removed(name: str) -> str:
-    """What to say of a row, rule, allocator or risk that earlier versions had; empty where there never was one."""
+    """The message for a row, rule, allocator or risk that earlier versions had; empty where there never was one."""
     if name == "shadow":
         return (
             "risk=shadow was removed: it measured likeness to fp32 AdamW, which is no measure of quality: choose "
@@ -182,7 +182,7 @@ def on_device(name: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """What a row is called without its weights and placement: its rule and storage."""
+    """A row's name without its weights and placement: its rule and storage."""
     return on_device(name).partition("+")[0]
 
 

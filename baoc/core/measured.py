@@ -1,4 +1,4 @@
-"""What was measured of recipes, and of rules by role: the change of the final loss that a choice makes, by family.
+"""Measurements of recipes, and of rules by role: the change of the final loss that a choice makes, by family.
 
 A family is a kind of network and task: transformers for language, vision and diffusion. `measured.json` holds what
 `python -m experiments.analysis.fit_measured` makes of the raw rows. Changes are against a recipe that is named, in the
@@ -102,7 +102,7 @@ class MeasuredRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is known of one family.
+    """The measurements of one family.
 
     Args:
         unit: of the loss.

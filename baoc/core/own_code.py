@@ -77,7 +77,7 @@ def declared(group: str) -> Mapping[str, EntryPoint]:
 
 
 def loaded(group: str, *, kind: type | tuple[type, ...]) -> dict[str, Any]:
-    """What the entry points of a group give, by name. One that fails or is no `kind` is left out with a warning, so
+    """The objects of a group's entry points, by name. One that fails or is no `kind` is left out with a warning, so
     that another package's fault ends no run that does not use it."""
     found: dict[str, Any] = {}
     for name, point in declared(group).items():
@@ -120,7 +120,7 @@ def load(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def call(name: str, *, key: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
-    """What the code makes of its arguments: the user's `options`, and those of `offered` that its signature names.
+    """Calls the code with the user's `options`, and those of `offered` that its signature names.
 
     `_args_` of the options are positional, as Hydra's instantiate takes them. Raises BadInputError where arguments are
     missing or unknown, and where the code raises.

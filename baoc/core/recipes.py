@@ -38,7 +38,7 @@ RACED = "raced"  # takes what an earlier race chose; what trains looks it up onc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What a recipe changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own."""
+    """A recipe's changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own."""
 
     lr: float = 1.0
     betas: tuple[float, float] | None = None
@@ -53,7 +53,7 @@ class Tuning:
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def of(self, block: Block, *, rule: str) -> Tuned | None:
-        """What changes for a block that runs `rule`; None where nothing does."""
+        """The changes for a block that runs `rule`; None without any."""
         names = list(_names_of(rule))
         by_rule = next((self.lr[name] for name in names if name in self.lr), 1.0)
         by_role = next((self.lr[key] for key in keys_of(block) if key in self.lr), 1.0)
@@ -63,7 +63,7 @@ class Tuning:
 
 
 def tuning_of(plan: Plan) -> Tuning | None:
-    """What a plan changes of rates and betas; None where it leaves them."""
+    """The learning rates and betas that a plan changes; None where it leaves them."""
     basis = plan.basis
     return Tuning(lr=basis.lr, betas=basis.betas) if basis is not None and (basis.lr or basis.betas) else None
 
@@ -245,7 +245,7 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
-    """What `recipe_node` wrote, or a file; what is null counts as not there. `base` names a recipe to start from."""
+    """Reads what `recipe_node` wrote, or a file; null counts as absent. `base` names a recipe to start from."""
     given = {str(key): value for key, value in node.items() if value is not None}
     name = str(given.pop("name", name))
     base = find_recipe(str(given.pop("base"))) if "base" in given else Recipe(name=name or "unnamed")

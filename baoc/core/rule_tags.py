@@ -1,4 +1,4 @@
-"""What every update rule keeps, as tags: ledger, risk terms, migration and allocation derive from these.
+"""The states of every update rule, as tags: ledger, risk terms, migration and allocation derive from these.
 
 Planning knows a rule by its row here and never imports its arithmetic, which is in `baoc.optim.rules` under the same
 name.

@@ -57,7 +57,7 @@ class Header:
 
 
 def header_of(content: bytes | Path, *, where: str) -> Header:
-    """What an image's header tells, without decoding it."""
+    """Properties of an image that its header has, read without decoding it."""
     pillow = require_pillow()
     try:
         with pillow.Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:

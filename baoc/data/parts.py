@@ -20,7 +20,7 @@ def is_hidden(within: PurePath) -> bool:
 
 
 def visible(root: Path, files: Iterable[Path]) -> list[Path]:
-    """Those of `files` below `root` that are not hidden there, sorted."""
+    """The `files` below `root` that are not hidden there, sorted."""
     return sorted(file for file in files if not is_hidden(file.relative_to(root)))
 
 

@@ -41,7 +41,7 @@ class TableItems:
         return len(self._table)
 
     def __getitem__(self, row: int) -> tuple[bytes, str]:
-        """Of a cell with bytes, or with `datasets`' {bytes, path}. BadInputError names a row without an image."""
+        """The encoded image of a cell: bytes, or `datasets`' {bytes, path}. BadInputError names a row without one."""
         value, where = self._table[row][self._column], f"row {row} of {self._name}"
         content = value.get("bytes") if isinstance(value, Mapping) else value
         if content is None and isinstance(value, Mapping) and value.get("path"):

@@ -43,7 +43,7 @@ def of_system() -> int | None:
 
 
 def _of_container() -> int | None:
-    """What a cgroup leaves, files counted as free that the system only keeps as long as nobody needs the memory."""
+    """Bytes that a cgroup leaves; its page cache counts as free."""
     for folder, limit, used, cache in CGROUPS:
         try:
             texts = [(folder / name).read_text().strip() for name in (limit, used)]

@@ -23,7 +23,7 @@ _HEADS = frozenset({"pooler", "classifier", "head", "lm_head", "score", "cls", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What loading left aside: parameters that keep their initial values, and stored tensors that have no place."""
+    """The parameters that keep their initial values, and the stored tensors that have no place."""
 
     fresh: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ def _owners(model: nn.Module) -> dict[str, str]:
 
 
 def _heads_of_others(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of `names` that are a head or a pooler of another network than the one that is trained."""
+    """The `names` of a head or pooler of another network than the one that is trained."""
     return tuple(name for name in names if not _HEADS.isdisjoint(name.split(".")[:-1]))
 
 

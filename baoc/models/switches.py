@@ -182,7 +182,7 @@ def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: S
 
 
 def inductor_kernels(graph: Any, inputs: Any) -> Any:
-    """What torch's inductor makes of a graph, see `set_compiled`."""
+    """Compiles a graph by torch's inductor, see `set_compiled`."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -191,7 +191,7 @@ def inductor_kernels(graph: Any, inputs: Any) -> Any:
 
 
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Of the same name with another forward pass."""
+    """A subclass of the same name with another forward pass."""
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), names)
 

@@ -50,7 +50,7 @@ class Saved:
     num_steps: int = 0
 
     def renamed(self, owners: Mapping[str, str]) -> "Saved":
-        """The same with parameters called what `owners` says, where it says something."""
+        """A copy with parameters renamed as `owners` says."""
 
         def own(name: str) -> str:
             return owners.get(name, name)
@@ -66,7 +66,7 @@ class Saved:
         )
 
     def of(self, names: Collection[str]) -> "Saved":
-        """What it has of some parameters, copied to the CPU."""
+        """The saved states of some parameters, copied to the CPU."""
         states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
         matches = {
             block: (own, match.detach().to("cpu", copy=True))
@@ -225,7 +225,7 @@ def _collected(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _names_of(group: Mapping[str, Any]) -> dict[Any, str]:
-    """What the state of each parameter of a group is found by -> the parameter's name.
+    """Key of each parameter's state in a group -> the parameter's name.
 
     Names of the model in place of indices are in this optimizer's order, and "param_names" in that of the one that was
     saved, so they go by themselves where they are the same.

@@ -1,11 +1,11 @@
-"""What a codec is: how a state tensor of fp32 numbers is kept between two steps.
+"""Codecs: how a state tensor of fp32 numbers is stored between two steps.
 
 Averages with a slow decay stand still or ratchet upwards when they are rounded to nearest at every step (v at beta2 =
 .999 moves .1 % per step, half a bf16 or 8-bit step is .2 to .4 %). So encoding takes a `phase`: with it, rounding up or
 down is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random
 state is involved: the same phase gives the same bits.
 
-Below: what a codec is, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, and the table of all.
+Below: the protocol, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, and the table of all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
 
 @runtime_checkable
 class Codec(Protocol):
-    """One way to keep a tensor. Objects are stateless and shared; the registry keeps one per name.
+    """A storage format of a tensor. Objects are stateless and shared; the registry has one per name.
 
     `parts` maps "" to the payload, which has the shape of the state (flat where two codes share a byte), and ".scale"
     to the scales where there are any. Zero comes back as exactly zero, a positive number kept as v never comes back as

@@ -235,7 +235,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def param_info(name: str, param: Tensor, *, group: int) -> ParamInfo:
-    """What is known of a parameter that no one described."""
+    """The ParamInfo of a parameter from its name, shape and type alone."""
     dtype = str(param.dtype).removeprefix("torch.")
     info = ParamInfo(name=name, shape=tuple(param.shape), dtype=dtype, role=Role.OTHER, group=group)
     return described(info, param=param)

@@ -1,4 +1,4 @@
-"""One state from another by their tags (docs/methods.md#state-inheritance), on plain numbers of one tensor.
+"""Computes one state from another by their tags (docs/methods.md#state-inheritance), on plain numbers of a tensor.
 
 Whatever a rule keeps is expanded to one number per element, then reduced to what the next rule keeps; so a new rule
 needs no code here. Folded v that averages (F(G))^2 is, of neighbours with independent gradients, 2^level times less
@@ -38,7 +38,7 @@ def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple
 
 
 def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
-    """One number per element -> what `decl` keeps."""
+    """Reduces one number per element to the state that `decl` declares."""
     if decl.layout is StateLayout.FULL:
         return full
     matrix = as_matrix(full, ctx)
@@ -76,7 +76,7 @@ def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor
 
 
 def bias(decl: StateDecl, *, beta: float, at: int) -> float:
-    """What an average of zero start holds of the true mean after `at` steps; 1 where no bias is corrected."""
+    """Share of the true mean in an average that started at zero, after `at` steps; 1 where no bias is corrected."""
     return 1 - beta**at if decl.bias_corrected and at else 1.0
 
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What loading did beyond copying: blocks converted to this plan's specs, and names on one side only."""
+    """The conversions of a load to this plan's specs, and the names that one side lacks."""
 
     moves: tuple[BlockMove, ...] = ()
     new_names: tuple[str, ...] = ()  # trained here, not in the checkpoint: they start afresh
@@ -356,7 +356,7 @@ def _convert(
 
 
 def _rows_of(slot: Slot, given: State, *, key: str, source: Slot) -> Tensor | None:
-    """What the slot has of a state that is as `source` keeps it; None where there is none."""
+    """The slot's part of a state in the layout of `source`; None where there is none."""
     value = given.get(key)
     if value is None or slot.shard is source.shard or slot.shard is None or key == "step":
         return value
@@ -377,7 +377,7 @@ def _copy(state: Mapping[str, Tensor], *, slot: Slot) -> State:
 
 
 def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, report: ConversionReport) -> None:
-    """What the checkpoint adds to the weights, which the model has loaded: a correction, if they were `kept` so.
+    """Adds the checkpoint's correction to weights that the model has loaded, if they were `kept` so.
 
     Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
     plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten,

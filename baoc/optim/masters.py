@@ -1,4 +1,4 @@
-"""The weights as the numbers they stand for: exported, loaded, and a word where plain 16-bit ones would stand still."""
+"""Exports and loads weights in full precision, and warns of 16-bit weights that would not move."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -77,7 +77,7 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
 
 
 def stalling(registry: BlockRegistry, names: Iterable[str]) -> list[str]:
-    """Those of the blocks whose weights are of 16 bits and rounded to nearest."""
+    """The blocks among `names` whose weights have 16 bits and are rounded to nearest."""
     plain = [registry.live[name] for name in names if registry.live[name].spec.weights in ("native", "bf16")]
     return [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
 

@@ -1,8 +1,8 @@
 """Update matching: one learning rate serves every rule when each block's update is as large as AdamW's would be.
 
-Which rules are matched is theirs to say (`RuleInfo.matched`): one that averages gradients and divides them by the root
-of averaged squares, each element by its own or by one shared with its row, its column or both, has AdamW's size by
-itself in every phase of training, which no constant has. The others are scaled to one.
+`RuleInfo.matched` says which rules are matched. A rule that divides averaged gradients by the root of averaged squares,
+of its own element or shared by row, column or both, has AdamW's size by itself in every phase of training and is not
+matched. Updates of all others are scaled.
 
 factor = target / own RMS, where own is what the rule's update measured over the block in the step before (no second
 pass); before a block's first step and after a migration it is measured exactly. A jump of the rule's RMS would pass

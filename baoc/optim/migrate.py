@@ -32,7 +32,7 @@ _ORDER = ("dropped", "kept", "converted", "new")
 
 @dataclass(slots=True)
 class ConversionReport:
-    """What became of each state of a block; squared error and squared size of those that were converted."""
+    """The fate of each state of a block; squared error and squared size of converted ones."""
 
     how: dict[str, str] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)

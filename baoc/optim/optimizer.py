@@ -354,7 +354,7 @@ class BlockwiseOptimizer(Optimizer):
         return Options(lr=options.lr * tuned.lr, betas=betas, eps=options.eps, weight_decay=options.weight_decay)
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
-        """What backends get for a step. `masks`: as `finite_check` returns them; `phase`: the step's number, from 1."""
+        """The backends' inputs in a step. `masks`: those of `finite_check`; `phase`: the step's number, from 1."""
         return StepInputs(
             state=self.registry.state, options=options, masks=masks, phase=phase, matching=self.rms_matching
         )
@@ -568,7 +568,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @staticmethod
     def _subscribed() -> dict[str, Any]:
-        """What copies have in place of subscribers, late_planner and network."""
+        """The values of a copy's subscribers, late_planner and network."""
         return {"before_check": [], "before_step": [], "after_step": [], "late_planner": None, "network": None}
 
     def _own(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _spread_over(square: Tensor, *, slot: Slot, shard: Shard) -> Tensor:
 
 
 def _spread(square: Tensor, *, ctx: RuleContext) -> Tensor:
-    """One gradient's squares -> the v that they are taken to be a sample of, in the same shape."""
+    """Squares of one gradient -> the v that they are a sample of, in the same shape."""
     if ctx.matrix is None:
         return square.mean().expand(square.shape)
     matrix = as_matrix(square, ctx)

@@ -86,7 +86,7 @@ class Slot:
         return self.placement != Placement.DEVICE
 
     def betas(self, param_groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """Those that its rule runs with now."""
+        """The betas that its rule runs with now."""
         group = param_groups[self.group]
         return group["betas"] if self.tuned is None else betas_of(self.tuned, group)
 
@@ -205,7 +205,7 @@ def make_slot(
 
 
 def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None = None) -> Slot:
-    """The same parameter under another spec."""
+    """A slot of the same parameter under another spec."""
     given = {"info": slot.info, "group": slot.group, "shard": slot.shard}
     return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
 

@@ -1,7 +1,7 @@
-"""How a parameter itself is kept: native, bf16 with a correction, or bf16 alone; and moving it from one to another.
+"""Weights formats: native, bf16 with a correction, or bf16 alone; and conversion between them.
 
-With other weights than native the parameter's data is bf16, whatever it was, and everything else reads that; the step
-works on the numbers that `master` tells, and `store_` puts back what becomes of them.
+In formats other than native the parameter's data is bf16, and the model reads that. The step works on the numbers that
+`master` returns, and `store_` writes them back.
 """
 
 from collections.abc import Mapping

@@ -202,7 +202,7 @@ def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: boo
 def _frontier(
     candidates: Sequence[Candidate], *, with_time: bool, known: dict[bytes, list[int]]
 ) -> tuple[Candidate, ...]:
-    """Those that stay; `known` holds answers by everything that they depend on, as layers are mostly alike."""
+    """The undominated candidates; `known` caches answers, as layers are mostly alike."""
     ordered = sorted(candidates, key=_by_bytes)
     if not with_time and not any(candidate.cost.transfer_bytes for candidate in ordered):
         return _falling(ordered)
@@ -221,7 +221,7 @@ def _frontier(
 
 
 def _falling(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of candidates by bytes those with less risk than all before: what is left where nothing else counts."""
+    """Of candidates by bytes, those with less risk than all before: the undominated ones if nothing else counts."""
     kept: list[Candidate] = []
     for candidate in ordered:
         if not kept or candidate.risk.total < kept[-1].risk.total:

@@ -74,7 +74,7 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
 
 
 def _next(options: Sequence[Option], *, objective: str, race: Race) -> Option | None:
-    """What to measure next; None where it is enough."""
+    """The option to measure next; None if none is left."""
     measured = _measured(options)
     leader = best(measured, objective=objective)
     if leader is None:

@@ -1,4 +1,4 @@
-"""What a spec costs on a block: exact state bytes, host traffic, and seconds from a measured table.
+"""The cost of a spec on a block: exact state bytes, host traffic, and seconds from a measured table.
 
 `state_bytes` is a promise: tests hold it to the live tensors of the optimizer, byte for byte, for every spec.
 """
@@ -47,7 +47,7 @@ def slab_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
 
 
 def match_bytes(block: Block, *, rule: RuleInfo) -> int:
-    """What stays on the device even where states are streamed."""
+    """State bytes that stay on the device even where states are streamed."""
     return MATCH_BYTES if rule.matched and block.numel else 0
 
 
@@ -104,7 +104,7 @@ def bytes_per_parameter(spec: OptimizerSpec, *, rule: RuleInfo) -> tuple[float, 
 
 
 def adamw_state_bytes(blocks: Iterable[Block]) -> int:
-    """What fp32 AdamW keeps in our own slabs: two padded moments and a step per tensor; the unit of state fractions.
+    """State bytes of fp32 AdamW in our slabs: two padded moments and a step per tensor; the unit of state fractions.
 
     torch's own AdamW keeps the same without the padding, so a fraction of 1 admits fp32 AdamW everywhere.
     """

@@ -144,7 +144,7 @@ def fitting(planner: "Planner", recipe: Recipe, *, weights: Sequence[str]) -> tu
 
 
 def useful_bytes(planner: "Planner", *, family: Family) -> int:
-    """What the best measured recipe takes in the budget's own measure: from there on a budget does not bind."""
+    """Bytes of the best measured recipe in the budget's own measure: from there on a budget does not bind."""
     for one in ranked(planner, family=family):
         sub = recipe_planner(planner, one.recipe)
         if sub is not None:
@@ -263,7 +263,7 @@ def _joined(role: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidat
 
 
 def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> Basis:
-    """What the choice rests on, as values and as a sentence."""
+    """The basis of the choice, as values and as a sentence."""
     one, recipe = choice.measured, choice.recipe
     hosted = plan.allocation.host_bytes
     share = (plan.allocation.state_bytes + hosted) / max(plan.state_bytes_adamw, 1)

@@ -1,4 +1,4 @@
-"""What a plan says in words: why each block runs its spec, and why no allocation meets a budget.
+"""Texts of plans: why each block runs its spec, and why no allocation meets a budget.
 
 A refusal names what the budget allows, the least feasible amount, and what would lower it.
 """
@@ -37,7 +37,7 @@ ADVICE_STATE = (
 
 
 def more_specs(specs: Collection[str]) -> str:
-    """What a catalogue of these rows could have beside them."""
+    """Advice for a catalogue of these rows: which rows to add."""
     such = "" if any("+split8" in name for name in specs) else ", such as '*+split8'"
     return f"more catalogue.specs{such}, or fewer roles in catalogue.keep_fp32_roles"
 
@@ -155,7 +155,7 @@ def recipe_too_large(
 
 
 def too_small_host(budget: Budget, *, needed_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
-    """What is to be kept on the host does not fit there."""
+    """The refusal where host-placed states do not fit into the host's memory."""
     allowed = budget.host_memory_bytes or 0
     advice = ("more host memory", "narrower storage, such as @streamed rows with int8", "rows that stay on the device")
     return InfeasibleBudgetError(

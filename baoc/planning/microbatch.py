@@ -24,7 +24,7 @@ _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What is left open: micro-batches in question, how many layers are recomputed, and gradients released.
+    """The open axes of a decision: micro-batches, number of recomputed layers, and released gradients.
 
     `recomputed`: the least and the most recomputed layers, out of `num_layers`; any number between them is an option
     too. Gradients are released only where the whole batch is one micro-batch.
@@ -48,7 +48,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a micro-batch was measured to need; `seconds` of its forward and backward, NaN where not timed."""
+    """Measured footprint of a micro-batch; `seconds` of its forward and backward, NaN where not timed."""
 
     micro_batch: int
     footprint: Footprint
@@ -438,7 +438,7 @@ def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: 
 
 
 def _pins(axes: Axes) -> list[str]:
-    """What was asked for that stands in the way of fewer bytes."""
+    """Advice about requested settings that keep bytes from falling."""
     found = []
     if max(axes.recomputed) < axes.num_layers or not axes.num_layers:
         found.append("model.checkpointing=null, where the model can recompute activations")

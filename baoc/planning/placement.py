@@ -1,4 +1,4 @@
-"""What host placement needs beside the states themselves: room to pass through, by how far it may go.
+"""Staging buffers of host placement: their bytes on the device, by how many blocks may be placed on the host.
 
 Streamed states pass through device buffers as large as the largest piece (`transfer`), which is no sum over blocks:
 so the planner tries ways of going less or more far, each with the room that is enough for it, as it does with the

@@ -52,7 +52,7 @@ FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """What a user chooses about planning; defaults are those of `conf/`.
+    """A user's choices about planning; defaults are those of `conf/`.
 
     `risk="measured"` chooses by measurements of the `family`; where there are none it is `prior`.
 
@@ -263,7 +263,7 @@ class Planner:
         return pinned_bytes(allocation.host_bytes)
 
     def taken(self, chosen: Collection[Candidate]) -> int:
-        """What one candidate per block takes in the budget's own measure."""
+        """Bytes of one candidate per block in the budget's own measure."""
         state_bytes = sum(c.cost.state_bytes + c.cost.shared_bytes for c in chosen)
         if self.budget.memory_bytes is None:
             return state_bytes
@@ -291,7 +291,7 @@ class Planner:
 
     @property
     def _lines(self) -> Mapping[str, float] | None:
-        """What of the latency table candidates depend on: nothing where seconds are not limited."""
+        """The part of the latency table that candidates depend on; None where seconds are not limited."""
         return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
 
     # -- proposing ------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Planner:
         return "prior" if RISKS[name].needs and profile is None else name
 
     def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
-        """What `make` gave for the very same values of `basis`."""
+        """The cached result of `make` for the very same values of `basis`."""
         made = self._made.get(name)
         if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
             if len(self._made) >= MOST_MADE:  # of footprints and profiles of long ago
@@ -557,7 +557,7 @@ class Planner:
         )
 
     def _basis(self, risk: str) -> Basis:
-        """What a plan rests on that was not chosen by measurements."""
+        """The basis of a plan that was not chosen by measurements."""
         recipe = self.settings.recipe
         if recipe is not None:
             text = f"{recipe.title}: the recipe that was asked for"

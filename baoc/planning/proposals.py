@@ -1,4 +1,4 @@
-"""What may be tried at a budget: recipes of the catalogue that fit, the allocator's plan, and controls.
+"""The plans that a race may try at a budget: recipes that fit, the allocator's plan, and controls.
 
 A race runs these; nothing here trains. Each proposal is planned by a Planner of its own under the whole budget, so
 bytes, seconds and host memory count as they do in a run.
@@ -60,7 +60,7 @@ class Proposal:
 def proposals(
     planner: Planner, *, recipes: Iterable[Recipe] | None = None, seed: int = 0, most: int = MOST
 ) -> list[Proposal]:
-    """What fits the planner's budget, at most `most`: recipes in their order, then the plan and its permutation.
+    """The proposals within the planner's budget, at most `most`: recipes in order, then the plan and its permutation.
 
     A recipe that does not fit as it is comes with weights of fewer bytes or with its states on the host, where the
     planner is offered such.
@@ -133,7 +133,7 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
 
 
 def _hidden_specs(plan: Plan) -> set[str]:
-    """What runs on hidden matrices."""
+    """The specs of hidden matrices."""
     return {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in _OUTER}
 
 

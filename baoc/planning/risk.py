@@ -102,7 +102,7 @@ CODEC_DOSE: dict[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One thing that a spec gives up against fp32 AdamW: a term's name and the tag it was read off."""
+    """A state or precision that a spec gives up against fp32 AdamW: the risk term and the tag it derives from."""
 
     term: str
     decl: StateDecl | None = None  # None: there is no such state at all
@@ -114,7 +114,7 @@ class Loss:
 
 
 def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
-    """What `rule` in `storage` gives up, read off its tags; nothing for fp32 AdamW.
+    """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW.
 
     `block` tells which states are too small for the storage, and so are not coded.
     """

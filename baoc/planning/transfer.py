@@ -83,7 +83,7 @@ def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
 
 
 def drain_seconds(piece_bytes: int, *, link: LinkRates) -> float:
-    """What a stream is longer than its copies take: the last piece comes in before its step, beside nothing else."""
+    """Pipeline fill and drain time: the last piece is copied in before its step, with nothing beside it."""
     return _seconds(piece_bytes, sizes=link.sizes, rates=link.in_rates) if piece_bytes else 0.0
 
 
@@ -107,7 +107,7 @@ def hidden_seconds(base_step_s: float, *, accumulation: int) -> float:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What an arena of `num_bytes` takes in pinned memory, which is locked by whole pages."""
+    """Pinned bytes of an arena of `num_bytes`, as memory is locked by whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

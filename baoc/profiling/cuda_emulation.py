@@ -57,7 +57,7 @@ SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
 
 class CachingAllocator:
-    """What torch's CUDA allocator reserves with expandable segments: best fit, blocks split and merged when freed.
+    """Emulates torch's CUDA allocator with expandable segments: best fit, blocks split and merged when freed.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11. Reserved memory is never returned, as there is no cap.
     """

@@ -196,7 +196,7 @@ class GradientProfiler:
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
-        """What a sample or a profile holds for a moment beyond `nbytes`, measured on the parameters as gradients.
+        """Temporary bytes of a sample or a profile beyond `nbytes`, measured on the parameters as gradients.
 
         Leaves it as it was.
         """
@@ -294,7 +294,7 @@ class GradientProfiler:
         return {"grad": self._grad, "prev": self._prev, **self._averages.tensors}
 
     def _layout(self) -> list[str]:
-        """What two profilers must share for one's buffers to mean the same in the other."""
+        """The layout that two profilers must share to exchange buffers."""
         pieces = [
             f"{self._blocks[p.block].name} {p.param.name} {list(p.param.shape)} {list(p.shape)} {p.offset}"
             for p in self._slices.pieces

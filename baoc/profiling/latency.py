@@ -198,7 +198,7 @@ def wait(device: torch.device) -> None:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a timing depends on beside the spec: device, threads, versions, and the source code of the step."""
+    """The key of a timing beside the spec: device, threads, versions, and the source code of the step."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device)

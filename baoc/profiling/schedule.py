@@ -78,7 +78,7 @@ class Schedule:
         return self._spent_s
 
     def turn(self) -> Turn:
-        """What to do in the coming step."""
+        """The task of the coming step."""
         return _TURNS[int(self._ranks.first_number(_TURNS.index(self._own_turn())))]
 
     def _own_turn(self) -> Turn:

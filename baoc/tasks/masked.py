@@ -60,7 +60,7 @@ class MaskedTask(Task):
         return (losses * chosen.flatten()).sum() / chosen.sum().clamp(min=1)
 
     def masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
-        """What the network sees, and which tokens it is asked for. Drawn on the CPU, alike on every device."""
+        """The masked inputs, and the tokens to predict. Drawn on the CPU, alike on every device."""
         generator = torch.Generator().manual_seed(seed_of(f"{self._seed} {key}"))
         draw, kind = (torch.rand(tokens.shape, generator=generator, device="cpu").to(tokens.device) for _ in range(2))
         any_token = torch.randint(self._vocabulary, tokens.shape, generator=generator, device="cpu").to(tokens.device)

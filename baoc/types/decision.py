@@ -1,4 +1,4 @@
-"""What a decision rests on and what it is: profile, cost, risk, candidates, budget, footprint, allocation, plan."""
+"""Values of planning: profile, cost, risk, candidates, budget, footprint, allocation, plan."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What warm-up measured."""
+    """The measurements of a warm-up."""
 
     stats: Mapping[str, GradientStats]
     num_samples: int = 0
@@ -80,7 +80,7 @@ class Cost:
 
     @property
     def charged_bytes(self) -> int:
-        """What the budget is charged: state, less what the spec saves elsewhere; may be negative."""
+        """Bytes charged to the budget: state, less what the spec saves elsewhere; may be negative."""
         return self.state_bytes + self.shared_bytes - self.saved_bytes
 
 
@@ -103,7 +103,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a run may spend; every limit may be absent. See docs/budgets.md.
+    """The limits of a run; each may be absent. See docs/budgets.md.
 
     `memory_bytes`: peak device memory of the process. `state_fraction`: state bytes / state bytes of fp32 AdamW.
     `step_time`: step / step with torch's fused AdamW. `host_memory_bytes`: pinned host memory for states that are kept
@@ -229,7 +229,7 @@ class Footprint:
         )
 
     def saved_at_most(self, saved: Mapping[str, int]) -> int:
-        """What parameters of 16 bits save at the largest interval of forward, backward and validation."""
+        """Bytes that 16-bit parameters save at the largest interval of forward, backward and validation."""
         largest = max(self.intervals, key=lambda interval: interval.num_bytes, default=None)
         return sum(saved.values()) if largest is None else largest.num_bytes - self._less((largest,), saved=saved)[0]
 
@@ -250,7 +250,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What the link between host and device carries, pinned memory on the host.
+    """Copy rates of the link between host and device, with pinned memory on the host.
 
     Bytes per second by size of the piece that is copied, `sizes` ascending: to the device (`in_rates`), from it
     (`out_rates`), and both at once in sum (`both_rates`).
@@ -295,7 +295,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What a plan was chosen by, and what is known of the choice.
+    """The basis of a plan: how it was chosen, and what is known of the choice.
 
     Args:
         by: measured | prior | statistics | recipe, or the name of a baseline.
@@ -327,7 +327,7 @@ class Basis:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """What stages 3 to 9 decided. `candidates` holds those that were not dominated, by block."""
+    """The result of planning. `candidates` holds those that were not dominated, by block."""
 
     blocks: tuple[Block, ...]
     candidates: Mapping[str, tuple[Candidate, ...]]

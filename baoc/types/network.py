@@ -1,4 +1,4 @@
-"""What a network is made of, as far as planning cares: parameters, their roles, the blocks that share a spec."""
+"""A network as planning sees it: parameters, their roles, the blocks that share a spec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import prod
 
 
 class Role(StrEnum):
-    """What a parameter does in its network; priors of risk are given by role."""
+    """The function of a parameter in its network; priors of risk are given by role."""
 
     EMBEDDING = "embedding"
     NORM = "norm"  # norm layers, and everything with fewer than two dimensions
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDataSpec:
-    """What a model must know of a set of labelled images: `image_size` is height and width in pixels."""
+    """Properties of a set of labelled images: `image_size` is height and width in pixels."""
 
     dataset: str
     image_size: int
@@ -107,7 +107,7 @@ class ImageDataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDataSpec:
-    """What a model must know of token sequences, each `sequence_length` tokens to predict.
+    """Properties of a set of token sequences, each `sequence_length` tokens to predict.
 
     `num_train` (0 for a stream, which has no end) and `num_val` count sequences; `bytes_per_token` of the validation
     text turns a loss into bits per byte. `sha256` of all text, where it lies in files: compare runs at equal text only.
@@ -131,7 +131,7 @@ class TextDataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDataSpec:
-    """What is known of samples that the user's own code gives. `num_classes` is None where none were told."""
+    """Properties of samples that the user's own code gives. `num_classes` is None where none were given."""
 
     dataset: str
     num_train: int

@@ -1,4 +1,4 @@
-"""What became of it: moves of a reallocation, the result of a run, points of a frontier."""
+"""Results: moves of a reallocation, the result of a run, points of a frontier."""
 
 import math
 from collections.abc import Mapping

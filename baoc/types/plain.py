@@ -1,4 +1,4 @@
-"""These values as JSON can hold them, and back."""
+"""Converts these values to what JSON can hold, and back."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,4 @@
-"""What a block may run: the tags of state tensors, rules, codecs, storage schemes, and the specs that join them."""
+"""Specs and their parts: the tags of state tensors, rules, codecs, storage schemes, and the specs that join them."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -64,7 +64,7 @@ class StateDecl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleInfo:
-    """What the decision core may know of an update rule; declared in the rule's own file.
+    """The tags of an update rule that planning reads.
 
     `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update is scaled to AdamW's size, for which it
     keeps 8 bytes per block; a rule that divides averaged gradients by the root of averaged squares has that size by
@@ -167,7 +167,7 @@ class PlacementInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What a block may run: one catalogue row = rule x storage x weights x placement."""
+    """A spec that a block may run: one catalogue row = rule x storage x weights x placement."""
 
     name: str
     description: str

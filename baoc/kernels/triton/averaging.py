@@ -1,4 +1,4 @@
-"""Launches of what brings means along lines and columns up to date, before `triton.matrix` steps by them."""
+"""Launches the kernels that update means along lines and columns, before `triton.matrix` steps by them."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def bring_up_to_date(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
-    """Of means that are not a single program's, and what the updates are multiplied by."""
+    """Updates the means that several programs share, and the factors of the updates."""
     adafactor, mode = plan.adafactor, call.mode
     grads = {"GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked}
     m = table.kind.m if table.kind.traits.has_m else "none"

@@ -1,4 +1,4 @@
-"""What kernels read, write and compute with: tiles, scales, and instructions that the GPU has for fp32.
+"""Device functions of all kernels: loads and stores of tiles and scales, and fp32 instructions of the GPU.
 
 Every access of a tile uses one layout (VEC elements per thread), so promises of alignment are capped at VEC elements:
 with the full 16 bytes, Triton would load 16 int8 per thread and shuffle them through shared memory.

@@ -86,7 +86,7 @@ def is_plain(g, p, new, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
 
 @triton.jit
 def matched_factor(match_addr):
-    """What an update is multiplied by: target over own RMS; 0 where there is none to go by, for repair to make good."""
+    """The factor of an update: target over own RMS; 0 where that is not known yet, for `repair` to make good."""
     match = match_addr.to(tl.pointer_type(tl.float32))
     target, own = tl.load(match), tl.load(match + 1)
     return tl.where(own > 1e-30, target / tl.maximum(own, 1e-30), 0.0)
@@ -102,7 +102,7 @@ def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.con
 
 @triton.jit
 def keep_finite(raw, MARKED: tl.constexpr):
-    """What `load_grad` says, of a gradient as it was read."""
+    """`load_grad`'s results for a gradient that was read already."""
     g = raw.to(tl.float32)
     whole = tl.abs(g) < GRAD_LIMIT
     kept = whole
@@ -124,7 +124,7 @@ def count_left_out(whole, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUN
 
 @triton.jit
 def _new_m(m_old, scale, g, w1, w2, RULE: tl.constexpr, M: tl.constexpr, MODE: tl.constexpr):
-    """What the update goes by: of Lion its interpolation, of others the new m."""
+    """The m of the update: Lion's interpolation, else the new m."""
     m = m_old * scale
     if MODE == "repair":  # which is there already; Lion's update needs the one before
         m = lerp(m + (m - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m

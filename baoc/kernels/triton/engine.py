@@ -235,7 +235,7 @@ class Engine:
             table.room = None
 
     def _parts(self, *, staged: bool, matched: bool, marked: bool) -> list[Callable[[], None]]:
-        """What a step launches; in two parts where ranks add their sums up between them."""
+        """The launches of a step; in two parts where ranks add their sums up between them."""
 
         def begin() -> None:
             if staged:
@@ -327,7 +327,7 @@ class Engine:
             self.num_bad[self.places[index]] += mark_strided_(grad, first=first)
 
     def _send_addresses(self) -> None:
-        """Those that a kernel may write to, so none of what is read from copies; nothing if the device has them."""
+        """Sends the addresses that a kernel may write to, not those of copies; does nothing if the device has them."""
         copied = self.gradients.copied
         if not copied and self._on_device == self.gradients.version:
             return

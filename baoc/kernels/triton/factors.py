@@ -1,4 +1,4 @@
-"""What the elements of a chunk are multiplied by, by the line and the column they lie in, and which those are."""
+"""Factors of a chunk's elements by line and column of the stored matrix, and where each element lies."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -19,7 +19,7 @@ def position(start, length, WIDE: tl.constexpr):
 
 @triton.jit
 def further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr):
-    """The same of the element that `part` chunks follow on; dividing is slow, and lines are hardly ever that short."""
+    """The position `part` chunks further on; dividing is slow, and lines are hardly ever that short."""
     rest += part * CHUNK
     over = rest // width if width < CHUNK * REPEAT else tl.where(rest >= width, 1, 0)
     return line + over, rest - over * width

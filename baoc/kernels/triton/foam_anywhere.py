@@ -1,5 +1,5 @@
-"""FOAM's step of folds wherever they lie, padded or not, of elements that may be left out: what `foam` falls
-back to, and what both compute with.
+"""FOAM's general step, of padded folds and of elements that are left out, to which `foam` falls back; and the
+arithmetic that both share.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

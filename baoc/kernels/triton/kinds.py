@@ -1,4 +1,4 @@
-"""What the fused step can do: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
+"""Kinds of fused steps: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
 
 A family is registered with `register`: its rules, how many programs a tensor gets, and the module with its launches.
 Tables, uploads, matching and graphs are the same for all; see `table` and `engine`.
@@ -95,7 +95,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What one table steps. `m` and `v` name codecs and are looked at only where the rule has that state.
+    """The kind of a table's tensors. `m` and `v` name codecs and are read only where the rule has that state.
 
     `weights`: "native" (fp32 or bf16 as the parameter is), "split8" (bf16 parameter with an int8
     correction) or "bf16_sr" (bf16 parameter rounded at random by the tensor's seed and the step's phase).
@@ -156,7 +156,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a launch does, beside the table's own kind. All of it is constant for the compiler.
+    """Options of a launch. All of them are compile-time constants.
 
     `mode`: "step" steps. "measure" changes no weight and no state, only sums. "repair" takes another
     `size * table.repair[tensor] * update` off the weights where that is not 0, with the update computed again from the

@@ -52,7 +52,7 @@ _LANES = 1024
 
 @triton.jit
 def _place(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
-    """Of this program: its tensor, its place among the table's programs, and the elements it has."""
+    """This program's tensor, its place among the table's programs, and its elements."""
     pid = tl.program_id(0)
     tensor = tl.load(owner + pid)
     index = pid - tl.load(first + tensor)
@@ -101,7 +101,7 @@ def scan_kernel(
     sums,  # fp32[table's programs]: and the sum of squares over its square
     M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """What the norms of the batch's matrices are made of."""
+    """Sums of squares, of which the norms of the batch's matrices are made."""
     tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:

@@ -58,7 +58,7 @@ def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexp
 
 @triton.jit
 def _load_word(addr, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
-    """What a group shares, int16, as int32 [CHUNK / 64, 1]."""
+    """The scale words of groups, int16, as int32 [CHUNK / 64, 1]."""
     group = tl.arange(0, CHUNK // 64)[:, None]
     pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
     return (tl.load(pointer) if FULL else tl.load(pointer, mask=group * 64 < left, other=0)).to(tl.int32)
@@ -108,7 +108,7 @@ def load_m4_at(addr, scale_addr, start, tile, inside):
 
 @triton.jit
 def restore_m4(code, bits):
-    """What `load_m4_at` read, as fp32."""
+    """m as fp32, from what `load_m4_at` read."""
     return _restore_root(code, bits.to(tl.int32))
 
 

@@ -44,7 +44,7 @@ Variant = tuple[tuple[torch.dtype, bool], ...]
 
 
 class _Layout(NamedTuple):
-    """What `Gradients` found about gradients at certain addresses."""
+    """Properties of gradients at certain addresses, as `Gradients` found them."""
 
     addresses: array
     active: list[bool]
@@ -292,7 +292,7 @@ class Upload:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
-        """It holds what was sent some steps ago, so write all that matters; it stays the same until it is sent."""
+        """The slot to fill, the same until it is sent. It still holds an older step's bytes, so write all that matter."""
         if self.on_cuda and self.arrived[0] < self.in_use[self._next]:
             self._wait(self.in_use[self._next])
         return self._next
@@ -329,7 +329,7 @@ class Upload:
         )
 
     def receive(self) -> None:
-        """What is in `back`, and the number, come back."""
+        """Copies `back` and the number to the host."""
         self._received.copy_(self._down, non_blocking=True)
 
     def number(self) -> None:

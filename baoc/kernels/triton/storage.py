@@ -72,7 +72,7 @@ def load_m_codes(addr, scale_addr, start, tile, inside, CODEC: tl.constexpr, VEC
 
 @triton.jit
 def restore_m(code, bits, CODEC: tl.constexpr):
-    """What `load_m_codes` read, as fp32."""
+    """m as fp32, from what `load_m_codes` read."""
     if CODEC == "fp32" or CODEC == "bf16":
         m = code.to(tl.float32)
     elif CODEC == "root4":
@@ -148,7 +148,7 @@ def load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.
 
 @triton.jit
 def restore_v(v, scale, CODEC: tl.constexpr):
-    """What `load_v_codes` read, as v."""
+    """v as fp32, from what `load_v_codes` read."""
     if CODEC == "sqrt8":
         s = unsigned_times(v, scale * (1.0 / 255))
         v = s * s

@@ -1,4 +1,4 @@
-"""What a backend is: who steps whole blocks, all of those that it takes at once."""
+"""The interface of a backend, which steps all blocks that it takes in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -95,7 +95,7 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Mea
 
 
 def _join(slot: Slot) -> None:
-    """Of a tensor that others have all rows of: takes part in what they do together."""
+    """On a rank without rows of a tensor: takes part in the collective calls of the others."""
     if slot.gathers and slot.shard is not None:
         slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
 
@@ -235,7 +235,7 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None, on_cpu
 
 
 def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
-    """What to multiply a tensor's update by; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
+    """The factor of a tensor's update; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
     if isinstance(norm, Tensor):
         return factors(match[0], own=match[1], rms=norm / max(count, 1) ** 0.5)
     target, own = match.tolist()

@@ -1,4 +1,4 @@
-"""Muon over matrices of which ranks hold some rows, by kernels: each rank orthogonalizes its share of them, whole.
+"""Muon by kernels for matrices whose rows are split over ranks: each rank orthogonalizes some of them, whole.
 
 Matrices of one shape are stepped in batches. In a batch every rank averages the gradients of its rows, gets all rows of
 its share of the matrices, and gives back the rows of what it made of them: two messages. The states never leave their

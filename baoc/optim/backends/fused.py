@@ -213,7 +213,7 @@ class _SumsOverRanks:
         engine.share = share
 
     def join(self, *, times: int) -> None:
-        """Of a rank that has no part of any of the tensors: takes part in the sums of those who have."""
+        """On a rank without a part of any of the tensors: takes part in the sums of the other ranks."""
         if self._shard is None or self._bound:
             return
         for _ in range(times):
@@ -383,7 +383,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
 
 
 def _whole_shape(slot: Slot) -> Shape:
-    """Of a matrix of which this rank has some rows."""
+    """The whole shape of a matrix of which this rank has some rows."""
     rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
     return Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
 

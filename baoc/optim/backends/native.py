@@ -231,7 +231,7 @@ class _Unit:
             ]
 
     def _measures(self) -> list[tuple[LiveBlock, Measure]]:
-        """What the tensors with gradients add up to, by block."""
+        """Sums over the tensors with gradients, by block."""
         found: dict[int, tuple[LiveBlock, Measure]] = {}
         for table in self.tables:
             rows = zip(table.members, table.norms, table.factors, table.active, strict=True)

@@ -1,4 +1,4 @@
-"""Blocks whose states are kept on the host: where they lie, how they pass, and what waits for what."""
+"""Host placement: states in CPU memory, and the pipelines by which they pass through the device."""
 
 from collections.abc import Iterable, Iterator
 
@@ -46,7 +46,7 @@ class Pipelines:
         return next((pipeline for pipeline in self._pipelines if block in pipeline.blocks), None)
 
     def join(self) -> None:
-        """What is launched from now on sees the weights of the step."""
+        """Work that is launched from now on sees the weights of the step."""
         for pipeline in self._pipelines:
             pipeline.join()
 

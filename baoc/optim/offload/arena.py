@@ -1,4 +1,4 @@
-"""The host memory of an optimizer's host-placed states: one piece of exactly their bytes, locked for the GPU."""
+"""The CPU memory of an optimizer's host-placed states: one allocation of exactly their bytes, locked for the GPU."""
 
 import logging
 from collections.abc import Iterable, Sequence

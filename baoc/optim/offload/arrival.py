@@ -1,4 +1,4 @@
-"""Parameters come to their device block by block, each as its spec keeps it, from wherever they wait.
+"""Moves parameters to their device block by block, in the weights format of their spec.
 
 Where weights are to be kept in fewer bits, those in full never are on the device together: it holds what was taken in
 so far, and one piece more (`weights.PIECE_BYTES`).
@@ -15,7 +15,7 @@ from baoc.types import OptimizerSpec
 
 
 def arrival_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
-    """What taking weights in holds on a GPU beside them, where some of `specs` keep them in fewer bits than they have.
+    """Temporary bytes on a GPU while weights are converted to fewer bits, where some of `specs` do that.
 
     Elsewhere host and device are one, and weights are there in full from the beginning.
     """

@@ -27,7 +27,7 @@ class Streams:
         """How far the stream has been given work by now."""
 
     def wait(self, name: str, mark: Any) -> None:
-        """What the stream is given from now on waits for the mark."""
+        """Work that the stream is given from now on waits for the mark."""
 
     def wait_here(self, mark: Any) -> None:
         """The calling thread waits for the mark."""

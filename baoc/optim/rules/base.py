@@ -13,7 +13,7 @@ from baoc.types import RuleInfo, StateDecl
 
 @dataclass(slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may know of the current step. It is not frozen, because one is built per tensor and step.
+    """The current step, as a rule sees it. It is not frozen, because one is built per tensor and step.
 
     `step` is the number of this step, from 1, for a rule that counts steps; else 0. `finite` is a bool mask in the
     gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None means that all are finite.

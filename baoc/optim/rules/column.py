@@ -1,4 +1,4 @@
-"""The gradient, or its average, with each column made of one length: adaptive between inputs without a v.
+"""Column normalization: the gradient, or its average, with each column scaled to norm 1.
 
 docs/methods.md#column-norm has the formula.
 """

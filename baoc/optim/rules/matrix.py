@@ -1,4 +1,4 @@
-"""What rules by row, column or fold share: the matrix view of a tensor, and means that leave out excluded elements."""
+"""Helpers of rules by row, column or fold: the matrix view of a tensor, and means that leave out excluded elements."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What every allocator shares: the protocol, the candidates as padded arrays, and how choices become an answer."""
+"""Shared parts of allocators: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class NoFeasibleAllocation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorTraits:
-    """What planning and training need to know of an allocator beside its choices.
+    """Properties of an allocator that planning and training ask for.
 
     Args:
         every_candidate: it wants dominated candidates too, as baselines do.
@@ -114,7 +114,7 @@ class Problem:
 
     @property
     def units(self) -> Floats:
-        """What one of each limit is measured in, so that shares of them can be added up."""
+        """The unit of each limit, so that shares of limits can be added up."""
         return np.where(self.limits == 0, 1.0, np.abs(self.limits))
 
     def used(self, choice: Ints) -> Floats:

@@ -77,7 +77,7 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
 
 
 def _deltas(problem: Problem, choice: Ints) -> tuple[Floats, Floats]:
-    """What moving each block to each candidate adds: to the risk [blocks, specs], to totals [limits, blocks, specs]."""
+    """Changes by moving each block to each candidate: of risk [blocks, specs], of totals [limits, blocks, specs]."""
     rows = np.arange(len(choice))
     return (
         problem.risk - problem.risk[rows, choice][:, None],

@@ -15,7 +15,7 @@ from baoc.types import Allocation, Block, Candidate, Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """What a block runs of a recipe: by which role, the spec, and why not the one that the role asks for."""
+    """A block's spec under a recipe, the role it goes by, and why it is not the spec that the role asks for."""
 
     role: str
     spec: str
