@@ -292,7 +292,7 @@ class Upload:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
-        """The slot to fill, the same until it is sent. It still holds an older step's bytes, so write all that matter."""
+        """The slot to fill, the same until it is sent. It still holds an older step's bytes: write all that matter."""
         if self.on_cuda and self.arrived[0] < self.in_use[self._next]:
             self._wait(self.in_use[self._next])
         return self._next
