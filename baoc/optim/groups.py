@@ -285,15 +285,14 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
         if spec not in SPECS:
             raise unknown_spec(spec)
         spec = SPECS[spec]
+    base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
+    if told := removed(spec.name) or removed(f"{base}+{spec.weights}"):
+        raise BadInputError(told)
     if spec.rule not in RULES:
-        if told := removed(spec.name) or removed(spec.rule):
-            raise BadInputError(told)
         raise unknown_name(spec.rule, what="update rule", allowed=RULES)
     if spec.storage not in STORAGES:
         raise unknown_name(spec.storage, what="storage", allowed=STORAGES)
     if spec.weights not in WEIGHTS:
-        if told := removed(spec.name) or removed(f"{spec.rule}+{spec.weights}"):
-            raise BadInputError(told)
         raise unknown_name(spec.weights, what="kind of weights", allowed=WEIGHTS)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in PLACEMENTS:

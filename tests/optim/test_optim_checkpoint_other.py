@@ -53,15 +53,17 @@ class TestAnotherPlan:
         assert f"block w: {source} -> " in caplog.text
 
     def test_states_of_a_row_that_was_removed_are_told(self) -> None:
-        params = make_params({"w": (17, 64)})
-        saved = build(params, "foam_l2")
-        state = through_file(saved.state_dict())
-        for entry in state["blocks"].values():
-            entry |= {"spec": "foam_l2_out", "rule": "foam_l2_out"}
-        with pytest.raises(
-            CheckpointError, match=r"^block w of the checkpoint .* foam_l2_out was removed, .* choose foam_l2\."
+        for spec, was, instead in (
+            ("foam_l2", {"spec": "foam_l2_out", "rule": "foam_l2_out"}, "foam_l2"),
+            ("adamw_int8", {"spec": "adamw_int8_log", "storage": "int8_log"}, "adamw_int8_root"),
         ):
-            build(twin_of(params), "adamw").load_state_dict(state)
+            params = make_params({"w": (17, 64)})
+            state = through_file(build(params, spec).state_dict())
+            for entry in state["blocks"].values():
+                entry |= was
+            told = rf"^block w of the checkpoint .* {was['spec']} was removed, .* choose {instead}\."
+            with pytest.raises(CheckpointError, match=told):
+                build(twin_of(params), "adamw").load_state_dict(state)
 
     def test_int8_to_fp32_is_exact_and_fp32_to_int8_is_near(self) -> None:
         params = make_params({"w": (17, 64)})

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from baoc.kernels.triton import means_plan
-from baoc.kernels.triton.averaging import bring_up_to_date
 from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, tile_of
 from baoc.kernels.triton.elementwise import (
     CORRECTION_AT,
@@ -41,13 +40,7 @@ from baoc.kernels.triton.elementwise import (
 )
 from baoc.kernels.triton.factors import factors_of, further, position
 from baoc.kernels.triton.kinds import Call
-from baoc.kernels.triton.means import (
-    COLUMN_VECTOR,
-    LINE_VECTOR,
-    PLACES,
-    inverse_root,
-    stored_shape,
-)
+from baoc.kernels.triton.means import COLUMN_VECTOR, LINE_VECTOR, PLACES, bring_up_to_date, inverse_root, stored_shape
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
