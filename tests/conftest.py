@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,30 @@ os.environ.setdefault("BAOC_CACHE", str(ROOT / ".pytest_cache" / "baoc"))
 # Workers side by side share the cores; each with threads for all of them would make every one slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """For `-n auto`, one more than there are cores, as some tests wait (launchers that poll, processes that end)."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each worker begins with its share of the slow tests, so that all end together: `--dist=worksteal` deals the list
+    out in equal runs, and moves what is left at their ends, which is short."""
+    if not hasattr(config, "workerinput"):
+        return
+    workers = config.workerinput["workercount"]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    ends = [len(items) * number // workers for number in range(workers + 1)]
+    cuts = [len(slow) * number // workers for number in range(workers + 1)]
+    items[:] = [
+        item
+        for (start, stop), (first, last) in zip(pairwise(ends), pairwise(cuts), strict=True)
+        for item in (*slow[first:last], *fast[start - first : stop - last])
+    ]
+
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -54,8 +79,16 @@ def decides_for_itself(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 @pytest.fixture(autouse=True)
-def keeps_denormals() -> Iterator[None]:
-    """A whole run flushes denormals for its process (tasks/cpu.py); the tests after it must not inherit that."""
+def leaves_torch_as_it_was() -> Iterator[None]:
+    """A whole run flushes denormals for its process (tasks/cpu.py), which the tests after it must not inherit. A
+    dispatch mode that stays on would see every operation of theirs: it ends, and the test that left it fails."""
     yield
     if "torch" in sys.modules:
+        from torch.utils import _python_dispatch as dispatch
+
         sys.modules["torch"].set_flush_denormal(False)
+        left = []
+        while (mode := dispatch._get_current_dispatch_mode()) is not None:
+            left.append(type(mode).__name__)
+            mode.__exit__(None, None, None)
+        assert not left, f"this test leaves dispatch modes of torch on: {left}"
