@@ -143,7 +143,12 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
 
 
 class _Staying(SingleDeviceStrategy):
-    """Evaluates a module that is on its device, in every rank at once, and leaves it there."""
+    """Evaluates a module that is on its device, in every rank at once, and leaves it there and in its types."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        # Module.to swaps each DTensor for another, which who has a weak reference to it, as torch's engine, forbids.
+        self.precision_plugin.convert_module = lambda module: module  # pyright: ignore[reportAttributeAccessIssue]
+        super().setup(trainer)
 
     def model_to_device(self) -> None:
         pass

@@ -9,7 +9,8 @@ checkpoint of half the steps, and `equal` is then to the run that was not interr
 vit-mini` runs on gloo.
 
 `python experiments/benchmarks/ddp_steps.py OUT --kills 5` kills all ranks of a run, or one of them, at random steps
-instead, at 2 and at 1 ranks in turn, and goes on by resume=auto: OUT/ddp_kills.csv.
+instead, at 2 and at 1 ranks in turn, and goes on by resume=auto: OUT/ddp_kills.csv, with `--strategy fsdp` that of
+fully_shard at 2 ranks and OUT/fsdp_kills.csv. `--seed` draws others.
 """
 
 import argparse
@@ -306,6 +307,8 @@ class Kill:
     """One attempt of a run. `killed`: all, or one rank by its process; "" for one that was left to end."""
 
     number: int
+    strategy: str  # at 2 ranks
+    seed: int
     ranks: int
     killed: str
     at_step: int
@@ -316,7 +319,7 @@ class Kill:
     commit: str
 
 
-def kills(num: int, *, out: Path, device: str, seed: int = 0) -> int:
+def kills(num: int, *, out: Path, device: str, strategy: str, seed: int) -> int:
     """Kills attempt after attempt, then lets the last one end; the number of faults."""
     draw, rows = random.Random(seed), list[Kill]()
     size = "mini" if device == "cuda" else "tiny"
@@ -333,9 +336,9 @@ def kills(num: int, *, out: Path, device: str, seed: int = 0) -> int:
         for number in range(num + 1):
             count = 1 if number % 2 else 2
             what = "" if number == num else draw.choice(["all", "rank 1"]) if count == 2 else "all"
-            start = _steps(run)
+            start, on = _steps(run), [f"trainer.strategy={strategy}"] if count == 2 else []
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "run.py"), *words, f"trainer.devices={count}", f"hydra.run.dir={run}"],
+                [sys.executable, str(ROOT / "run.py"), *words, *on, f"trainer.devices={count}", f"hydra.run.dir={run}"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
             began, at = perf_counter(), start + draw.randint(6, 14)
@@ -357,14 +360,15 @@ def kills(num: int, *, out: Path, device: str, seed: int = 0) -> int:
                 faults.append("steps are missing in the whole run")
             rows.append(
                 Kill(
-                    number=number, ranks=count, killed=what, at_step=at if what else 0, exit_code=code,
-                    seconds=round(perf_counter() - began, 1), steps_kept=kept, fault="; ".join(faults), commit=commit(),
+                    number=number, strategy=strategy, seed=seed, ranks=count, killed=what, at_step=at if what else 0,
+                    exit_code=code, seconds=round(perf_counter() - began, 1), steps_kept=kept,
+                    fault="; ".join(faults), commit=commit(),
                 )
             )  # fmt: skip
             print(rows[-1], flush=True)
-            written(out / "ddp_kills.csv", rows)
+            written(out / f"{strategy}_kills.csv", rows)
     bad = sum(bool(row.fault) for row in rows)
-    print(f"{num} kills and resumes at 2 and 1 ranks, {bad} with faults")
+    print(f"{strategy}: {num} kills and resumes at 2 and 1 ranks, {bad} with faults")
     return bad
 
 
@@ -387,10 +391,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no row is begun later than this")
     parser.add_argument("--resumed", action="store_true", help="a row that goes on from half of its steps, too")
     parser.add_argument("--kills", type=int, default=0, help="kill and resume so often instead")
+    parser.add_argument("--strategy", default="ddp", choices=("ddp", "fsdp"), help="of what is killed")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.kills:
-        return kills(given.kills, out=given.out, device=given.device)
+        return kills(given.kills, out=given.out, device=given.device, strategy=given.strategy, seed=given.seed)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     until = perf_counter() + given.seconds

@@ -5,16 +5,17 @@ fsdp_steps.csv in $OUT or experiments/results as they come. Sizes (350m, 1b) may
 A plain loop: bf16 in forward and backward, gradients reduced in fp32, a full shard per layer. `step_ms` is the median
 over windows of 5 steps of the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay,
 `one_gpu_ms` the same of the whole network on one GPU, and `over_share` the quotient of both where a rank's share of the
-network is 1. `peak_bytes` is the largest of ranks, context included; `peak_bytes_predicted` what a probe without
-optimizer states holds, and the states of a rank. `loss` is the mean over ranks after the last step, on the same data
-for all rows of a network.
+network is 1. `--tries 5` times optimizers alone instead, so often anew: fsdp_shares.csv. `peak_bytes` is the largest of
+ranks, context included; `peak_bytes_predicted` what a probe without optimizer states holds, and the states of a rank.
+`loss` is the mean over ranks after the last step, on the same data for all rows of a network.
 """
 
+import argparse
 import csv
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ sys.path[:0] = [str(ROOT)]
 
 from baoc.config.environment import commit  # noqa: E402
 from baoc.core.catalogue import select  # noqa: E402
+from baoc.core.statistics import mean_interval  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.shards import warm  # noqa: E402
@@ -117,6 +119,69 @@ def alone_ms(name: str, size: str, *, device: torch.device) -> float:
     return 1e3 * median(seconds(optimizer.step) for _ in range(ALONE))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One try of an optimizer: both networks made anew, and steps of one GPU and of a rank in turn."""
+
+    network: str
+    ranks: int
+    optimizer: str
+    number: int
+    optimizer_ms: float
+    one_gpu_ms: float
+    over_share: float
+    device: str
+    torch: str
+    commit: str
+
+
+def share_of(name: str, size: str, *, device: torch.device) -> dict[str, float]:
+    """`optimizer_ms` and `one_gpu_ms`, medians over steps in turn, each of the slowest rank."""
+    models = {
+        "one_gpu_ms": network(size, device=device, narrow="+" in name),
+        "optimizer_ms": sharded(network(size, device=device, narrow="+" in name)),
+    }
+    optimizers = {}
+    for which, model in models.items():
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizers[which] = built(name, model)
+    times: dict[str, list[float]] = {which: [] for which in models}
+    for turn in range(WARM + ALONE):
+        for which, optimizer in optimizers.items():
+            dist.barrier()
+            spent = 1e3 * seconds(optimizer.step)
+            if turn >= WARM:
+                times[which].append(spent)
+    found = {which: median(each) for which, each in times.items()}
+    return dict(zip(found, (round(ms, 4) for ms in ranks().most(*found.values())), strict=True))
+
+
+def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[str, Any], out: Path) -> None:
+    rows: list[Share] = []
+    for number in range(tries):
+        for size in sizes:
+            for name in (name for name in OPTIMIZERS if name != MUON):
+                found = share_of(name, size, device=device)
+                fresh()
+                over = round(found["optimizer_ms"] * ranks().size / found["one_gpu_ms"], 4)
+                given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "number": number}
+                rows.append(Share(**given, **found, over_share=over, **place))
+                if ranks().rank == 0:
+                    written(out, rows)
+    if ranks().rank == 0:
+        for network_, name in dict.fromkeys((row.network, row.optimizer) for row in rows):
+            found_ = [row.over_share for row in rows if (row.network, row.optimizer) == (network_, name)]
+            print(f"{network_:12} {name:20} over a share of one GPU's: {mean_interval(found_)}")
+
+
+def written(out: Path, rows: Sequence[Any]) -> None:
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
 def batches(size: str, *, rank: int, device: torch.device) -> Callable[[], Tensor]:
     generator = torch.Generator(device).manual_seed(1 + rank)
     shape = (NETWORKS[size], SEQUENCE + 1)
@@ -182,18 +247,25 @@ def fresh() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sizes", nargs="*", default=list(NETWORKS))
+    parser.add_argument("--tries", type=int, default=0, help="time optimizers alone instead, so often")
+    asked = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     settle_allocator(device)
     context_bytes(device)
     dist.init_process_group("nccl", device_id=device)
     warm(device)
-    out = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fsdp_steps.csv"
+    out = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
     place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
+    if asked.tries:
+        shares(asked.sizes, tries=asked.tries, device=device, place=place, out=out / "fsdp_shares.csv")
+        return dist.destroy_process_group()
     rows: list[Row] = []
     measured(TORCH, "350m", device=device)  # kept nowhere: a process is slow at first
     fresh()
-    for size in sys.argv[1:] or NETWORKS:
+    for size in asked.sizes:
         reference = 0.0
         for name in OPTIMIZERS:
             one = alone_ms(name, size, device=device)
@@ -208,10 +280,7 @@ def main() -> None:
             rows.append(Row(**given, one_gpu_ms=round(one, 3), over_share=over_share, **found))
             if ranks().rank == 0:
                 print(rows[-1], flush=True)
-                with out.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, list(asdict(rows[0])))
-                    writer.writeheader()
-                    writer.writerows(asdict(row) for row in rows)
+                written(out / "fsdp_steps.csv", rows)
     if ranks().rank == 0:
         print(f"\n{'network':12} {'optimizer':20} step ms  ratio  opt ms  /share  peak/predicted GiB  state GiB")
         for row in rows:

@@ -5,7 +5,8 @@
 allocation takes. Layers are those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is
 tried before it is told of.
 Rows go to largest_llama.csv in $OUT or experiments/results. With `--train LAYERS` one method (--methods) trains 3 steps
-of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told.
+of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told; with
+`--gpus 2` under fully_shard, bf16 weights and gradients that are kept.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from baoc.training.run import build, quieten  # noqa: E402
 from baoc.training.trainer import session_settings  # noqa: E402
 from baoc.units import GIB  # noqa: E402
 
-SHAPES = {2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads
+SHAPES = {256: (688, 8), 2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads; the first to try commands
 METHODS = {
     "fp32 AdamW on the device": ("allocator=uniform_adamw", "catalogue.specs=[adamw]"),
     "packed AdamW on the device": ("catalogue.specs=[adamw_int8+split8]", "catalogue.keep_fp32_roles=[]"),
@@ -45,6 +46,7 @@ METHODS = {
         "catalogue.specs=[adamw_int8+split8,adamw_int8+split8@streamed]",
         "catalogue.keep_fp32_roles=[]",
     ),
+    "as the product chooses": (),
     "any spec on the device": ("catalogue.specs=['*','*+split8']", "catalogue.keep_fp32_roles=[]"),
     "any spec anywhere": (
         "catalogue.specs=['*','*+split8','*@streamed','*+split8@streamed']",
@@ -61,6 +63,10 @@ FIXED = (
     "micro_batch=1",
     "trainer.precision=bf16-mixed",
     "optim.release_gradients=true",  # for all methods alike: whole gradients would take as much as the weights
+)
+SHARDED = (  # of several GPUs, in the place of the last two of FIXED
+    "trainer.strategy=fsdp",
+    "trainer.precision=bf16-true",
 )
 # A checkpoint of tens of gigabytes takes longer than the steps, and so do random numbers: those that the model's own
 # replace, and its own, of which a million are drawn and repeated. The peak that is measured is that of training: what
@@ -169,27 +175,34 @@ def deepest(peak: Callable[[int], int], *, limit: int, first: tuple[int, int] = 
     return fits
 
 
-def train(method: str, *, width: int, layers: int, budget: int, folder: Path) -> None:
-    """Three steps by the command, without a checkpoint, whatever becomes of them; prints what it measured."""
+def train(
+    method: str, *, width: int, layers: int, budget: int, folder: Path, gpus: int, steps: int, device: str
+) -> None:
+    """Some steps by the command, without a checkpoint, whatever becomes of them; prints what it measured."""
     config = folder / "config.json"
     config.write_text(json.dumps(architecture(width, layers)))
-    run_dir = folder / "run"
+    run_dir, launcher, fixed = folder / "run", [], FIXED
+    if gpus > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        launcher.append("--no-python")
+        fixed = (*FIXED[:-2], *SHARDED, f"batch_size={2 * gpus}")
     once = (
-        "trainer.max_steps=3",
+        f"trainer.max_steps={steps}",
         "trainer.log_every_n_steps=1",
         "trainer.limit_val_batches=1",
         "checkpoint.export=false",
     )
-    arguments = [*FIXED, *METHODS[method], *once, f"budget={budget}gb", f"hydra.run.dir={run_dir}"]
+    arguments = [*fixed, *METHODS[method], *once, f"budget={budget}gb", f"hydra.run.dir={run_dir}"]
     began = time.perf_counter()
     command = [
+        *launcher,
         sys.executable,
         "-c",
         RUN,
         str(ROOT / "run.py"),
         *arguments,
         f"model.name_or_path={config}",
-        "device=cuda",
+        f"device={device}",
     ]
     code = subprocess.run(command, cwd=ROOT).returncode
     print(f"{method}, {layers} layers, {budget} GiB: exit code {code} after {time.perf_counter() - began:.0f} s")
@@ -207,13 +220,17 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 24], help="GiB of device memory")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--train", type=int, metavar="LAYERS", help="train this many, instead of looking for them")
+    parser.add_argument("--gpus", type=int, default=1, help="of what is trained")
+    parser.add_argument("--steps", type=int, default=3, help="of what is trained")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of what is trained")
     parser.add_argument("--folder", type=Path, help="of what is trained; else one that goes")
     args = parser.parse_args()
     if args.train:
         with tempfile.TemporaryDirectory() as folder:
             budget, method, where = args.budgets[0], args.methods[0], args.folder or Path(folder)
             where.mkdir(parents=True, exist_ok=True)
-            return train(method, width=args.width, layers=args.train, budget=budget, folder=where)
+            given = {"width": args.width, "layers": args.train, "gpus": args.gpus, "steps": args.steps}
+            return train(method, budget=budget, folder=where, device=args.device, **given)
     quieten()
     rows: list[dict[str, object]] = []
     for method in args.methods:
