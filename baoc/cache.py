@@ -42,9 +42,13 @@ def write_own(path: Path, text: str) -> None:
     """Replaces a file in one rename, so that two runs leave a whole one. Errors of the file system are ignored."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as draft:
-            draft.write(text)
-        os.replace(draft.name, path)
+        handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(draft, path)
+        except OSError:  # such as a full disk
+            os.unlink(draft)
 
 
 def shared_with(folder: Path) -> str | None:

@@ -136,7 +136,7 @@ def drawn_for_gpu(draw: random.Random) -> tuple[str, list[str], int, int | None]
     given = [f"model={model}", f"model.size={size}", f"batch_size={batch}", f"seed={draw.randrange(100)}"]
     given += [f"reallocation={mode}", "trainer.limit_val_batches=1", f"trainer.val_check_interval={steps - 2}"]
     if size in ("small", "base", "mini"):
-        given += ["dataset=synthetic_images", f"dataset.num_samples={max(256, 2 * batch)}"]
+        given += ["dataset=synthetic_images", "dataset.num_samples=256", "dataset.num_classes=10"]
         given += ["dataset.image_size=32"] if size == "mini" else []
     if mode != "off":
         given += ["reallocation.warmup_steps=4", *(["reallocation.interval=4"] if mode == "interval" else [])]

@@ -325,8 +325,8 @@ def test_a_killed_server_of_forks_is_not_the_fault_of_its_trials(tmp_path: Path,
     given = config(n_trials=2, workers=2, retries=0, fixed=["mode=wait_once"])
 
     def kill_server() -> None:
-        wait_until(lambda: len(list(tmp_path.glob("*/process"))) == 2, what="the second trial")
-        time.sleep(0.5)  # until it has written its number
+        begun = lambda: [path.read_text() for path in tmp_path.glob("*/process")]  # noqa: E731
+        wait_until(lambda: len(list(filter(None, begun()))) == 2, what="the second trial")
         number = (tmp_path / "0000" / "process").read_text()
         os.kill(int(Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
 

@@ -1,5 +1,6 @@
 """Decisions that are kept: taken over by the same run, made anew by any other, and by whatever is not whole."""
 
+import errno
 import json
 import os
 import sys
@@ -202,7 +203,14 @@ def test_only_the_newest_are_kept(own_cache: Path, monkeypatch: pytest.MonkeyPat
     assert left == ["3gb", "8gb"]
 
 
-def test_a_folder_that_cannot_be_written_keeps_none(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_keeps_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as during:
+        during.setattr("os.replace", full)
+        write_own(tmp_path / "decision", "text")
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     write_own(tmp_path / "file" / "below", "text")
     assert read_own(tmp_path / "file" / "below") is None
