@@ -51,7 +51,8 @@ def student_quantile(probability: float, *, degrees: int) -> float:
     """The quantile of Student's t distribution; infinite for no degree of freedom."""
     if degrees < 1:
         return math.inf
-    return float(_stats().t.ppf(probability, degrees))
+    stats: Any = importlib.import_module("scipy.stats")  # which has no types and takes .3 s
+    return float(stats.t.ppf(probability, degrees))
 
 
 def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
@@ -90,11 +91,6 @@ def upper_bound(interval: Interval, *, level: float) -> float:
     if interval.n < 2:
         return math.inf
     return interval.mean + student_quantile(level, degrees=interval.n - 1) * interval.sd / math.sqrt(interval.n)
-
-
-def _stats() -> Any:
-    """scipy.stats, which has no types and takes 0.3 s."""
-    return importlib.import_module("scipy.stats")
 
 
 def check(values: Sequence[float], level: float) -> None:

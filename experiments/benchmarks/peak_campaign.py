@@ -142,7 +142,7 @@ def drawn_for_gpu(draw: random.Random) -> tuple[str, list[str], int, int | None]
         given += ["reallocation.warmup_steps=4", *(["reallocation.interval=4"] if mode == "interval" else [])]
     if way != "decided":
         given += [
-            f"micro_batch={draw.choice((batch, batch // 2))}",
+            f"micro_batch={batch if way == 'release' else draw.choice((batch, batch // 2))}",
             f"model.checkpointing={draw.choice(('true', 'false'))}",
         ]
         given += [f"optim.release_gradients={'true' if way == 'release' else 'false'}"]

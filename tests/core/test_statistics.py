@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from baoc.core.statistics import mean_interval, paired_difference, upper_bound
+from baoc.core.statistics import mean_interval, paired_difference, student_quantile, upper_bound
 
 NOISE = np.random.default_rng(0)
 
@@ -18,6 +18,10 @@ def test_a_known_interval():
     assert not found.excludes_zero and str(found) == "+2 +- 2.5 (n 3)"
     assert (found.level, found.low, found.high) == (0.95, 2.0 - found.half, 2.0 + found.half)
     assert upper_bound(found, level=0.975) == pytest.approx(found.high)  # one side of an interval of 95 %
+
+
+def test_a_quantile_as_it_is_computed_first():
+    assert student_quantile.__wrapped__(0.975, degrees=2) == pytest.approx(4.302653, rel=1e-6)
 
 
 def test_one_value_tells_nothing():
