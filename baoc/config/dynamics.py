@@ -27,7 +27,7 @@ class ScheduleEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationConfig:
-    """Late in training, blocks with calm statistics give up state; see `baoc.training.reallocation.relaxation`."""
+    """Late in training, blocks with calm statistics give up state; see `baoc.planning.reallocation.relaxation`."""
 
     from_step: Annotated[int, at_least(1, " steps")] | None = None
     every: Annotated[int, at_least(1, " steps")] = 100

@@ -21,11 +21,11 @@ from baoc.core.budgets import AUTO, resolve_auto
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
+from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
+from baoc.planning.reallocation.relaxation import RelaxationSettings
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
-from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
-from baoc.training.reallocation.relaxation import RelaxationSettings
 from baoc.types import Budget, Footprint, Plan, to_plain
 
 _GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")

@@ -45,7 +45,7 @@ from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
-from baoc.training.reallocation import Reallocator
+from baoc.training.reallocator import Reallocator
 from baoc.training.session import (
     RecipeLike,
     Session,

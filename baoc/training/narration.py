@@ -13,7 +13,7 @@ import torch
 from baoc.parallel import ALONE, ranks_here
 from baoc.profiling import context_now
 from baoc.tracking.console import budget_verdict, by_rank, print_reallocation, say, summary_text
-from baoc.training.reallocation import Reallocator
+from baoc.training.reallocator import Reallocator
 from baoc.types import Plan, Profile, Reallocation
 from baoc.units import format_bytes, gib
 

@@ -24,6 +24,7 @@ from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm
 from baoc.optim.wrappers import averaged
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
@@ -33,7 +34,6 @@ from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import (
     RecipeLike,
     Session,

@@ -33,16 +33,16 @@ from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, between, worth_recomputing
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
+from baoc.profiling.step_temporaries import step_temporaries
+from baoc.profiling.step_time import soon_timed, with_link
 from baoc.racing.entrants import network_of
 from baoc.racing.records import find_raced_network, is_asked
 from baoc.tracking.console import say
-from baoc.training.measure.step_temporaries import step_temporaries
-from baoc.training.measure.step_time import soon_timed, with_link
-from baoc.training.reallocation.reallocator import Reallocator
-from baoc.training.reallocation.triggers import ReallocationSettings
+from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe

@@ -32,6 +32,9 @@ from baoc.errors import BadInputError, BaocError, BudgetBreachedError, Checkpoin
 from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.budget_schedule import BudgetChange
+from baoc.planning.reallocation.relaxation import RelaxationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
@@ -40,7 +43,6 @@ from baoc.tracking.loggers import log_plan, log_reallocations
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
-from baoc.training.reallocation import BudgetChange, ReallocationSettings, RelaxationSettings
 from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role

@@ -48,10 +48,10 @@ from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
+from baoc.planning.reallocation.triggers import ReallocationSettings  # noqa: E402
 from baoc.profiling import context_bytes, context_now  # noqa: E402
 from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
 from baoc.training.lightning import checksum  # noqa: E402
-from baoc.training.reallocation import ReallocationSettings  # noqa: E402
 from baoc.training.session import SessionSettings  # noqa: E402
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # of which Lightning clears the environment

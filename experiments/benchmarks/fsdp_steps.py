@@ -40,7 +40,7 @@ from baoc.optim.shards import warm  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
 from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
-from baoc.training.measure.step_temporaries import step_temporaries  # noqa: E402
+from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.types import TextDataSpec  # noqa: E402
 
 WARM, WINDOW, WINDOWS, ALONE = 8, 5, 4, 10

@@ -13,8 +13,8 @@ from baoc import BaocStrategy
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.errors import BudgetBreachedError
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.budget_control import BudgetControl
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
 

@@ -15,10 +15,10 @@ from baoc import BaocStrategy
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.loss_guard import LossGuard
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking.checkpoints import load_checked
 from baoc.training import trainer as training
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer

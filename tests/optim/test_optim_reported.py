@@ -13,7 +13,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.planner import PlannerSettings
-from baoc.training.reallocation import ReallocationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, build, info, make_params, one_block
 

@@ -17,8 +17,8 @@ from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.offload import Streams, streaming
 from baoc.optim.offload.streams import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import GradientProfiler
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
 from tests.support.placing import HERE, LateStreams, rings

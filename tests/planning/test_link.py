@@ -15,7 +15,7 @@ from baoc.planning.transfer import (
     slower,
 )
 from baoc.profiling import measure_link
-from baoc.training.measure.step_time import with_link
+from baoc.profiling.step_time import with_link
 from baoc.types import LatencyTable, LinkRates
 
 MIB = 2**20

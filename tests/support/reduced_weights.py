@@ -9,7 +9,7 @@ from torch import nn
 from baoc import BaocStrategy
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import PlannerSettings
-from baoc.training.reallocation import ReallocationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, loader
 

@@ -21,9 +21,9 @@ from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.parallel import ALONE, check_same, ranks
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import schedule
 from baoc.training import plain_loop
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit

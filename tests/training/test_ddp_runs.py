@@ -33,7 +33,7 @@ from baoc.tasks.vision import VisionTask
 from baoc.tracking import files
 from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
-from baoc.training.reallocation import Reallocator
+from baoc.training.reallocator import Reallocator
 from tests.support.ranks import as_launched, group, in_processes
 from tests.support.training_runs import brief, config
 

@@ -15,10 +15,10 @@ from baoc.core.budgets import parse_budget
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks import build_task
 from baoc.tracking.checkpoints import load_checked
 from baoc.training import run as training
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from baoc.types import RunResult
 from tests.support.tiny import tiny_trainer

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.training.plain_loop import name_parameters
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 
 cross_entropy = nn.functional.cross_entropy

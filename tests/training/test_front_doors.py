@@ -20,10 +20,10 @@ from baoc.config.schema import CatalogueConfig, ModelConfig, RunConfig, TrainerC
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import memory
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.probe import silent
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.run import build, run
 from baoc.training.session import SessionSettings
 from baoc.training.trainer import session_settings

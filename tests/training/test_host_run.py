@@ -10,7 +10,7 @@ from lightning.fabric.utilities import optimizer as lightning_optimizer
 from baoc import BaocStrategy
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import PlannerSettings
-from baoc.training.reallocation import ReallocationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.placing import rings

@@ -17,8 +17,8 @@ from baoc import BaocStrategy
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks import OptimizerSettings, build_task
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 

@@ -14,10 +14,11 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
+from baoc.training import reallocator
 from baoc.training import run as training
-from baoc.training.reallocation import ReallocationSettings, reallocator
 from baoc.training.session import Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.training_runs import EVERY_STEP, brief, config, logged

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.planning.planner import PlannerSettings
-from baoc.training.reallocation import ReallocationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings, warn_of_large_ties
 from baoc.types import Basis, ParamInfo, Role
 from tests.support.classifier import fit

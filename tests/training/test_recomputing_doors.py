@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import recomputed_layers
-from baoc.training.reallocation import ReallocationSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE

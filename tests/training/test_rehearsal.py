@@ -17,9 +17,9 @@ from torchmetrics.aggregation import MeanMetric
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import DropGradients
+from baoc.profiling.proxy_blocks import LAUNCHED, SmallBlocks
 from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
 from baoc.training.measure.probe import silent
-from baoc.training.measure.proxy_blocks import LAUNCHED, SmallBlocks
 from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE

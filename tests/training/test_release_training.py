@@ -19,8 +19,8 @@ from baoc.callbacks.memory import MemoryMonitor
 from baoc.errors import BadInputError
 from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling.tracker import PeakMeter
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 

@@ -12,15 +12,15 @@ from torch import nn
 from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule
+from baoc.planning.reallocation.move_cost import transit
+from baoc.planning.reallocation.relaxation import offers
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
-from baoc.training.reallocation.budget_schedule import BudgetChange, BudgetSchedule
-from baoc.training.reallocation.move_cost import transit
-from baoc.training.reallocation.relaxation import offers
 from baoc.types import Candidate, Cost, Footprint, Option, PeakInterval, Plan, Risk, to_plain
 from tests.support.decision import transformer
 from tests.support.planners import option, planner, uniform

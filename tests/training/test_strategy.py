@@ -13,10 +13,10 @@ from torch import nn
 from baoc import BaocStrategy
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
+from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import memory
 from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
-from baoc.training.reallocation import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.sessions import session

@@ -47,14 +47,14 @@ from baoc.profiling.bf16_params import as_native, cast_to_bf16
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
 from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
 from baoc.profiling.memory import LATE_MODULES_BYTES
+from baoc.profiling.step_temporaries import step_temporaries
+from baoc.profiling.step_time import FUSED_BYTES, moved_bytes
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
 from baoc.training.measure.microbatch_search import axes_of, leave
 from baoc.training.measure.microbatches import Trials
 from baoc.training.measure.probe import upkeep_bytes
-from baoc.training.measure.step_temporaries import step_temporaries
-from baoc.training.measure.step_time import FUSED_BYTES, moved_bytes
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import choice_of, settled
 from baoc.training.session import Session, SessionSettings, only_narrow

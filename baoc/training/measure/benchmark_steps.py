@@ -28,7 +28,7 @@ from baoc.optim.shards import is_sharded
 from baoc.parallel import ALONE, Ranks, ranks
 from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
-from baoc.training.measure.proxy_blocks import SmallBlocks
+from baoc.profiling.proxy_blocks import SmallBlocks
 from baoc.types import OptimizerSpec
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen

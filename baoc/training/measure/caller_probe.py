@@ -8,7 +8,7 @@ from baoc.cache import cache_folder
 from baoc.profiling import probe_footprint
 from baoc.profiling.footprint import restored
 from baoc.profiling.latency import series_seconds
-from baoc.training.measure.step_time import time_specs
+from baoc.profiling.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 FINITE_BYTES = 4  # per element, that a look for non-finite elements reads

@@ -10,7 +10,7 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
-from baoc.training.reallocation import Reallocator
+from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
 
 

@@ -42,6 +42,7 @@ from baoc.planning.microbatch import (
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.phase_timer import PhaseTimer
+from baoc.profiling.step_time import soon_timed, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, visiting
@@ -50,7 +51,6 @@ from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, p
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
-from baoc.training.measure.step_time import soon_timed, time_specs
 from baoc.training.resume import choice_of, keep, settled
 from baoc.training.session import Session, SessionSettings, make_profiler
 from baoc.training.user_optimizer import widened

@@ -25,9 +25,9 @@ from baoc.optim.shards import local
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
+from baoc.profiling.step_time import time_specs
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
-from baoc.training.measure.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
 CLIP_BYTES = 12  # per element, of clipping by norm

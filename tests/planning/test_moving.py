@@ -3,7 +3,7 @@
 import pytest
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.training.reallocation.move_cost import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
+from baoc.planning.reallocation.move_cost import CONVERSION_FLOATS, lost_steps, migration_risk, moved_specs, transit
 from baoc.types import Profile
 from tests.support.decision import stats
 from tests.support.planners import planner, uniform

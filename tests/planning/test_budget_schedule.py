@@ -7,9 +7,8 @@ import pytest
 from baoc.callbacks.growth import grown
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
-from baoc.training.reallocation import BudgetChange, BudgetSchedule, RelaxationSettings
-from baoc.training.reallocation.budget_schedule import check_order
-from baoc.training.reallocation.relaxation import calm_blocks, lowered, offers
+from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
+from baoc.planning.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
 from baoc.types import Candidate, Cost, Footprint, Profile, Risk
 from tests.support.decision import stats
 from tests.support.values import make_plan

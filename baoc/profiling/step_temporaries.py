@@ -15,8 +15,7 @@ from baoc.optim.backends import stand_in
 from baoc.optim.backends.exchanged import temporary_bytes as exchanged_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.shards import is_sharded, local
-from baoc.profiling import step_temporary_bytes
-from baoc.profiling.footprint import StepProbe
+from baoc.profiling.footprint import StepProbe, step_temporary_bytes
 from baoc.types import OptimizerSpec, Scaling
 
 _ROWS, _COLUMNS = 256, 256

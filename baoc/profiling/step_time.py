@@ -13,8 +13,8 @@ from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import bytes_tell_seconds
 from baoc.planning.cost import bytes_per_parameter
 from baoc.planning.transfer import hidden_seconds
-from baoc.profiling import measure_latency, measure_link
-from baoc.profiling.latency import MakeStep, machine, read_lines
+from baoc.profiling.latency import MakeStep, machine, measure_latency, read_lines
+from baoc.profiling.link import measure_link
 from baoc.types import LatencyTable, OptimizerSpec
 
 FUSED = "torch fused AdamW"  # no spec's name, as it holds spaces

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings, drift
+from baoc.planning.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings, drift
 from baoc.types import Profile
 from tests.support.planners import STATS
 

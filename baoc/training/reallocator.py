@@ -17,12 +17,12 @@ from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import to_spec
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
+from baoc.planning.reallocation.conversion import adopted, usable
+from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
+from baoc.planning.reallocation.move_cost import migration_risk, moved_specs, transit
+from baoc.planning.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
+from baoc.planning.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.profiling import GradientProfiler, describe
-from baoc.training.reallocation.conversion import adopted, usable
-from baoc.training.reallocation.late_params import ADAMW_BYTES, plan_late
-from baoc.training.reallocation.move_cost import migration_risk, moved_specs, transit
-from baoc.training.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
-from baoc.training.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
 from baoc.types import (
     BlockMove,
     Budget,
