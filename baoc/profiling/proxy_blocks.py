@@ -24,7 +24,7 @@ SIDE = 16  # elements of a corner at most, by dimension: all of a large network'
 FALLBACK = "adamw"  # where a spec cannot run on a corner
 
 
-class SmallBlocks:
+class ProxyBlocks:
     """One tensor of at most SIDE elements by dimension for each of the trainable tensors in `blocks`, on their device.
 
     `specs`: what steps each block; those of host-placed blocks step on the device here. `finish` is to be called when a

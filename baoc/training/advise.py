@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
@@ -151,6 +152,7 @@ def advise(
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = _layers_of(model) if layers is None else _checked_layers(layers, model=model)
+    names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]
     config = RunConfig(
         name="advise",
         batch_size=batch_size,
@@ -161,24 +163,24 @@ def advise(
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
         task=TaskConfig(
-            name="own", options={"told_by": _told_by(loss, make_batch, settings, _names_of(found, model=model))}
-        ),  # a decision is kept for this key
+            name="own", options={"told_by": _told_by(loss, make_batch, settings, names)}
+        ),  # keys a decision
     )
     step: Any = model.training_step if loss is None else loss
     made = own_code.told(make_batch, key="make_batch")
     told = own_code.told(step, key="training_step" if loss is None else "loss")
-    task = _Given(model, run=told, whole=loss is None, betas=betas)
+    task = _UserTask(model, run=told, whole=loss is None, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         stack.callback(restore_rng, capture_rng(where))
         one = made(1)
         if one is None:
             raise BadInputError("make_batch(1) returned None: return the batch, in the form that the loss takes")
-        if batch_size > 1 and (shapes := _shapes(one)) and shapes == _shapes(made(2)):
+        if batch_size > 1 and _shapes(one) == _shapes(made(2)) != []:
             raise BadInputError(
                 "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
                 "told. Where a batch is a fixed number of tokens, let a sample be one row of so many"
             )
-        data = _GivenBatch(MadeBatch(made))
+        data = _OneBatch(MadeBatch(made))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
         stack.callback(disable_checkpointing, model)
@@ -187,7 +189,9 @@ def advise(
         except BadInputError as error:
             raise error.with_traceback(None) from error.__cause__  # the search's frames tell its caller nothing
     option = chosen.option
-    probe = _Step(task, make_batch=make_batch, micro_batch=option.micro_batch, precision=precision)
+    probe = partial(
+        _probe, task=task, make_batch=make_batch, micro_batch=option.micro_batch, bf16=precision == "bf16-mixed"
+    )
     return Advice(
         micro_batch=option.micro_batch,
         accumulation=option.accumulation,
@@ -203,7 +207,7 @@ def advise(
     )
 
 
-class _Given(Task):
+class _UserTask(Task):
     """The user's network and loss as the Task that the search takes. It validates nothing."""
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
@@ -228,7 +232,7 @@ class _Given(Task):
         return None
 
 
-class _GivenBatch(DataModule):
+class _OneBatch(DataModule):
     """A data module that repeats one batch."""
 
     def __init__(self, batch: MadeBatch):
@@ -246,17 +250,12 @@ class _GivenBatch(DataModule):
         return []
 
 
-class _Step:
+def _probe(*, task: _UserTask, make_batch: Callable[[int], Any], micro_batch: int, bf16: bool) -> Tensor:
     """BaocOptimizer's `probe`: the loss of a forward pass on the chosen micro-batch."""
-
-    def __init__(self, task: _Given, *, make_batch: Callable[[int], Any], micro_batch: int, precision: str):
-        self._task, self._make, self._size, self._precision = task, make_batch, micro_batch, precision
-
-    def __call__(self) -> Tensor:
-        device = next(self._task.model.parameters()).device
-        batch = self._task.transfer_batch_to_device(self._make(self._size), device, 0)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16-mixed"):
-            return self._task.training_step(batch, 0)
+    device = next(task.model.parameters()).device
+    batch = task.transfer_batch_to_device(make_batch(micro_batch), device, 0)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+        return task.training_step(batch, 0)
 
 
 def _told_by(*given: object) -> str:
@@ -268,11 +267,6 @@ def _told_by(*given: object) -> str:
         except (OSError, TypeError):  # defined in a console, or no function
             texts.append(repr(value))
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
-
-
-def _names_of(layers: Sequence[nn.Module], *, model: nn.Module) -> list[str]:
-    chosen = set(map(id, layers))
-    return [name for name, part in model.named_modules() if id(part) in chosen]
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

@@ -1,10 +1,10 @@
 """Weights that a budget does not hold in full: they wait on the host until a plan says in which format each is kept.
 
 1. `must_wait` says whether they wait. Weights that the budget holds go to the device at once.
-2. Measurements before the plan run with bf16 in their place (`visiting`).
+2. Measurements before the plan run with bf16 in their place (`on_device_as_bf16`).
 3. The optimizer moves them to the device block by block, in their final format (`BlockwiseOptimizer`'s `device`), so
    the full weights are never there together. `needs_room` says whether weights on the device first go back (`leave`).
-4. `ArrivedWeights` serves a resume under another plan. `Between` restores weights between fits.
+4. `ArrivedWeights` serves a resume under another plan. `WeightsBetweenFits` restores weights between fits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,7 +61,7 @@ def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> Infeasi
 
 
 @contextmanager
-def visiting(
+def on_device_as_bf16(
     module: nn.Module, *, narrow: Mapping[str, Tensor], device: torch.device, budget: Budget, context_bytes: int = 0
 ) -> Iterator[None]:
     """Inside, `module` is on `device`, with bf16 values in the parameters of `narrow`; the exact values are on the
@@ -143,7 +143,7 @@ class ArrivedWeights:
         }
 
 
-class Between:
+class WeightsBetweenFits:
     """Restores weights between fits.
 
     A fit leaves weights in the formats of its specs, with corrections in the optimizer's states. `leave` and `resume`

@@ -42,7 +42,16 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> Gr
         )
     for owner, hooks in seeing_gradients(trainer).items():
         log.warning("gradients are released in backward: %s of %s find none", " and ".join(hooks), owner)
-    return _clipping(trainer, release)
+    limit, own = trainer.gradient_clip_val, release if isinstance(release, GradientRelease) else GradientRelease()
+    if not limit:  # 0 is none, too
+        return own
+    if own != GradientRelease():
+        raise BadInputError(
+            f"the Trainer clips (gradient_clip_val={limit}) and so does {own}: say it in one of the two places"
+        )
+    if trainer.gradient_clip_algorithm == "value":
+        return GradientRelease(clip_value=float(limit))
+    return GradientRelease(clip_norm=float(limit))
 
 
 def seeing_gradients(trainer: L.Trainer) -> dict[str, list[str]]:
@@ -71,16 +80,3 @@ def leave_clipping(precision: Precision) -> None:
 
 def take_clipping_back(precision: Precision) -> None:
     vars(precision).pop("clip_gradients", None)
-
-
-def _clipping(trainer: L.Trainer, release: bool | GradientRelease) -> GradientRelease:
-    limit, own = trainer.gradient_clip_val, release if isinstance(release, GradientRelease) else GradientRelease()
-    if not limit:  # 0 is none, too
-        return own
-    if own != GradientRelease():
-        raise BadInputError(
-            f"the Trainer clips (gradient_clip_val={limit}) and so does {own}: say it in one of the two places"
-        )
-    if trainer.gradient_clip_algorithm == "value":
-        return GradientRelease(clip_value=float(limit))
-    return GradientRelease(clip_norm=float(limit))

@@ -32,12 +32,12 @@ from baoc.profiling.tracker import PeakMeter
 from baoc.training.arriving_weights import (
     MIXED,
     ArrivedWeights,
-    Between,
+    WeightsBetweenFits,
     leave,
     must_wait,
     needs_room,
     no_room,
-    visiting,
+    on_device_as_bf16,
 )
 from baoc.training.averages import averaging_callbacks, without_narrow
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
@@ -68,6 +68,7 @@ from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocat
 log = logging.getLogger(__name__)
 STRATEGY_NAME, DDP_STRATEGY_NAME = "baoc", "baoc_ddp"
 PlanListener = Callable[[Planner, Plan], None]
+PRIME = 2_147_483_647  # of `checksum`
 
 
 class _GradientGuard(L.Callback):
@@ -130,7 +131,8 @@ class BudgetedStrategy(Strategy):
         self.reallocator: Reallocator | None = None
         self._guard = _GradientGuard()
         self.context_bytes = 0
-        self._waits, self._between = False, Between()  # whether weights in full pass the budget; what became of them
+        self._waits = False  # whether weights in full pass the budget
+        self._between = WeightsBetweenFits()
         self._last = False  # the backward that comes is the last one of its step
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class BudgetedStrategy(Strategy):
         with ExitStack() as visit:
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
-                visit.enter_context(visiting(module, narrow=session.narrow, **given))
+                visit.enter_context(on_device_as_bf16(module, narrow=session.narrow, **given))
             try:
                 session.measure(
                     probe,
@@ -311,16 +313,12 @@ class BudgetedStrategy(Strategy):
 
         A state budget is the same share of each; a memory budget is planned for after the first step of all of them.
         """
-        if self.budget.step_time is not None or settings.release is not False or self._waits:
-            what = (
-                f"budget.step_time={self.budget.step_time:g}"
-                if self.budget.step_time is not None
-                else "gradient release"
-                if settings.release is not False
-                else "a budget below the weights in full"
-            )
+        step_time, released = self.budget.step_time, settings.release is not False
+        if step_time is not None or released or self._waits:
+            limit = "a budget below the weights in full" if step_time is None else f"budget.step_time={step_time:g}"
             raise BadInputError(
-                f"the module sets automatic_optimization=False, and {what} needs a step that Lightning runs: use a "
+                f"the module sets automatic_optimization=False, and {'gradient release' if released else limit} needs "
+                "a step that Lightning runs: use a "
                 "budget of memory or state without it, or automatic optimization"
             )
         named = dict(module.named_parameters())
@@ -360,14 +358,14 @@ class BudgetedStrategy(Strategy):
             )
         return self.optimizers
 
-    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        """Raises BadInputError for a Trainer or a module that cannot be trained here."""
-
     def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
         """The settings, with the trainer's clipping where gradients are released before it could act."""
         if self.settings.release is False:
             return self.settings
         return replace(self.settings, release=released_clipping(trainer, self.settings.release))
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        """Raises BadInputError for a Trainer or a module that cannot be trained here."""
 
     def teardown(self) -> None:
         """Ends a fit: backward passes after it are nobody's steps.
@@ -695,29 +693,17 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
 
 def checksum(tensors: Iterable[torch.Tensor]) -> float:
     """A number that hardly any two sets of tensors share: their bytes, weighted by place, modulo a prime."""
-    with torch.no_grad():
-        sums = [_bytes_sum(tensor.detach()) for tensor in tensors]
-        held = torch.stack(sums).to("cpu") if sums else torch.zeros(1, dtype=torch.int64)
+    flat = (tensor.detach().contiguous().view(-1) for tensor in tensors)
+    words = (part.view(torch.int16 if part.element_size() % 2 == 0 else torch.uint8) for part in flat)
+    sums = [part.sum(dtype=torch.int64) % PRIME for part in words]
     found = 0
-    for value in held.tolist():
+    for value in torch.stack(sums).tolist() if sums else ():
         found = (found * 31 + value) % PRIME
     return float(found)
 
 
-PRIME = 2_147_483_647
-
-
-def _bytes_sum(tensor: torch.Tensor) -> torch.Tensor:
-    words = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() % 2 == 0 else torch.uint8)
-    return words.sum(dtype=torch.int64) % PRIME
-
-
-def _register() -> None:
-    """`Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget; `"baoc_ddp"` likewise."""
-    for strategy in (BaocStrategy, BaocDDPStrategy):
-        for suffix, budget in {"": AUTO, **{f"_{preset}": preset for preset in PRESETS}}.items():
-            told = f"trains inside budget={budget}"
-            StrategyRegistry.register(strategy.strategy_name + suffix, strategy, told, budget=budget, override=True)
-
-
-_register()
+# `Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget; `"baoc_ddp"` likewise.
+for _strategy in (BaocStrategy, BaocDDPStrategy):
+    for _suffix, _budget in {"": AUTO, **{f"_{preset}": preset for preset in PRESETS}}.items():
+        _name, _told = _strategy.strategy_name + _suffix, f"trains inside budget={_budget}"
+        StrategyRegistry.register(_name, _strategy, _told, budget=_budget, override=True)

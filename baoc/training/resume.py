@@ -78,32 +78,28 @@ def _steps_of(loops: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _are_weights(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())
-
-
-def _are_states(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) and "state" in value[0]
-
-
 # What a run's checkpoint has: key, whether the value is right, and what it is to be.
 _CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("global_step", _is_count, "a count"),
-    ("epoch", _is_count, "a count"),
-    ("state_dict", _are_weights, "tensors by name"),
-    ("optimizer_states", _are_states, "the states of one optimizer"),
-    ("lr_schedulers", lambda value: isinstance(value, list), "a list"),
-    ("loops", _is_mapping, "the progress of loops"),
-    ("callbacks", _is_mapping, "states by callback"),
-    ("hyper_parameters", lambda value: _is_mapping(value) and _is_mapping(value.get("optimizer", {})), "by name"),
+    ("global_step", lambda it: type(it) is int and it >= 0, "a count"),
+    ("epoch", lambda it: type(it) is int and it >= 0, "a count"),
+    (
+        "state_dict",
+        lambda it: isinstance(it, Mapping) and bool(it) and all(isinstance(tensor, Tensor) for tensor in it.values()),
+        "tensors by name",
+    ),
+    (
+        "optimizer_states",
+        lambda it: isinstance(it, list) and len(it) == 1 and isinstance(it[0], Mapping) and "state" in it[0],
+        "the states of one optimizer",
+    ),
+    ("lr_schedulers", lambda it: isinstance(it, list), "a list"),
+    ("loops", lambda it: isinstance(it, Mapping), "the progress of loops"),
+    ("callbacks", lambda it: isinstance(it, Mapping), "states by callback"),
+    (
+        "hyper_parameters",
+        lambda it: isinstance(it, Mapping) and isinstance(it.get("optimizer", {}), Mapping),
+        "by name",
+    ),
 )
 
 

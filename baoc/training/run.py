@@ -37,7 +37,7 @@ from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
-from baoc.training.measure.microbatch_search import Decided, decide, take_over
+from baoc.training.measure.microbatch_search import Decided, decide, take_option
 from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
@@ -125,7 +125,7 @@ def decided_by_first(
     share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
     decided = group.from_first(lambda: decide(share, task=task, data=data, run_dir=run_dir, **given))
     if group.rank:
-        take_over(decided, task=task, data=data)
+        take_option(decided.option, task=task, data=data, name=config.model.name)
     made = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)
     return replace(decided, config=made)
 

@@ -17,7 +17,7 @@ from torchmetrics.aggregation import MeanMetric
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import DropGradients
-from baoc.profiling.proxy_blocks import LAUNCHED, SmallBlocks
+from baoc.profiling.proxy_blocks import LAUNCHED, ProxyBlocks
 from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
 from baoc.training.measure.probe import silent
 from tests.support.tiny import LIGHTNING_NOISE
@@ -90,7 +90,7 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     expected = drawn()
     L.seed_everything(0, verbose=False)
     with monkeypatch.context() as patch:
-        patch.setattr(SmallBlocks, "compile", lambda self: None)
+        patch.setattr(ProxyBlocks, "compile", lambda self: None)
         patch.setattr(DropGradients, "step_with", seen)
         specs = [SPECS["adamw_int8+split8"], SPECS["muon"]]  # of which the second cannot step a bias
         blocks = [list(layer.parameters()) for layer in net.layers]
@@ -114,7 +114,7 @@ def test_kept_gradients_are_stepped_when_all_have_come(monkeypatch: pytest.Monke
 def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     blocks = [[weight] for weight in net.parameters()]
-    small = SmallBlocks(blocks, specs=[SPECS["adamw"]] * 6, release=GradientRelease())
+    small = ProxyBlocks(blocks, specs=[SPECS["adamw"]] * 6, release=GradientRelease())
     assert small.optimizer.state_bytes() < 6 * 3000 and small.optimizer.releaser is not None
     small.optimizer.releaser.together_bytes = 2**19  # two of the network's gradients
     for _ in range(2):
@@ -258,7 +258,7 @@ def test_metrics_keep_what_they_had_whatever_a_probe_does_to_them():
 
 def test_a_second_gradient_is_refused_by_training_not_by_a_rehearsal_that_knows_no_names():
     param = nn.Parameter(torch.ones(3))
-    blocks = SmallBlocks([[param]], specs=[SPECS["adamw"]], release=GradientRelease())
+    blocks = ProxyBlocks([[param]], specs=[SPECS["adamw"]], release=GradientRelease())
     for _ in range(2):
         blocks.come(param)  # as where recomputed activations use it twice
         blocks.come(param)

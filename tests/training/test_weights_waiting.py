@@ -216,13 +216,13 @@ def test_what_has_no_room_within_the_cap_comes_outside_of_it(monkeypatch: pytest
     monkeypatch.setattr(memory, "cap_device", lambda device, *, budget: calls.append("capped"))
     given = {"narrow": narrow, "device": torch.device("cpu"), "budget": parse_budget("1mb")}
     rooms[:] = [0, 0, 1]
-    with arrival.visiting(module, **given):
+    with arrival.on_device_as_bf16(module, **given):
         assert calls == ["bfloat16", "uncapped", "bfloat16", "capped"]
     assert module.net[0].weight.dtype is torch.float32
     calls.clear()
     rooms[:] = [0, 0, 0]
     refused = pytest.raises(InfeasibleBudgetError, match="the weights as they are used take")
-    with refused, arrival.visiting(module, **given):
+    with refused, arrival.on_device_as_bf16(module, **given):
         raise AssertionError
     assert module.net[0].weight.dtype is torch.float32
 

@@ -28,7 +28,7 @@ from baoc.optim.shards import is_sharded
 from baoc.parallel import ALONE, Ranks, ranks
 from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
-from baoc.profiling.proxy_blocks import SmallBlocks
+from baoc.profiling.proxy_blocks import ProxyBlocks
 from baoc.types import OptimizerSpec
 
 WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
@@ -59,64 +59,48 @@ def rehearse(
     to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on
     the device, and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping.
     `release`: the gradients of a block go when all have come, and `clip` is done in backward. `blocks`: the parameters
-    of each; with `specs`, one for each, the host does what it does to step them (`SmallBlocks`). Gradients are None
+    of each; with `specs`, one for each, the host does what it does to step them (`ProxyBlocks`). Gradients are None
     afterwards, however it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError.
     """
-    seconds = _rehearsed(
-        loss, batch, module, params, device=device, accumulation=accumulation, clip=clip, blocks=blocks, specs=specs,
-        release=release, max_s=max_s,
-    )  # fmt: skip
-    if specs:  # small blocks are in cycles, and no part of what comes next
+
+    def measured() -> float:
+        few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
+        clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
+        releasing = GradientRelease(**clips) if release else None
+        group = ranks() if any(map(is_sharded, params)) else ALONE  # who send each other messages in forward
+        clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
+        guard.tell = lambda _: None  # these are no steps of the run
+        cuda = device.type == "cuda"
+        with (
+            restored(module, params),
+            _quiet(),
+            _stepping(blocks, specs=specs, release=releasing) as small,
+            _interruptible(),
+            _logging_to(stand_in := _StandIn(loss, params, small=small), module=module),
+        ):
+            trainer = L.Trainer(
+                accelerator="cuda" if cuda else "cpu",
+                devices=[device.index or 0] if cuda else 1,
+                max_steps=warm + MOST,
+                accumulate_grad_batches=few,
+                gradient_clip_val=None if release else clip[0],
+                gradient_clip_algorithm=None if release else clip[1],
+                callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
+                plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            # Those that are there go on: Lightning's would end the run without a checkpoint.
+            trainer._signal_connector.register_signal_handlers = lambda: None
+            trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(warm + MOST) * few))
+        return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
+
+    seconds = measured()
+    if specs:  # proxy blocks are in cycles, and no part of what comes next
         clear_cache(device)
     return seconds
-
-
-def _rehearsed(
-    loss: Callable[[Any], Tensor],
-    batch: Any,
-    module: L.LightningModule,
-    params: Sequence[Tensor],
-    *,
-    device: torch.device,
-    accumulation: int,
-    clip: tuple[float | None, str | None],
-    blocks: Sequence[Sequence[Tensor]],
-    specs: Sequence[OptimizerSpec],
-    release: bool,
-    max_s: float,
-) -> float:
-    few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
-    clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
-    releasing = GradientRelease(**clips) if release else None
-    group = ranks() if any(map(is_sharded, params)) else ALONE  # who send each other messages in forward
-    clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
-    guard.tell = lambda _: None  # these are no steps of the run
-    cuda = device.type == "cuda"
-    with (
-        restored(module, params),
-        _quiet(),
-        _stepping(blocks, specs=specs, release=releasing) as small,
-        _interruptible(),
-        _logging_to(stand_in := _StandIn(loss, params, small=small), module=module),
-    ):
-        trainer = L.Trainer(
-            accelerator="cuda" if cuda else "cpu",
-            devices=[device.index or 0] if cuda else 1,
-            max_steps=warm + MOST,
-            accumulate_grad_batches=few,
-            gradient_clip_val=None if release else clip[0],
-            gradient_clip_algorithm=None if release else clip[1],
-            callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
-            plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        # Those that are there go on: Lightning's would end the run without a checkpoint.
-        trainer._signal_connector.register_signal_handlers = lambda: None
-        trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(warm + MOST) * few))
-    return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
 
 class _Batches:
@@ -135,7 +119,7 @@ class _Batches:
 class _StandIn(L.LightningModule):
     """Has no parameters of its own, so nothing is moved or converted, and `params` for an optimizer to hold."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, small: SmallBlocks | None = None):
+    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, small: ProxyBlocks | None = None):
         super().__init__()
         self._loss, self._params, self._small = loss, list(params), small
 
@@ -147,7 +131,7 @@ class _StandIn(L.LightningModule):
 
 
 class _Still(torch.optim.Optimizer):
-    def __init__(self, params: Sequence[Tensor], *, small: SmallBlocks | None):
+    def __init__(self, params: Sequence[Tensor], *, small: ProxyBlocks | None):
         super().__init__(params, {})
         self._small = small
 
@@ -233,10 +217,10 @@ def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> It
 @contextmanager
 def _stepping(
     blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease | None
-) -> Iterator[SmallBlocks | None]:
+) -> Iterator[ProxyBlocks | None]:
     """Inside, small blocks are stepped if there are `specs`, and with `release` the gradients of a block go when the
     last of them has come."""
-    small = SmallBlocks(blocks, specs=specs, release=release) if specs else None
+    small = ProxyBlocks(blocks, specs=specs, release=release) if specs else None
     block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block if release}
 
     def come(param: Tensor) -> None:

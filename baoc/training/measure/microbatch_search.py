@@ -45,7 +45,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.profiling.step_time import soon_timed, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.training.arriving_weights import must_wait, visiting
+from baoc.training.arriving_weights import must_wait, on_device_as_bf16
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.measurements import Tryouts, Way
@@ -132,7 +132,10 @@ def decide(
                 keep_decision(key, made)
         options = [*choice.options] if choice is not None else [*made.options] if made is not None else []
         leave(options, run_dir=run_dir, objective=config.objective)
-        account = {"kept": True} if choice is None else account_of(choice)
+        account: dict[str, Any] = {"kept": True}
+        if choice is not None:  # what measuring options won, and what was left
+            left = [option.name for option in choice.left]
+            account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
         account |= {"total_s": phases.total_s, "wall_s": monotonic() - began, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
         how = f": taken over from {path_of(key)}, as its bytes were found again" if choice is None else told(choice)
@@ -143,7 +146,12 @@ def decide(
     chosen = made.chosen
     keep(choice_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
-        tell_release(config)
+        clips = config.trainer.gradient_clip_val if config.trainer.gradient_clip_algorithm != "value" else None
+        norm = f"; gradient_clip_val={clips:g} then clips by the norm of the step before" if clips else ""
+        console.say(
+            f"gradients are released in the backward pass, to hold budget {config.budget.name}{norm}. "
+            "optim.release_gradients=false rules this out"
+        )
     return Decided(
         config=replace(settled(config, choice=choice_of(chosen)), budget=decision.budget),
         latency=made.latency,
@@ -152,31 +160,13 @@ def decide(
     )
 
 
-def take_over(decided: Decided, *, task: Task, data: DataModule) -> None:
-    """Sets network and data as `decide` has left them where it was made."""
-    take_option(decided.option, task=task, data=data, name=decided.config.model.name)
-
-
 def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
+    """Sets the layers of a network, called `name` in messages, and its data as an option has them."""
     disable_checkpointing(task.model)
     if option.recomputed:
         enable_checkpointing(task.model, name=name, count=option.recomputed)
     set_compiled(task.model, option.compiled)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
-
-
-def tell_release(config: RunConfig) -> None:
-    """What released gradients change is said where nobody asked for them."""
-    clip = config.trainer.gradient_clip_val
-    norm = (
-        f"; gradient_clip_val={clip:g} then clips by the norm of the step before"
-        if clip and config.trainer.gradient_clip_algorithm != "value"
-        else ""
-    )
-    console.say(
-        f"gradients are released in the backward pass, to hold budget {config.budget.name}{norm}. "
-        "optim.release_gradients=false rules this out"
-    )
 
 
 class Decision:
@@ -282,10 +272,16 @@ class Decision:
             compiled=True,
         )
 
+    @property
+    def compile_is_open(self) -> bool:
+        """Whether a run that is long enough has compiled layers searched, too."""
+        is_open = self.config.model.compile == "auto" and self.where.type == "cuda" and self.tryouts.capped
+        return is_open and self.axes.num_layers > 0
+
     def may_compile(self, chosen: Option) -> bool:
         """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
         run_s = run_seconds(self.config, chosen.samples_per_s)
-        return compile_is_open(self) and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
+        return self.compile_is_open and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
@@ -365,9 +361,7 @@ class Decision:
         chosen = choice.chosen
         if chosen is None:
             return None
-        unsought = compile_is_open(self) and not any(
-            option.compiled for option in choice.options
-        )  # as the run is short
+        unsought = self.compile_is_open and not any(option.compiled for option in choice.options)  # as the run is short
         run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left or unsought else math.inf
         return Entry(
             chosen=chosen,
@@ -405,7 +399,7 @@ class Decision:
         context = context_bytes(self.where)
         waits = must_wait(self.task, device=self.where, budget=self.budget, context_bytes=context)
         given = narrow if waits else {}
-        there = visiting(self.task, narrow=given, device=self.where, budget=self.budget, context_bytes=context)
+        there = on_device_as_bf16(self.task, narrow=given, device=self.where, budget=self.budget, context_bytes=context)
         visit.enter_context(there)
         return True, bool(given)
 
@@ -606,14 +600,8 @@ def run_seconds(config: RunConfig, rate: float) -> float:
     return min(limits, default=math.inf)
 
 
-def account_of(choice: Choice) -> dict[str, Any]:
-    """What measuring options won, and what was left, for deciding.json."""
-    left = [option.name for option in choice.left]
-    return {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
-
-
 def told(choice: Choice) -> str:
-    """The same in words."""
+    """What measuring options won, and what was left, in words."""
     said = f"; options were measured {choice.measured} time{'s' if choice.measured != 1 else ''}"
     if choice.won > 0:
         said += f", which won {choice.won:.1%} over the one that promised most"
@@ -627,9 +615,3 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
     """The table on the terminal and options.csv in the run folder."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
-
-
-def compile_is_open(decision: Decision) -> bool:
-    """Whether a run that is long enough has compiled layers searched, too."""
-    is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.tryouts.capped
-    return is_open and decision.axes.num_layers > 0
