@@ -10,9 +10,9 @@ import torch
 
 from baoc.core.catalogue import SPECS
 from baoc.profiling import latency
+from baoc.profiling import step_time as timing
 from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, series_seconds, source_hash
 from baoc.profiling.step_time import soon_timed, time_specs
-from baoc.profiling import step_time as timing
 
 LARGE = latency.LARGE["cpu"]
 
