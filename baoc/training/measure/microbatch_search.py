@@ -272,16 +272,10 @@ class Decision:
             compiled=True,
         )
 
-    @property
-    def compile_is_open(self) -> bool:
-        """Whether a run that is long enough has compiled layers searched, too."""
-        is_open = self.config.model.compile == "auto" and self.where.type == "cuda" and self.tryouts.capped
-        return is_open and self.axes.num_layers > 0
-
     def may_compile(self, chosen: Option) -> bool:
         """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
         run_s = run_seconds(self.config, chosen.samples_per_s)
-        return self.compile_is_open and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
+        return compile_is_open(self) and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
@@ -361,7 +355,9 @@ class Decision:
         chosen = choice.chosen
         if chosen is None:
             return None
-        unsought = self.compile_is_open and not any(option.compiled for option in choice.options)  # as the run is short
+        unsought = compile_is_open(self) and not any(
+            option.compiled for option in choice.options
+        )  # as the run is short
         run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left or unsought else math.inf
         return Entry(
             chosen=chosen,
@@ -615,3 +611,9 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
     """The table on the terminal and options.csv in the run folder."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
+
+
+def compile_is_open(decision: Decision) -> bool:
+    """Whether a run that is long enough has compiled layers searched, too."""
+    is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.tryouts.capped
+    return is_open and decision.axes.num_layers > 0
