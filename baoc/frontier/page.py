@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +50,35 @@ def page_data(runs: Sequence[RunFolder], *, title: str, race: Mapping[str, Any] 
         "title": title,
         "kinds": [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)],
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
-        "race": None if race is None else _race_data(race),
+        "race": None if race is None else race_table(race),
     }
 
 
-def _race_data(race: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a race as text, and its sentences."""
+def race_table(race: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of a race.json as text, those first who were in most stages, and its sentences."""
     stages = list(dict.fromkeys(stage for row in race["entrants"] for stage in row["stages"]))
+
+    def rank(row: Mapping[str, Any]) -> tuple[int, float]:
+        means = [stage["mean"] for stage in row["stages"].values()]
+        return -len(means), inf if not means or means[-1] is None else means[-1]
+
     rows = []
-    for row in race["entrants"]:
-        cells = [row["stages"].get(stage) for stage in stages]
-        means = [
-            "" if cell is None else "diverged" if cell["mean"] is None else f"{cell['mean']:.4g}" for cell in cells
-        ]
-        spreads = ["" if cell is None or cell["sd"] is None else f" ({cell['sd']:.2g})" for cell in cells]
+    for row in sorted(race["entrants"], key=rank):
+        cells = [_score_text(row["stages"].get(stage)) for stage in stages]
         rate = "" if row["rate"] is None else f"{row['rate']:g}"
-        told = "chosen" if row["name"] == race["choice"] else row["left"] or ("control" if row["control"] else "")
-        values = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-        rows.append([row["name"], f"{row['state_share']:.1%}", rate, *values, told])
-    return {
-        "head": ["recipe", "state", "rate", *stages, ""],
-        "rows": sorted(rows, key=lambda cells: -sum(map(bool, cells[3:-1]))),
-        "lines": [race["told"], race["verdict"]["reason"], race["claim"]],
-    }
+        left = row["left"] or ("a control, never chosen" if row["control"] else "")
+        kind = "chosen" if row["name"] == race["choice"] else left
+        rows.append([row["name"], f"{row['state_share']:.1%}", rate, *cells, kind])
+    lines = [race["told"], race["verdict"]["reason"], race["claim"]]
+    return {"head": ["recipe", "state", "rate", *stages, ""], "rows": rows, "lines": lines}
+
+
+def _score_text(stage: Mapping[str, Any] | None) -> str:
+    if stage is None:
+        return ""
+    if stage["mean"] is None:
+        return "diverged"
+    return f"{stage['mean']:.4g}" + ("" if stage["sd"] is None else f" ({stage['sd']:.2g})")
 
 
 def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mapping[str, Any] | None = None) -> None:

@@ -24,6 +24,7 @@ from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
+from baoc.frontier.page import race_table
 from baoc.frontier.runs import INCIDENTAL
 from baoc.models import family_of
 from baoc.racing import records
@@ -553,32 +554,14 @@ class _Race:
 
 def show(content: Mapping[str, Any]) -> None:
     """Prints the table of a race, the verdict and the claim."""
-    stages = list(dict.fromkeys(stage for row in content["entrants"] for stage in row["stages"]))
+    told = race_table(content)
     words = Column("", overflow="fold", ratio=1, min_width=24)
-    columns = (Column("recipe", no_wrap=True), *figures("state", "rate", *stages), words)
+    columns = (Column("recipe", no_wrap=True), *figures(*told["head"][1:-1]), words)
     table = make_table(f"Race by {content['quality']}, mean (sd) over seeds", *columns)
-    for row in sorted(content["entrants"], key=_rank):
-        chosen = row["name"] == content["choice"]
-        kind = "chosen" if chosen else "a control, never chosen" if row["control"] and not row["left"] else row["left"]
-        cells = [_cell(row["stages"].get(stage)) for stage in stages]
-        rate = "" if row["rate"] is None else f"{row['rate']:g}"
-        table.add_row(row["name"], f"{row['state_share']:.1%}", rate, *cells, kind, style="bold" if chosen else None)
+    for cells in told["rows"]:
+        table.add_row(*cells, style="bold" if cells[0] == content["choice"] else None)
     make_console().print(table)
-    for line in (content["told"], content["verdict"]["reason"], content["claim"]):
+    for line in told["lines"]:
         say(line)
     state_bytes = next(row["state_bytes"] for row in content["entrants"] if row["name"] == content["choice"])
     say(f"the race took {content['seconds']:.0f} s of runs for {format_bytes(state_bytes)} of state")
-
-
-def _rank(row: Mapping[str, Any]) -> tuple[int, float]:
-    """Who was in more stages comes first, then who was better in the last one."""
-    means = [stage["mean"] for stage in row["stages"].values()]
-    return -len(means), math.inf if not means or means[-1] is None else means[-1]
-
-
-def _cell(stage: Mapping[str, Any] | None) -> str:
-    if stage is None:
-        return ""
-    if stage["mean"] is None:
-        return "diverged"
-    return f"{stage['mean']:.4g}" + ("" if stage["sd"] is None else f" ({stage['sd']:.2g})")
