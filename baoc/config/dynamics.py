@@ -34,6 +34,9 @@ class RelaxationConfig:
     calm: Annotated[float, Allowed("a share above 0", gt=0)] = 0.5
     max_risk: Annotated[float, Allowed("a share above 0", gt=0)] = 0.1
 
+    def due(self, step: int) -> bool:
+        return self.from_step is not None and step >= self.from_step and (step - self.from_step) % self.every == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicsConfig:

@@ -121,8 +121,9 @@ class ReallocationConfig:
     """When the allocation is chosen again. All steps are optimizer steps.
 
     `warmup_steps` are profiled before the first reallocation. `interval` separates later ones (modes interval and
-    drift). `drift_threshold` is the relative change of a block's statistics that counts as drift. `min_gain` is the
-    share of the total risk that a proposal must save.
+    drift). `drift_threshold` is the mean absolute log ratio of the statistics to those of the last decision that calls
+    for a new one. `min_gain` is the share of the total risk that a later proposal must save, so that allocations do not
+    flap.
     """
 
     mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"

@@ -5,6 +5,7 @@ validated as JSON, strictly: true is no number, a number is no text, and unknown
 key as the command line writes it, the given value, what is allowed, and similar names.
 """
 
+import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,12 @@ class Allowed:
     min_length: int | None = None
     pattern: str | None = None
 
+    def hold(self, value: Any) -> bool:
+        """Whether a number is in the range."""
+        limits = ((operator.ge, self.ge), (operator.gt, self.gt), (operator.le, self.le), (operator.lt, self.lt))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and all(limit is None or holds(value, limit) for holds, limit in limits)
+
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         limits = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "words"}
         return {**handler(source), **{name: limit for name, limit in limits.items() if limit is not None}}
@@ -88,6 +95,18 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raises BadInputError with `key`, its `value` and what is `allowed`, unless `condition` holds."""
     if not condition:
         raise BadInputError(f"{key}={plain_text(value)} is not allowed: it must be {allowed}")
+
+
+def check(settings: object, *, path: str) -> None:
+    """Raises BadInputError for a number or a choice that its annotation rules out: of settings made in Python, where
+    pydantic need not be installed."""
+    for name, hint in _hints(type(settings)).items():
+        value, bare = getattr(settings, name), _bare(hint)
+        limits = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Allowed)), None)
+        if typing.get_origin(bare) is Literal:
+            require(value in typing.get_args(bare), f"{path}.{name}", value, describe(bare))
+        elif limits is not None:
+            require(limits.hold(value), f"{path}.{name}", value, limits.words)
 
 
 def plain_text(value: object) -> str:

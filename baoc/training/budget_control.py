@@ -17,12 +17,12 @@ import torch
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.vote import StepVote
+from baoc.config.dynamics import RelaxationConfig
 from baoc.core.budgets import AUTO, resolve_auto
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
-from baoc.planning.reallocation.relaxation import RelaxationSettings
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
@@ -50,7 +50,7 @@ class BudgetControl(L.Callback):
         self,
         *,
         schedule: Sequence[BudgetChange] = (),
-        relaxation: RelaxationSettings | None = None,
+        relaxation: RelaxationConfig | None = None,
         run_dir: Path | None = None,
         memory: MemoryMonitor | None = None,
         tell: Callable[[str], None] = say,
@@ -58,7 +58,7 @@ class BudgetControl(L.Callback):
     ):
         check_order(schedule)
         self.schedule = tuple(schedule)
-        self.relaxation = relaxation or RelaxationSettings()
+        self.relaxation = relaxation or RelaxationConfig()
         self.wanted = BudgetSchedule(Budget(name="unlimited"))
         self.tell = tell
         self._run_dir = run_dir

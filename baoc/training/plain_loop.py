@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import SPECS, on_device
 from baoc.errors import BadInputError, CheckpointError
@@ -24,7 +25,6 @@ from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm
 from baoc.optim.wrappers import averaged
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
@@ -106,7 +106,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         **switches: bool | None,
     ):
         check_switches(switches)
-        settings = settings or SessionSettings(reallocation=ReallocationSettings(warmup_steps=PLAIN_WARMUP_STEPS))
+        settings = settings or SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
         settings = with_recipe(settings, recipe=recipe)
         asked = {"release": release, "checkpointing": checkpointing}
         settings = replace(settings, **{key: value for key, value in asked.items() if value is not None})

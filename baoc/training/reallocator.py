@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from baoc.config.dynamics import RelaxationConfig
+from baoc.config.schema import ReallocationConfig
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
@@ -20,9 +22,9 @@ from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, moved_specs, transit
-from baoc.planning.reallocation.relaxation import RelaxationSettings, calm_blocks, lowered, offers
-from baoc.planning.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings
+from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
+from baoc.training.triggers import TRIGGERS, Moment
 from baoc.types import (
     BlockMove,
     Budget,
@@ -84,7 +86,7 @@ class Reallocator:
         planner: Planner,
         optimizer: BlockwiseOptimizer,
         plan: Plan,
-        settings: ReallocationSettings,
+        settings: ReallocationConfig,
         profiler: GradientProfiler | None,
         ranks: Ranks = ALONE,
         network: Callable[[], nn.Module | None] | None = None,
@@ -295,7 +297,7 @@ class Reallocator:
             planner.budget, planner.footprint = before
             raise
 
-    def relax(self, settings: RelaxationSettings) -> tuple[Budget, dict[str, float]] | None:
+    def relax(self, settings: RelaxationConfig) -> tuple[Budget, dict[str, float]] | None:
         """The budget less what calm blocks can do without, and those blocks with how calm each is; None where none can.
 
         To be put in force by `rebudget`, which then decides by the newest profile.

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from baoc.config.schema import ReallocationConfig
+from baoc.config.validate import check
 from baoc.core.blocks import partition
 from baoc.core.catalogue import on_device, select
 from baoc.core.measured import AUTO
@@ -33,7 +35,6 @@ from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, between, worth_recomputing
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
@@ -64,7 +65,7 @@ class SessionSettings:
     """
 
     planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
-    reallocation: ReallocationSettings = field(default_factory=ReallocationSettings)
+    reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
     backend: str = "auto"
     nonfinite: str = "skip_element"
     rms_matching: bool | Matching = True
@@ -72,6 +73,9 @@ class SessionSettings:
     release: bool | GradientRelease = False
     overlap: bool = True
     from_conf: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.reallocation, path="reallocation")
 
 
 def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:

@@ -33,8 +33,6 @@ from baoc.parallel import ALONE, local_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange
-from baoc.planning.reallocation.relaxation import RelaxationSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
@@ -92,7 +90,7 @@ def session_settings(config: RunConfig) -> SessionSettings:
     return SessionSettings(
         from_conf=True,
         planner=planner,
-        reallocation=ReallocationSettings(**asdict(config.reallocation)),
+        reallocation=config.reallocation,
         backend=config.optim.backend,
         nonfinite=config.optim.nonfinite,
         release=bool(config.optim.release_gradients),
@@ -179,7 +177,7 @@ def assemble_trainer(
             BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
             for entry in config.dynamics.schedule
         ],
-        relaxation=RelaxationSettings(**asdict(config.dynamics.relaxation)),
+        relaxation=config.dynamics.relaxation,
         run_dir=run_dir,
         memory=memory,
         vote=vote,

@@ -44,11 +44,11 @@ sys.path[:0] = [str(ROOT)]
 from baoc import BaocDDPStrategy  # noqa: E402
 from baoc.callbacks.generators import RngState  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
+from baoc.config.schema import ReallocationConfig  # noqa: E402
 from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
-from baoc.planning.reallocation.triggers import ReallocationSettings  # noqa: E402
 from baoc.profiling import context_bytes, context_now  # noqa: E402
 from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
 from baoc.training.lightning import checksum  # noqa: E402
@@ -195,7 +195,7 @@ def baoc(budget: str, *, mode: str = "off") -> BaocDDPStrategy:
     """`mode`: of reallocation, or adamw for fp32 AdamW everywhere, whose states are those of torch's."""
     if mode == "adamw":
         return BaocDDPStrategy(budget, recipe=Recipe(name="adamw", specs={"hidden": "adamw"}))
-    reallocation = ReallocationSettings(mode=mode, warmup_steps=8, interval=10)
+    reallocation = ReallocationConfig(mode=mode, warmup_steps=8, interval=10)
     return BaocDDPStrategy(budget, settings=SessionSettings(reallocation=reallocation))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from baoc import BaocStrategy
 from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BudgetBreachedError
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.budget_control import BudgetControl
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyModule, tiny_trainer
@@ -51,7 +51,7 @@ class Watch(L.Callback):
 
 def fit(budget: str | int, **options: Any) -> tuple[L.Trainer, Watch, MemoryMonitor, list[str]]:
     said: list[str] = []
-    settings = SessionSettings(reallocation=ReallocationSettings(mode="once"))
+    settings = SessionSettings(reallocation=ReallocationConfig(mode="once"))
     strategy, watch = BaocStrategy(budget, device="cpu", settings=settings), Watch()
     memory = MemoryMonitor(strategy.budget)
     control = BudgetControl(memory=memory, tell=said.append, **options)
@@ -90,7 +90,7 @@ def test_where_nothing_makes_room_the_run_says_so() -> None:
     reallocator, said = reallocator_of(free), []
     state = reallocator.plan.state_bytes_adamw
     enough = reallocator.planner.footprint.peak_bytes(state_bytes=state, specs=("adamw",))
-    settings = SessionSettings(reallocation=ReallocationSettings(mode="off"))
+    settings = SessionSettings(reallocation=ReallocationConfig(mode="off"))
     strategy = BaocStrategy(int(1.1 * enough), device="cpu", settings=settings)
     memory = MemoryMonitor(strategy.budget, tracked_steps=12)
     callbacks = [BudgetControl(memory=memory, tell=said.append), memory]

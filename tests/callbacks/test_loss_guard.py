@@ -14,8 +14,8 @@ import torch
 from baoc import BaocStrategy
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.loss_guard import LossGuard
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking.checkpoints import load_checked
 from baoc.training import trainer as training
@@ -56,7 +56,7 @@ def fit(module: Poisoned, run_dir: Path, *, every: int | None = None, specs: str
     guard = LossGuard(**policy, checkpoint=checkpoint, check=options.pop("check", lambda content: None))
     said: list[str] = []
     guard.tell = said.append
-    settings = SessionSettings(reallocation=ReallocationSettings(mode="interval", warmup_steps=2, interval=3))
+    settings = SessionSettings(reallocation=ReallocationConfig(mode="interval", warmup_steps=2, interval=3))
     strategy = BaocStrategy(specs, device="cpu", settings=settings)
     callbacks = [*options.pop("callbacks", []), guard, checkpoint]
     trainer = tiny_trainer(strategy=strategy, enable_checkpointing=True, callbacks=callbacks, **options)
@@ -130,7 +130,7 @@ def test_after_a_rewind_weights_and_states_are_those_of_the_checkpoint(tmp_path:
 @pytest.mark.parametrize("mode", ["once", "drift", "off"])
 def test_a_rewind_to_before_the_decision_keeps_the_decision(tmp_path: Path, mode: str) -> None:
     """Checkpoint after step 4, decision after step 5, bad loss in step 7: the profiler may be gone by then."""
-    settings = SessionSettings(reallocation=ReallocationSettings(mode=mode, warmup_steps=5, interval=50))
+    settings = SessionSettings(reallocation=ReallocationConfig(mode=mode, warmup_steps=5, interval=50))
     strategy = BaocStrategy("state_50", device="cpu", settings=settings)
     checkpoint = SafeCheckpoint(tmp_path, every_n_steps=4)
     guard = LossGuard(nonfinite_loss="rewind", checkpoint=checkpoint)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, build, info, make_params, one_block
 
@@ -86,7 +86,7 @@ class TestBaocOptimizer:
     @pytest.mark.parametrize("make", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
     def test_a_copy_with_its_model_trains_on_alike_across_a_reallocation(self, make: Any) -> None:
         settings = SessionSettings(
-            planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(mode="once", warmup_steps=6)
+            planner=PlannerSettings(risk="statistics"), reallocation=ReallocationConfig(mode="once", warmup_steps=6)
         )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
@@ -131,7 +131,7 @@ class TestBaocOptimizer:
             torch.manual_seed(0)
             settings = SessionSettings(
                 planner=PlannerSettings(risk="statistics"),
-                reallocation=ReallocationSettings(mode="once", warmup_steps=6),
+                reallocation=ReallocationConfig(mode="once", warmup_steps=6),
             )
             model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
             return BaocOptimizer(model, budget="state_25", settings=settings)
@@ -159,7 +159,7 @@ class TestBaocOptimizer:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).double()
         x = torch.randn(64, 16, dtype=torch.float64)
-        settings = SessionSettings(reallocation=ReallocationSettings(mode="once", warmup_steps=4))
+        settings = SessionSettings(reallocation=ReallocationConfig(mode="once", warmup_steps=4))
         optimizer = BaocOptimizer(model, budget="state_25", lr=1e-2, settings=settings)
         losses = []
         for _ in range(12):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from baoc import BaocOptimizer
+from baoc.config.schema import ReallocationConfig
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.offload import Streams, streaming
 from baoc.optim.offload.streams import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import GradientProfiler
 from baoc.training.session import SessionSettings
 from tests.support.optimizing import Gradients, assert_same, build, make_params, run_steps, twin_of, values
@@ -230,7 +230,7 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
     with rings(streams=streams, piece_bytes=2000):
         settings = SessionSettings(
             planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()),
-            reallocation=ReallocationSettings(mode="once"),
+            reallocation=ReallocationConfig(mode="once"),
             release=True,
         )
         optimizer = BaocOptimizer(params.items(), budget="state_50", settings=settings)

@@ -7,9 +7,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from baoc import BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, loader
 
@@ -17,7 +17,7 @@ from tests.support.classifier import QUIET, Classifier, loader
 def strategy(*specs: str) -> BaocStrategy:
     settings = SessionSettings(
         planner=PlannerSettings(specs=specs, risk="statistics", keep_fp32_roles=("norm",)),
-        reallocation=ReallocationSettings(mode="once", warmup_steps=6),
+        reallocation=ReallocationConfig(mode="once", warmup_steps=6),
     )
     return BaocStrategy("state_50", settings=settings)
 

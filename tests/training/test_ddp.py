@@ -18,10 +18,10 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.parallel import ALONE, check_same, ranks
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import schedule
 from baoc.training import plain_loop
 from baoc.training.session import SessionSettings
@@ -29,7 +29,7 @@ from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit
 from tests.support.ranks import as_launched, group, in_processes
 
-OFTEN = ReallocationSettings(mode="interval", warmup_steps=3, interval=4, min_gain=0.0)
+OFTEN = ReallocationConfig(mode="interval", warmup_steps=3, interval=4, min_gain=0.0)
 
 
 def net() -> nn.Module:

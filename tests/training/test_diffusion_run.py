@@ -15,7 +15,6 @@ from baoc.core.budgets import parse_budget
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks import build_task
 from baoc.tracking.checkpoints import load_checked
 from baoc.training import run as training
@@ -91,7 +90,7 @@ def test_averages_of_split_weights_are_of_what_they_stand_for():
     data = build_data("digits", task="diffusion", batch_size=32)
     task = build_task("diffusion", model=build_model("dit", spec=data.spec, seed=0), spec=data.spec)
     planner = PlannerSettings(specs=("adamw_int8+split8",), keep_fp32_roles=())
-    settings = SessionSettings(planner=planner, reallocation=ReallocationSettings(mode="off"))
+    settings = SessionSettings(planner=planner, reallocation=ReallocationConfig(mode="off"))
     exact = ExactAverage()
     trainer = tiny_trainer(
         strategy=BaocStrategy("unlimited", settings=settings), max_steps=4, precision="bf16-mixed", callbacks=[exact]

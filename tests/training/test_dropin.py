@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from baoc import BaocOptimizer
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.training.plain_loop import name_parameters
 from baoc.training.session import SessionSettings
@@ -39,7 +39,7 @@ def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, steps
 def settings(**planner: object) -> SessionSettings:
     return SessionSettings(
         planner=PlannerSettings(**planner),  # pyright: ignore[reportArgumentType]
-        reallocation=ReallocationSettings(mode="once", warmup_steps=6),
+        reallocation=ReallocationConfig(mode="once", warmup_steps=6),
     )
 
 
@@ -81,7 +81,7 @@ def test_the_step_s_own_temporaries_are_in_the_predicted_peak(probed: bool):
         probe=(lambda: loss().backward()) if probed else None,
         settings=SessionSettings(
             planner=PlannerSettings(specs=("adamw_int8",), keep_fp32_roles=()),
-            reallocation=ReallocationSettings(mode="off"),
+            reallocation=ReallocationConfig(mode="off"),
         ),
     )
     train(optimizer, loss, steps=2)

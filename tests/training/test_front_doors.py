@@ -16,11 +16,10 @@ from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
-from baoc.config.schema import CatalogueConfig, ModelConfig, RunConfig, TrainerConfig
+from baoc.config.schema import CatalogueConfig, ModelConfig, ReallocationConfig, RunConfig, TrainerConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import memory
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.probe import silent
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SETTINGS = SessionSettings(
     planner=PlannerSettings(specs=("adamw", "adamw_int8", "lion", "sign"), keep_fp32_roles=()),
-    reallocation=ReallocationSettings(mode="off"),
+    reallocation=ReallocationConfig(mode="off"),
 )
 
 

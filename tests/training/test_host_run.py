@@ -8,9 +8,9 @@ import pytest
 from lightning.fabric.utilities import optimizer as lightning_optimizer
 
 from baoc import BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.placing import rings
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def strategy(spec: str) -> BaocStrategy:
-    off = ReallocationSettings(mode="off")
+    off = ReallocationConfig(mode="off")
     settings = SessionSettings(planner=PlannerSettings(specs=(spec,)), reallocation=off)
     return BaocStrategy("8gb", settings=settings)
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
 from baoc import BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
@@ -84,7 +84,7 @@ def plain_losses(state: dict[str, torch.Tensor]) -> list[float]:
 
 def strategy() -> BaocStrategy:
     settings = SessionSettings(
-        planner=PlannerSettings(allocator="uniform_adamw"), reallocation=ReallocationSettings(mode="off")
+        planner=PlannerSettings(allocator="uniform_adamw"), reallocation=ReallocationConfig(mode="off")
     )
     return BaocStrategy("unlimited", device="cpu", settings=settings)
 

@@ -14,7 +14,6 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import describe
 from baoc.profiling.tracker import MemoryTracker
 from baoc.training import reallocator
@@ -51,7 +50,7 @@ def session(budget: int | str, *, mode: str = "off") -> tuple[nn.Module, Any]:
         device=torch.device("cpu"),
         budget=parse_budget(budget),
         settings=SessionSettings(
-            planner=PlannerSettings(keep_fp32_roles=()), reallocation=ReallocationSettings(mode=mode), backend="eager"
+            planner=PlannerSettings(keep_fp32_roles=()), reallocation=ReallocationConfig(mode=mode), backend="eager"
         ),
     )
     planned.assume(footprint)

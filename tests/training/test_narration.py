@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings, warn_of_large_ties
 from baoc.types import Basis, ParamInfo, Role
 from tests.support.classifier import fit
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
 )
 MOVING = SessionSettings(
-    planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(mode="once", warmup_steps=3)
+    planner=PlannerSettings(risk="statistics"), reallocation=ReallocationConfig(mode="once", warmup_steps=3)
 )
 
 

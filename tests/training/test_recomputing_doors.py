@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models.switches import recomputed_layers
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
-SETTINGS = SessionSettings(reallocation=ReallocationSettings(mode="off"))
+SETTINGS = SessionSettings(reallocation=ReallocationConfig(mode="off"))
 DEPTH, WIDTH, SAMPLES = 6, 16, 256
 
 

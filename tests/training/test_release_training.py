@@ -16,10 +16,10 @@ from baoc import BaocOptimizer, BaocStrategy
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.generators import RngState
 from baoc.callbacks.memory import MemoryMonitor
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError
 from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling.tracker import PeakMeter
 from baoc.training.session import SessionSettings
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
@@ -40,7 +40,7 @@ class Deep(TinyModule):
 def settings(release: bool | GradientRelease = True, **planner: Any) -> SessionSettings:
     return SessionSettings(
         planner=PlannerSettings(**planner),
-        reallocation=ReallocationSettings(mode="once", warmup_steps=4),
+        reallocation=ReallocationConfig(mode="once", warmup_steps=4),
         release=release,
     )
 
@@ -48,7 +48,7 @@ def settings(release: bool | GradientRelease = True, **planner: Any) -> SessionS
 def large(release: bool) -> SessionSettings:
     """One spec for all and no profile, so that a step holds what the network and one block need."""
     planner = PlannerSettings(specs=("sign",), keep_fp32_roles=())
-    return SessionSettings(planner=planner, reallocation=ReallocationSettings(mode="off"), release=release)
+    return SessionSettings(planner=planner, reallocation=ReallocationConfig(mode="off"), release=release)
 
 
 def fit(

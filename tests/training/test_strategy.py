@@ -11,9 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from baoc import BaocStrategy
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
-from baoc.planning.reallocation.triggers import ReallocationSettings
 from baoc.profiling import memory
 from baoc.training import lightning as strategy_module
 from baoc.training.measure.probe import Probe
@@ -199,7 +199,7 @@ def test_two_optimizers_are_refused():
 
 def test_statistics_move_blocks_after_warm_up():
     settings = SessionSettings(
-        planner=PlannerSettings(risk="statistics"), reallocation=ReallocationSettings(mode="once", warmup_steps=6)
+        planner=PlannerSettings(risk="statistics"), reallocation=ReallocationConfig(mode="once", warmup_steps=6)
     )
     events = []
     strategy = BaocStrategy("state_25", settings=settings, reallocation_listeners=[lambda e, p, s: events.append(e)])

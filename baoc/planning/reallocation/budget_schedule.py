@@ -20,15 +20,6 @@ class BudgetChange:
     step: int | None = None
     batch: int | None = None
 
-    def __post_init__(self) -> None:
-        if (self.step is None) == (self.batch is None):
-            raise BadInputError(
-                "an entry of budget.schedule needs either step (steps done) or batch (samples per step), as in "
-                "{step: 200, budget: state_10}"
-            )
-        if (self.step or self.batch or 0) < 1:
-            raise BadInputError(f"budget.schedule: step and batch are 1 or more, not {self.step or self.batch or 0}")
-
     @property
     def when(self) -> str:
         return f"step {self.step}" if self.step is not None else f"batch {self.batch}"

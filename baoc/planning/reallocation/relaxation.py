@@ -6,36 +6,9 @@ later decisions do not spend them again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from baoc.errors import BadInputError
 from baoc.types import Budget, Candidate, Plan, Profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelaxationSettings:
-    """`from_step`: optimizer steps before the first check, null for none. `every`: steps between checks.
-
-    `calm`: gradient RMS as a share of the first decision's. `max_risk`: the most risk that a cheaper candidate may add,
-    as a share of what lies between the block's least and most risky ones.
-    """
-
-    from_step: int | None = None
-    every: int = 100
-    calm: float = 0.5
-    max_risk: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.from_step is not None and self.from_step < 1:
-            raise BadInputError(f"budget.relaxation.from_step is {self.from_step}: give 1 or more steps, or null")
-        if self.every < 1:
-            raise BadInputError(f"budget.relaxation.every is {self.every}: give 1 or more steps")
-        for name in ("calm", "max_risk"):
-            if not getattr(self, name) > 0:
-                raise BadInputError(f"budget.relaxation.{name} is {getattr(self, name)}: give a share above 0")
-
-    def due(self, step: int) -> bool:
-        return self.from_step is not None and step >= self.from_step and (step - self.from_step) % self.every == 0
 
 
 def calm_blocks(reference: Profile, now: Profile, *, share: float) -> dict[str, float]:

@@ -7,32 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite, log
 
-from baoc.errors import BadInputError
+from baoc.config.schema import ReallocationConfig
 from baoc.types import Profile
-
-MODES = ("off", "once", "interval", "drift")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReallocationSettings:
-    """`warmup_steps`: optimizer steps profiled before the first decision. `interval`: steps between later ones.
-
-    `min_gain`: a later proposal must lower the predicted risk by this fraction, so that allocations do not flap.
-    `drift_threshold`: mean absolute log ratio of the statistics to those of the last decision that calls for a new one.
-    """
-
-    mode: str = "off"
-    warmup_steps: int = 40
-    interval: int = 100
-    min_gain: float = 0.02
-    drift_threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise BadInputError(f"unknown reallocation {self.mode!r}: choose one of {', '.join(MODES)}")
-        for name in ("warmup_steps", "interval"):
-            if getattr(self, name) < 2:
-                raise BadInputError(f"reallocation.{name} is {getattr(self, name)}: a profile needs at least 2 steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +23,29 @@ class Moment:
     watched_from: int = 0
 
 
-Trigger = Callable[[ReallocationSettings, Moment], bool]
+Trigger = Callable[[ReallocationConfig, Moment], bool]
 
 
-def _off(_: ReallocationSettings, __: Moment) -> bool:
+def _off(_: ReallocationConfig, __: Moment) -> bool:
     return False
 
 
-def _warm(settings: ReallocationSettings, now: Moment) -> bool:
+def _warm(settings: ReallocationConfig, now: Moment) -> bool:
     """Whether there are enough statistics to decide by, also where a resumed run has none of those before."""
     return now.step - now.watched_from >= settings.warmup_steps
 
 
-def _once(settings: ReallocationSettings, now: Moment) -> bool:
+def _once(settings: ReallocationConfig, now: Moment) -> bool:
     return now.last_decision == 0 and _warm(settings, now)
 
 
-def _interval(settings: ReallocationSettings, now: Moment) -> bool:
+def _interval(settings: ReallocationConfig, now: Moment) -> bool:
     if now.last_decision == 0:
         return _once(settings, now)
     return now.step - now.last_decision >= settings.interval and _warm(settings, now)
 
 
-def _drift(settings: ReallocationSettings, now: Moment) -> bool:
+def _drift(settings: ReallocationConfig, now: Moment) -> bool:
     """Looks every `interval` steps, as a profile is not free, and decides anew only where the statistics moved by more
     than `drift_threshold`, or where there are none to compare with."""
     if not _interval(settings, now):

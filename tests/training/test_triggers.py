@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError
-from baoc.planning.reallocation.triggers import TRIGGERS, Moment, ReallocationSettings, drift
+from baoc.training.session import SessionSettings
+from baoc.training.triggers import TRIGGERS, Moment, drift
 from baoc.types import Profile
 from tests.support.planners import STATS
 
@@ -23,7 +25,7 @@ def fires(
     reference: Profile | None = None,
     watched_from: int = 0,
 ) -> bool:
-    settings = ReallocationSettings(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
+    settings = ReallocationConfig(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
     moment = Moment(
         step=step,
         last_decision=last,
@@ -69,10 +71,11 @@ def test_drift_is_the_mean_log_ratio_and_leaves_out_what_is_not_known():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": "often"}, "unknown reallocation 'often': choose one of off, once, interval, drift"),
-        ({"warmup_steps": 1}, "reallocation.warmup_steps is 1: a profile needs at least 2 steps"),
+        ({"mode": "often"}, r"reallocation.mode=often is not allowed: it must be off\|once\|interval\|drift"),
+        ({"warmup_steps": 1}, "reallocation.warmup_steps=1 is not allowed: it must be 2 or more"),
+        ({"min_gain": 1.0}, "reallocation.min_gain=1.0 is not allowed: it must be at least 0 and below 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(BadInputError, match=message):
-        ReallocationSettings(**changes)
+        SessionSettings(reallocation=ReallocationConfig(**changes))
