@@ -86,8 +86,8 @@ class LossGuard(L.Callback):
     def _worst(self) -> float:
         """Which of KINDS the first loss of the step is that is no finite number; 0 where all are."""
         losses, self._losses = self._losses, []
-        found = [_kind(loss) for loss in torch.stack(losses).float().tolist()] if losses else []
-        return next((kind for kind in found if kind), 0)
+        values = torch.stack(losses).float().tolist() if losses else []
+        return next((KINDS.index(str(value)) for value in values if not math.isfinite(value)), 0)
 
     def state_dict(self) -> dict[str, int]:
         return {"bad": self.num_bad, "in_a_row": self.num_in_a_row, "rewinds": self.num_rewinds}
@@ -145,7 +145,9 @@ def restore(trainer: L.Trainer, content: dict[str, Any]) -> None:
     States are converted to the allocation in force; statistics and decisions are not taken back.
     """
     optimizer = trainer.optimizers[0]
-    settings = [{k: v for k, v in group.items() if k not in _NAMES} for group in optimizer.param_groups]
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
     states = [{k: v for k, v in state.items() if k != "online"} for state in content["optimizer_states"]]
     trainer.strategy.load_model_state_dict(content, strict=True)
     trainer.strategy.load_optimizer_state_dict({**content, "optimizer_states": states})
@@ -155,10 +157,3 @@ def restore(trainer: L.Trainer, content: dict[str, Any]) -> None:
     for callback in callbacks:
         if callback.state_key == "EmaWeights" and "EmaWeights" in content["callbacks"]:
             callback.load_state_dict(content["callbacks"]["EmaWeights"])
-
-
-_NAMES = ("params", "param_names")
-
-
-def _kind(value: float) -> int:
-    return 0 if math.isfinite(value) else KINDS.index(str(value))

@@ -71,7 +71,7 @@ class Preemption(L.Callback):
         if self.received is not None:
             forget_sigterm(trainer)
         for number in _numbers() if threading.current_thread() is threading.main_thread() else ():
-            if signal.getsignal(number) != self._note and _wraps(signal.getsignal(number), self._note):
+            if self._note in getattr(signal.getsignal(number), "signal_handlers", ()):  # of Lightning's composed one
                 signal.signal(number, self._note)
 
     def on_train_batch_start(
@@ -127,8 +127,3 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
 
 def _numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-
-
-def _wraps(handler: Any, inner: Any) -> bool:
-    """Whether Lightning's composed handler calls `inner` among others."""
-    return inner in getattr(handler, "signal_handlers", ())

@@ -117,11 +117,6 @@ def with_race_folder(words: Sequence[str]) -> list[str]:
     return [*kept, *own, f"hydra.run.dir={folder}"]
 
 
-def command_of(overrides: Sequence[str]) -> str:
-    """The command that repeats one job."""
-    return shlex.join(["python", "run.py", *overrides])
-
-
 def as_given(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
     """Overrides with the user's own code as it was named, in place of the options that were made of it."""
     names = {group: str(config[group].name) for group in GROUPS if group in config}
@@ -169,7 +164,7 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
     from baoc.cli.fast_import import import_torchmetrics
     from baoc.config.environment import write_environment
 
-    command = command_of(overrides)
+    command = shlex.join(["python", "run.py", *overrides])  # which repeats this job
     import_torchmetrics()
     from baoc.racing.records import settle_recipe
     from baoc.training.run import run

@@ -6,6 +6,7 @@ prefers a file of conf/ to a node of the same name.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,8 @@ def with_made_options(words: Sequence[str]) -> list[str]:
 def budget_node(budget: Budget) -> dict[str, Any]:
     """A Budget as a file of conf/budget writes it."""
     memory = f"{budget.memory_bytes}b" if budget.memory_bytes is not None else None
-    if memory is not None and budget.name and _is_size_of(budget.name, budget.memory_bytes):
-        memory = budget.name
+    with suppress(BadInputError):  # of a name that is no size
+        memory = budget.name if memory and parse_budget(budget.name).memory_bytes == budget.memory_bytes else memory
     return {
         "name": budget.name,
         "memory": memory,
@@ -272,10 +273,3 @@ def _budgets_in(node: Any) -> Iterator[str]:
             yield from _budgets_in(value)
         elif isinstance(value, str) and str(key).split("/")[-1].removeprefix("override ") == "budget":
             yield from option_values([f"budget={value}"], group="budget")
-
-
-def _is_size_of(name: str, num_bytes: int | None) -> bool:
-    try:
-        return parse_budget(name).memory_bytes == num_bytes
-    except BadInputError:
-        return False

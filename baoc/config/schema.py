@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from baoc.config.dynamics import DynamicsConfig
-from baoc.config.faults import FaultsConfig
 from baoc.config.race import RaceConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.config.validate import ABOVE_0, FROM_0, OFF, SHARE, Allowed, at_least
@@ -193,6 +192,16 @@ class CheckpointConfig:
     every_minutes: Annotated[float, Allowed("more than 0, or null", gt=0)] | None = 10.0
     keep: Annotated[int, at_least(1)] = 1
     export: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsConfig:
+    """`nonfinite_loss`: skip the step, rewind to the last checkpoint, or stop the run. `patience` is the number of such
+    steps in a row after which `skip` stops the run. `max_rewinds` limits `rewind` per run."""
+
+    nonfinite_loss: Literal["skip", "rewind", "stop"] = "skip"
+    patience: Annotated[int, at_least(1, " steps")] = 20
+    max_rewinds: Annotated[int, at_least(1)] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,14 +51,9 @@ def group_by_workload(runs: Sequence[RunFolder]) -> list[tuple[Workload, list[Ru
     for run in runs:
         if run.result is not None:
             workloads.setdefault(run.workload, []).append(run)
-    bare = [_without_hash(workload) for workload in workloads]
+    bare = [(task, model, data.rpartition(AT)[0] or data, quality) for task, model, data, quality in workloads]
     shown = [plain if bare.count(plain) == 1 else full for plain, full in zip(bare, workloads, strict=True)]
     return list(zip(shown, workloads.values(), strict=True))
-
-
-def _without_hash(workload: Workload) -> Workload:
-    task, model, dataset, quality = workload
-    return task, model, dataset.rpartition(AT)[0] or dataset, quality
 
 
 def quality_objective(runs: Sequence[RunFolder]) -> Objective:

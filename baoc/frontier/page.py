@@ -173,7 +173,12 @@ def _group_data(
         seeds.setdefault(own_names[run.path], []).append(run)
     points = workload_frontier(runs, names=own_names).points
     groups = [group(seeds[entry.label][0]) for entry in points]
-    entries = [_entry(entry, seeds[entry.label], family=own) for entry, own in zip(points, groups, strict=True)]
+    entries = []
+    for entry, own in zip(points, groups, strict=True):
+        result = result_of(seeds[entry.label][0])
+        budget = result["budget"]
+        limit = int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
+        entries.append(ComparedPoint(point=entry, family=own, allocator=result["allocator"], memory_limit=limit))
     adamw_bytes = max(result_of(run)["state_bytes_adamw"] for run in runs)
     levels = best_at_levels(entries, quality=objective, adamw_bytes=adamw_bytes)
     setting = {entry.label: names[seeds[entry.label][0].path] for entry in points}
@@ -201,13 +206,6 @@ def _group_data(
         "histories": hypervolume_histories(runs, group=group),
         "knees": knee_labels(points, quality=objective),
     }
-
-
-def _entry(point: FrontierPoint, seeds: Sequence[RunFolder], *, family: str) -> ComparedPoint:
-    result = result_of(seeds[0])
-    budget = result["budget"]
-    limit = int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
-    return ComparedPoint(point=point, family=family, allocator=result["allocator"], memory_limit=limit)
 
 
 def _level(level: MemoryLevel, *, short: Mapping[str, str]) -> dict[str, Any]:

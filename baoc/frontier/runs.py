@@ -97,7 +97,6 @@ def varying_settings(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _override_text(value: Any) -> str:
-    """A value as the command line writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -46,7 +46,12 @@ def time_specs(
     Timed are the specs that are `needed` (names), and those that `cache_dir` knows already; the others are assumed to
     be as fast by the byte as fused AdamW.
     """
-    steps: dict[str, MakeStep] = {FUSED: lambda numel, tensors: _fused(numel, tensors, device=device)}
+
+    def make_fused(numel: int, tensors: int) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(_parameters(numel, tensors, device), fused=device.type in ("cpu", "cuda"))
+        return lambda: optimizer.step()
+
+    steps: dict[str, MakeStep] = {FUSED: make_fused}
     known = read_lines(cache_dir, key=machine(device))
     specs = device_rows(specs)
     for spec in specs:
@@ -108,9 +113,3 @@ def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> M
         return lambda: optimizer.step()
 
     return make
-
-
-def _fused(numel: int, tensors: int, *, device: torch.device) -> Callable[[], None]:
-    params = _parameters(numel, tensors, device)
-    optimizer = torch.optim.AdamW(params, fused=device.type in ("cpu", "cuda"))
-    return lambda: optimizer.step()

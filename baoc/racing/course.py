@@ -167,7 +167,10 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
         state.check()
         names = [one.name for one in state.racing]
         if not state.rates:
-            state.rates = {name: best_rate(_by_rate(name, ended)) for name in names}
+            by_rate: dict[str, dict[float, dict[int, float]]] = {name: {} for name in names}
+            for run, end in ended.items():
+                by_rate.setdefault(run.entrant, {}).setdefault(run.rate, {})[run.seed] = end.score
+            state.rates = {name: best_rate(by_rate[name]) for name in names}
         state.scores[rung] = {
             name: {
                 run.seed: end.score
@@ -199,11 +202,3 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     fresh = state.scores.get(FRESH, {})
     found = verdict(state.racing, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level)
     return Outcome(verdict=found, rung=reached, rates=state.rates, left=state.left, scores=state.scores, cut=cut)
-
-
-def _by_rate(name: str, ended: Mapping[Run, Ended]) -> dict[float, dict[int, float]]:
-    found: dict[float, dict[int, float]] = {}
-    for run, end in ended.items():
-        if run.entrant == name:
-            found.setdefault(run.rate, {})[run.seed] = end.score
-    return found

@@ -5,7 +5,7 @@ plan, and its permutation as a control (`baoc.planning.proposals`). Each is a re
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -163,10 +163,10 @@ def read_field(path: Path) -> Field:
     content: dict[str, Any] = files.read_json(path)
     if content.get("schema") != SCHEMA:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
-    racers = tuple(_racer(row) for row in content["racers"])
-    return Field(racers=racers, **{key: value for key, value in content.items() if key not in ("schema", "racers")})
-
-
-def _racer(row: Mapping[str, Any]) -> Racer:
-    own = {key: row[key] for key in ("name", "state_bytes", "uniform", "control")}
-    return Racer(entrant=Entrant(**own), recipe=recipe_from_node(row["recipe"]))
+    racers = []
+    for row in content["racers"]:
+        own = {key: row[key] for key in ("name", "state_bytes", "uniform", "control")}
+        racers.append(Racer(entrant=Entrant(**own), recipe=recipe_from_node(row["recipe"])))
+    return Field(
+        racers=tuple(racers), **{key: value for key, value in content.items() if key not in ("schema", "racers")}
+    )

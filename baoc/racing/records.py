@@ -104,7 +104,12 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
 def told(outcome: Outcome, *, field: Field) -> str:
     """The choice beside the best other uniform: share of state, means, difference, n."""
     found = outcome.verdict
-    means = {name: _all_scores(outcome, name) for name in (found.choice, found.rival) if name is not None}
+    stages = [outcome.scores.get(stage, {}) for stage in (outcome.rung, FRESH)]  # the last rung's seeds, and fresh ones
+    means = {
+        name: [score for scores in stages for score in scores.get(name, {}).values()]
+        for name in (found.choice, found.rival)
+        if name is not None
+    }
     sign = -1 if field.higher_is_better else 1
     state = next(one.entrant.state_bytes for one in field.racers if one.name == found.choice)
     own = means[found.choice]
@@ -113,12 +118,6 @@ def told(outcome: Outcome, *, field: Field) -> str:
     if found.rival is None or found.difference is None:
         return text
     return f"{text} against {found.rival} {sign * fmean(means[found.rival]):.4g}: {found.difference}"
-
-
-def _all_scores(outcome: Outcome, name: str) -> list[float]:
-    """Scores on the seeds of the last rung and the fresh ones."""
-    stages = (outcome.rung, FRESH)
-    return [score for stage in stages for score in outcome.scores.get(stage, {}).get(name, {}).values()]
 
 
 def record(

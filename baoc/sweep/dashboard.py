@@ -93,11 +93,6 @@ def report(entity: str, project: str) -> Any:
     )
 
 
-def as_json(made: Any) -> dict[str, Any]:
-    """The JSON that the server would get; building it validates every panel."""
-    return json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))
-
-
 def publish(entity: str, project: str, *, out: Path) -> list[str]:
     """Creates or updates both on the server and returns their URLs; `out` keeps those of the last call."""
     kept = read_json(out / URLS_FILE) if (out / URLS_FILE).is_file() else {}
@@ -124,7 +119,8 @@ def write(entity: str, project: str, *, out: Path) -> list[Path]:
     files = []
     for name, made in (("workspace", workspace(entity, project)), ("report", report(entity, project))):
         file = out / f"wandb_{name}.json"
-        write_text(file, json.dumps(as_json(made), indent=1) + "\n")
+        sent = json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))  # validates every panel
+        write_text(file, json.dumps(sent, indent=1) + "\n")
         files.append(file)
     return files
 

@@ -23,11 +23,6 @@ _MEASURED = ("quality", "samples_per_s")  # with noise, so that only a differenc
 Values = Mapping[str, float | None]
 
 
-def rung_attribute(rung: int, *, repeat: int) -> str:
-    """Name of the user attribute with a trial's objectives at a rung; `repeat` is the index of the trial's run."""
-    return f"rung:{repeat}:{rung}"
-
-
 class EarlyStopping:
     """Follows the metrics of one trial. An `exempt` trial (a baseline) is recorded but never stopped."""
 
@@ -47,7 +42,7 @@ class EarlyStopping:
         self._read_bytes[file] = size
         rows = read_metrics(file)
         for rung in self.stop.rungs:
-            key = rung_attribute(rung, repeat=repeat)
+            key = f"rung:{repeat}:{rung}"
             if key in self._passed_rungs:
                 continue
             values = values_at_rung(rows, rung=rung, folder=folder, names=self.objectives, metric=self.stop.metric)

@@ -124,18 +124,13 @@ def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence
     """
     if not values:
         return []
-    columns = [_log_if_positive([row[i] for row in values]) for i in range(len(objectives))]
+    columns = [column if (column <= 0).any() else np.log(column) for column in np.array(values, dtype=float).T]
     quality, sign = quality_objective(objectives)
     rest = [column - column.mean() for i, column in enumerate(columns) if i != quality]
     powers = (1, 2) if len(values) >= QUADRATIC_FROM else (1,)
     inputs = np.stack([np.ones(len(values)), *[column**k for column in rest for k in powers]], axis=1)
     target = columns[quality] * sign
     return list(map(float, target - inputs @ np.linalg.lstsq(inputs, target, rcond=1e-6)[0]))
-
-
-def _log_if_positive(column: Sequence[float]) -> np.ndarray:
-    numbers = np.array(column, dtype=float)
-    return np.log(numbers) if (numbers > 0).all() else numbers
 
 
 def budget_bounds(

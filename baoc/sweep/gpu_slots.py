@@ -139,7 +139,7 @@ class GpuSlots:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                sizes.append(_read_slot(opened))
+                sizes.append(int(os.pread(opened, 32, 0) or b"0"))
             finally:
                 os.close(opened)
         return sizes
@@ -157,7 +157,3 @@ class GpuSlots:
             os.pwrite(file, str(num_bytes).encode(), 0)
             return file
         raise AssertionError("unreachable")
-
-
-def _read_slot(file: int) -> int:
-    return int(os.pread(file, 32, 0) or b"0")

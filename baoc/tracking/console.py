@@ -65,16 +65,16 @@ class PipeSafeConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), (sys.stderr if self.stderr else sys.stdout).fileno())
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """A console on the current stdout or stderr; 100 columns and no colours if it is not a terminal."""
-    if _live_consoles and not stderr:
+def make_console() -> Console:
+    """A console on the current stdout; 100 columns and no colours if it is not a terminal."""
+    if _live_consoles:
         return _live_consoles[-1]
-    console = PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=False)
+    console = PipeSafeConsole(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        return PipeSafeConsole(stderr=stderr, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
+        return PipeSafeConsole(highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
     if console.width > MAX_WIDTH:
         console.width = MAX_WIDTH
     return console
@@ -83,11 +83,6 @@ def make_console(*, stderr: bool = False) -> Console:
 def say(text: str) -> None:
     """Prints one line without wrapping it."""
     make_console().print(text, markup=False, soft_wrap=True)
-
-
-def print_error(text: str) -> None:
-    """Prints an error on stderr."""
-    make_console(stderr=True).print(text, markup=False, soft_wrap=True, style="red")
 
 
 def print_pairs(title: str, pairs: Mapping[str, str | None], *, run_dir: str | Path | None) -> None:

@@ -21,7 +21,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """One dict per step, ordered by step; of several lines of a step the last value of a key wins. `path` is a
     metrics.jsonl or its run folder. Raises BadInputError for a newer schema."""
     by_step: dict[int, dict[str, Any]] = {}
-    for line in read_jsonl(metrics_path(path)):
+    for line in read_jsonl(Path(path) / METRICS_FILE if Path(path).is_dir() else path):
         if type(line.get("schema")) is not int or type(line.get("step")) is not int:
             raise BadInputError(f"{path} has a line without schema and step ({line}): it was damaged; remove that line")
         if line["schema"] > METRICS_SCHEMA:
@@ -36,11 +36,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def series(path: str | os.PathLike[str], key: str) -> list[tuple[int, float | None]]:
     """(step, value) of one metric, one value per step; None stands for NaN or infinity."""
     return [(line["step"], line[key]) for line in read_metrics(path) if key in line]
-
-
-def metrics_path(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    return path / METRICS_FILE if path.is_dir() else path
 
 
 def supersede(

@@ -4,7 +4,6 @@
 """
 
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -164,10 +163,6 @@ class Narrator:
             moved = "no reallocation" if not moves else f"{moves} reallocation{'' if moves == 1 else 's'}"
             say("; ".join([f"{self.name}: {steps} steps, {moved}", *self.verdict_lines()]))
         self._log()
-
-    def conclude_with(self, owner: object) -> None:
-        """Concludes when `owner` is gone, at the latest when the process ends: a plain loop does not say its end."""
-        weakref.finalize(owner, self.conclude)
 
     def _count(self, *_: object) -> None:
         self._stepped = True

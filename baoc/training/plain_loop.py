@@ -183,7 +183,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             first_step.begin(self)
             self.register_step_post_hook(_learn_footprint)
         self.reallocator.attach()
-        self.narrator.conclude_with(self)
+        weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
         self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
         self.register_step_post_hook(_warn_of_copies)
         if unknown and verbose:

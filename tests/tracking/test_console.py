@@ -224,12 +224,6 @@ def test_text_goes_to_the_stdout_of_the_moment(monkeypatch: pytest.MonkeyPatch) 
     assert buffer.getvalue() == "hello [bold]as it is[/bold] " + "x" * 150 + "\n"
 
 
-def test_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_error("no such budget")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "no such budget\n")
-
-
 @pytest.mark.parametrize("width", [80, 100])
 def test_figures_of_the_options_are_never_cut_off(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """They are what the decision rests on; words give way, and the one that is run keeps its mark."""

@@ -15,10 +15,6 @@ def usable(profile: Profile | None, *, planner: Planner) -> bool:
     return profile is not None and all(block.name in profile.stats for block in planner.blocks)
 
 
-def _same_elsewhere(before: str, now: str) -> bool:
-    return before != now and on_device(before) == on_device(now)
-
-
 def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:
     """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
 
@@ -38,7 +34,8 @@ def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | No
     lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
     if set(choices) != names:
         notes.append(f"parameters were cut into {len(choices)} blocks, are into {len(names)}")
-    elsewhere = [b for b in names & set(choices) if _same_elsewhere(choices[b], plan.allocation.choices[b])]
+    moved = [b for b in names & set(choices) if choices[b] != plan.allocation.choices[b]]
+    elsewhere = [b for b in moved if on_device(choices[b]) == on_device(plan.allocation.choices[b])]
     if elsewhere:
         first = min(elsewhere)
         notes.append(

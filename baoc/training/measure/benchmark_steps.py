@@ -155,12 +155,9 @@ class _Clock(StepMonitor):
     def micro_batch_ms(self) -> float:
         """Median over the counted steps of the mean micro-batch between the first and the last; 0 of fewer than 3."""
         self._read_events()
-        means = [sum(map(self._spent_ms, parts)) / len(parts) for parts in self._inner if parts]
+        spent = lambda start, end: start.elapsed_time(end) if self._cuda else (end - start) * 1e3  # noqa: E731
+        means = [sum(spent(*part) for part in parts) / len(parts) for parts in self._inner if parts]
         return median(means) if means else 0.0
-
-    def _spent_ms(self, part: tuple[Any, Any]) -> float:
-        start, end = part
-        return start.elapsed_time(end) if self._cuda else (end - start) * 1e3
 
     def _count(self) -> None:
         super()._count()

@@ -183,6 +183,9 @@ class Probe:
         device = params[0].device
         devices = [device.index] if device.type == "cuda" else []
         rest_s = 0.0
+        likely = next(
+            (spec for spec in specs if spec.name == self._only), specs[0]
+        )  # the host does about the same for all
         if given is None:
             with silent(self.module), self._begin(), torch.random.fork_rng(devices=devices, device_type="cuda"):
                 rest_s = rehearse(
@@ -194,7 +197,7 @@ class Probe:
                     accumulation=self.accumulation,
                     clip=self._clip,
                     blocks=(blocks := released or [[param] for param in params]),
-                    specs=[self._likely(specs)] * len(blocks) if released or device.type == "cuda" else (),
+                    specs=[likely] * len(blocks) if released or device.type == "cuda" else (),
                     release=bool(released),
                     max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
                 )
@@ -211,10 +214,6 @@ class Probe:
             cache_dir=cache_folder(),
             given=given,
         )
-
-    def _likely(self, specs: Sequence[OptimizerSpec]) -> OptimizerSpec:
-        """One that a plan may hold, before there is a plan: the host does about the same for all."""
-        return next((spec for spec in specs if spec.name == self._only), specs[0])
 
 
 def with_averages(
