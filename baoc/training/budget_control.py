@@ -28,9 +28,9 @@ from baoc.tracking import files
 from baoc.tracking.console import say
 from baoc.types import Budget, Footprint, Plan, to_plain
 
-_GROWING = ("micro_batch", "forward_backward_bytes", "resident_bytes")
-ASK, ANSWER = "budget", "budget.json"
-MOST_ASKED = 80  # characters of the file: a budget has a dozen
+_GROWN_FIELDS = ("micro_batch", "forward_backward_bytes", "resident_bytes")
+REQUEST_FILE, RECORD_FILE = "budget", "budget.json"
+MAX_REQUEST_CHARS = 80  # characters of the file: a budget has a dozen
 
 
 class BudgetControl(L.Callback):
@@ -57,44 +57,42 @@ class BudgetControl(L.Callback):
         vote: StepVote | None = None,
     ):
         check_order(schedule)
-        self.schedule = tuple(schedule)
         self.relaxation = relaxation or RelaxationConfig()
-        self.wanted = BudgetSchedule(Budget(name="unlimited"))
+        self.schedule = BudgetSchedule(Budget(name="unlimited"), changes=schedule)  # the first plan has its base
         self.tell = tell
         self._run_dir = run_dir
         self._memory = memory
-        self._seen: tuple[int, int] | None = None  # the file's time and size when it was last read
+        self._last_mark: tuple[int, int] | None = None  # the file's time and size when it was last read
         self._refused: tuple[Budget, Footprint | None] | None = None  # not tried again at every step
-        self._answered: dict[str, Any] = {}
-        self._grew = False
+        self._record: dict[str, Any] = {}
+        self._batch_grew = False
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
-        self._step_of_last_look = -1
+        self._checked_step = -1
         self._vote = vote = vote or StepVote()
-        vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._looked()[0] != self._seen)
+        vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._file_state()[0] != self._last_mark)
 
     # -- set-up and resume ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
-        if stage == "fit" and self._planned not in strategy.plan_listeners:
+        if stage == "fit" and self._begin not in strategy.plan_listeners:
             self._strategy = strategy
-            strategy.plan_listeners.insert(0, self._planned)
-            strategy.resume_listeners.append(lambda _, plan: self._held(plan))
-            strategy.reallocation_listeners.append(lambda _, plan, __: self._held(plan))
+            strategy.plan_listeners.insert(0, self._begin)
+            strategy.resume_listeners.append(lambda _, plan: self._record_plan(plan))
+            strategy.reallocation_listeners.append(lambda _, plan, __: self._record_plan(plan))
 
-    def _planned(self, planner: Planner, plan: Plan) -> None:
+    def _begin(self, planner: Planner, plan: Plan) -> None:
         """Refuses a schedule that cannot be met. A resume restores the budget that was in force at the checkpoint.
 
         The checkpoint's allocation is loaded after this and has to meet the budget that it was made for.
         """
-        self.wanted.base = base = planner.budget
+        self.schedule.base = base = planner.budget
         known = base.memory_bytes if base.name == AUTO else None
         least = -int(self._strategy.ranks.most(-free_bytes(self._strategy.root_device))[0])
-        self.wanted.free_bytes = least if known is None else known
-        self.wanted.schedule = self.schedule
-        for change in self.schedule:
-            self._check(planner, change)
+        self.schedule.free_bytes = least if known is None else known
+        for change in self.schedule.changes:
+            self._refuse_infeasible(planner, change)
         if self.relaxation.from_step is not None and self._strategy.settings.reallocation.mode not in (
             "interval",
             "drift",
@@ -104,38 +102,38 @@ class BudgetControl(L.Callback):
                 "budget.relaxation.from_step=null"
             )
         saved, self._saved = self._saved, {}
-        why = self._go_on(planner, saved) if saved else "the budget of the run"
-        self._answer(step=saved.get("step", 0), budget=planner.budget, why=why, plan=plan)
+        why = self._restore(planner, saved) if saved else "the budget of the run"
+        self._begin_record(step=saved.get("step", 0), budget=planner.budget, why=why, plan=plan)
 
-    def _go_on(self, planner: Planner, saved: Mapping[str, Any]) -> str:
+    def _restore(self, planner: Planner, saved: Mapping[str, Any]) -> str:
         """Restores the budget that was in force at the checkpoint; returns the reason for the budget now.
 
         If the run was given another budget, only its largest batch is restored. `auto` is what is free now, less what
         calm blocks have given up.
         """
-        self.wanted.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
+        self.schedule.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
         if saved.get("notches"):  # of an earlier version
             self.tell(
                 f"the checkpoint's budget was lowered by {saved['notches']} signal(s), which no longer do that: it is "
-                f"{planner.budget.name} again; ask for another one by {(self._run_dir or Path('RUN')) / ASK}"
+                f"{planner.budget.name} again; ask for another one by {(self._run_dir or Path('RUN')) / REQUEST_FILE}"
             )
-        self.wanted.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
-        self._grew = bool(saved["grown"])
-        if planner.footprint is not None and self._grew:
+        self.schedule.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
+        self._batch_grew = bool(saved["grown"])
+        if planner.footprint is not None and self._batch_grew:
             planner.footprint = replace(planner.footprint, **saved["grown"], intervals=())  # which the probe had anew
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
-            planner.budget, why = self.wanted.wish(step=saved.get("step", 0), batch=0)
+            planner.budget, why = self.schedule.budget_at(step=saved.get("step", 0), batch=0)
         self._strategy.budget = planner.budget
-        if planner.budget != self.wanted.base:
+        if planner.budget != self.schedule.base:
             recap_device(self._strategy.root_device, budget=planner.budget)
         return why
 
-    def _check(self, planner: Planner, change: BudgetChange) -> None:
-        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.wanted.free_bytes or 0)
+    def _refuse_infeasible(self, planner: Planner, change: BudgetChange) -> None:
+        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.schedule.free_bytes or 0)
         try:
             planner.propose()
         except InfeasibleBudgetError as error:
@@ -153,11 +151,11 @@ class BudgetControl(L.Callback):
         footprint = reallocator.planner.footprint
         return {
             "step": reallocator.step,
-            "base": to_plain(self.wanted.base),
+            "base": to_plain(self.schedule.base),
             "in_force": to_plain(reallocator.planner.budget),
-            "largest_batch": self.wanted.largest_batch,
-            "ceiling": to_plain(self.wanted.ceiling) if self.wanted.ceiling is not None else {},
-            "grown": {key: getattr(footprint, key) for key in _GROWING} if self._grew else {},
+            "largest_batch": self.schedule.largest_batch,
+            "ceiling": to_plain(self.schedule.ceiling) if self.schedule.ceiling is not None else {},
+            "grown": {key: getattr(footprint, key) for key in _GROWN_FIELDS} if self._batch_grew else {},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +163,7 @@ class BudgetControl(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Names the changes that never come, because the run ends before."""
-        given = {f"budget.schedule, {change.when}": change.step for change in self.schedule}
+        given = {f"budget.schedule, {change.when}": change.step for change in self.schedule.changes}
         for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
             if step is not None and 0 < trainer.max_steps <= step:
                 self.tell(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
@@ -175,15 +173,15 @@ class BudgetControl(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step_of_last_look:  # in the middle of accumulation, or after a skipped step
+        if trainer.global_step == self._checked_step:  # in the middle of accumulation, or after a skipped step
             return
-        self._step_of_last_look = trainer.global_step
+        self._checked_step = trainer.global_step
         step, size = trainer.global_step, num_samples(batch)
         if self._vote.outcome("budget"):
-            self._read_file()
+            self._follow_file()
         if self.relaxation.due(step):
             self._relax()
-        budget, why = self.wanted.wish(step=step, batch=size * trainer.accumulate_grad_batches)
+        budget, why = self.schedule.budget_at(step=step, batch=size * trainer.accumulate_grad_batches)
         footprint = self._strategy.reallocator.planner.footprint
         if footprint is not None and budget.memory_bytes is not None and size > footprint.micro_batch > 0:
             needs = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
@@ -197,7 +195,7 @@ class BudgetControl(L.Callback):
         planner = reallocator.planner
         if (budget, footprint) in ((planner.budget, planner.footprint), self._refused):
             return
-        known, wider = planner.footprint, _more(budget, planner.budget)
+        known, wider = planner.footprint, _allows_more(budget, planner.budget)
         try:
             if wider:
                 recap_device(self._strategy.root_device, budget=budget)
@@ -206,92 +204,92 @@ class BudgetControl(L.Callback):
             self._refused = (budget, footprint)
             if wider:
                 recap_device(self._strategy.root_device, budget=planner.budget)
-            self._write(refused=str(error))
+            self._write_record(refused=str(error))
             self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
         self._refused = None
-        self._grew = self._grew or footprint != known
+        self._batch_grew = self._batch_grew or footprint != known
         self._strategy.budget = budget
         if self._strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed is other processes' now
             recap_device(self._strategy.root_device, budget=budget)
         if self._memory is not None:
             self._memory.restart(budget, predicted_bytes=reallocator.plan.peak_bytes, step=step)
-        self._answer(step=step, budget=budget, why=why, plan=reallocator.plan)
+        self._begin_record(step=step, budget=budget, why=why, plan=reallocator.plan)
         self.tell(f"step {step}: budget {budget.name} is in force ({why})")
 
-    def _looked(self) -> tuple[tuple[int, int] | None, int]:
+    def _file_state(self) -> tuple[tuple[int, int] | None, int]:
         """The file's modification time and size, None without a file; and its mode."""
         try:
-            found = None if self._run_dir is None else (self._run_dir / ASK).stat()
+            found = None if self._run_dir is None else (self._run_dir / REQUEST_FILE).stat()
         except OSError:
             found = None
         return (None, 0) if found is None else ((found.st_mtime_ns, found.st_size), found.st_mode)
 
-    def _asked_anew(self) -> str | None:
+    def _new_request(self) -> str | None:
         """The new text of the file, "" where it was removed; None where nothing changed."""
-        mark, mode = self._looked()
-        if self._run_dir is None or mark == self._seen:
+        mark, mode = self._file_state()
+        if self._run_dir is None or mark == self._last_mark:
             return None
-        text = "" if mark is None else _text(self._run_dir / ASK, mode=mode)
+        text = "" if mark is None else _request_text(self._run_dir / REQUEST_FILE, mode=mode)
         if mark is not None and not text.strip():  # `echo 6gb > budget` empties the file before it writes
             return None
-        self._seen = mark
+        self._last_mark = mark
         return text
 
-    def _read_file(self) -> None:
-        path = (self._run_dir or Path()) / ASK
-        text = self._vote.ranks.from_first(self._asked_anew)
+    def _follow_file(self) -> None:
+        path = (self._run_dir or Path()) / REQUEST_FILE
+        text = self._vote.ranks.from_first(self._new_request)
         if text is None:
             return
         try:
-            self.wanted.ask(text)
+            self.schedule.request(text)
         except BadInputError as error:
-            self._write(refused=f"{path} is not followed: {error}")
+            self._write_record(refused=f"{path} is not followed: {error}")
             self.tell(f"{path} is not followed: {error}")
             return
         self._refused = None  # a request is tried even if it was refused before
-        if self._answered.get("refused"):
-            self._write(refused=None)
+        if self._record.get("refused"):
+            self._write_record(refused=None)
 
     def _relax(self) -> None:
         lower = self._strategy.reallocator.relax(self.relaxation)
         if lower is not None:
-            self.wanted.ceiling, blocks = lower
+            self.schedule.ceiling, blocks = lower
             told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
             self.tell(f"gradients have calmed down to shares of what they were: {told}")
 
-    def _answer(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
+    def _begin_record(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
         """Begins a new `budget.json`: the budget in force, since when and why. Later requests may be refused in it."""
-        self._answered = {"schema": 1, "pid": os.getpid(), "step": step, "budget": budget, "why": why, "refused": None}
-        self._held(plan)
+        self._record = {"schema": 1, "pid": os.getpid(), "step": step, "budget": budget, "why": why, "refused": None}
+        self._record_plan(plan)
 
-    def _held(self, plan: Plan) -> None:
+    def _record_plan(self, plan: Plan) -> None:
         """Writes the plan that meets the budget now; decisions and checkpoints replace it under the same budget."""
-        self._answered["state_bytes"] = plan.allocation.state_bytes
-        self._answered["peak_bytes_predicted"] = plan.peak_bytes
-        self._write(refused=self._answered["refused"])
+        self._record["state_bytes"] = plan.allocation.state_bytes
+        self._record["peak_bytes_predicted"] = plan.peak_bytes
+        self._write_record(refused=self._record["refused"])
 
-    def _write(self, *, refused: str | None) -> None:
-        self._answered["refused"] = refused
+    def _write_record(self, *, refused: str | None) -> None:
+        self._record["refused"] = refused
         if self._run_dir is not None:
-            files.write_json(self._run_dir / ANSWER, self._answered)
+            files.write_json(self._run_dir / RECORD_FILE, self._record)
 
 
-def _text(path: Path, *, mode: int) -> str:
+def _request_text(path: Path, *, mode: int) -> str:
     """What the file asks for, fit to be shown: its beginning, control characters escaped. Only a regular file is
     opened, because a pipe would block."""
     if not stat.S_ISREG(mode):
         return "(no file)"
     try:
         with path.open(errors="replace") as file:
-            text = file.read(MOST_ASKED + 1).strip()
+            text = file.read(MAX_REQUEST_CHARS + 1).strip()
     except OSError as error:
         return f"({error.strerror})"
     shown = text if text.isprintable() else repr(text)
-    return f"{shown[:MOST_ASKED]}..." if len(shown) > MOST_ASKED else shown
+    return f"{shown[:MAX_REQUEST_CHARS]}..." if len(shown) > MAX_REQUEST_CHARS else shown
 
 
-def _more(one: Budget, other: Budget) -> bool:
+def _allows_more(one: Budget, other: Budget) -> bool:
     """Whether `one` allows more memory than `other`. A budget without a limit of memory allows all."""
     return other.memory_bytes is not None and (one.memory_bytes is None or one.memory_bytes > other.memory_bytes)

@@ -21,48 +21,48 @@ def scheduled(base: str = "8gb", **changes: str) -> BudgetSchedule:
         BudgetChange(budget=parse_budget(budget), **{key.split("_")[0]: int(key.split("_")[1])})
         for key, budget in changes.items()
     ]
-    return BudgetSchedule(parse_budget(base), schedule=entries)
+    return BudgetSchedule(parse_budget(base), changes=entries)
 
 
 def test_a_schedule_counts_from_its_step_or_batch_on() -> None:
     given = scheduled(step_5="6gb", batch_64="4gb", step_9="2gb")
-    seen = [given.wish(step=step, batch=32)[0].name for step in (0, 4, 5, 8)]
+    seen = [given.budget_at(step=step, batch=32)[0].name for step in (0, 4, 5, 8)]
     assert seen == ["8gb", "8gb", "6gb", "6gb"]
-    budget, why = given.wish(step=8, batch=64)
+    budget, why = given.budget_at(step=8, batch=64)
     assert (budget.name, why) == ("4gb", "budget.schedule, batch 64")
-    assert given.wish(step=8, batch=32)[0].name == "4gb", "a batch that has grown stays grown"
-    assert given.wish(step=9, batch=32)[0].name == "2gb"
+    assert given.budget_at(step=8, batch=32)[0].name == "4gb", "a batch that has grown stays grown"
+    assert given.budget_at(step=9, batch=32)[0].name == "2gb"
 
 
 def test_a_file_takes_the_place_of_the_schedule_until_it_is_taken_back() -> None:
     given = scheduled(step_5="6gb")
-    given.ask(" 3gb\n")
-    assert given.wish(step=7, batch=1) == (parse_budget("3gb"), "the budget file asks for it")
+    given.request(" 3gb\n")
+    assert given.budget_at(step=7, batch=1) == (parse_budget("3gb"), "the budget file asks for it")
     with pytest.raises(BadInputError, match="cannot read budget=lots"):
-        given.ask("lots")
-    assert given.wish(step=7, batch=1)[0].name == "3gb", "what cannot be read changes nothing"
-    given.ask("")
-    assert given.wish(step=7, batch=1)[0].name == "6gb"
+        given.request("lots")
+    assert given.budget_at(step=7, batch=1)[0].name == "3gb", "what cannot be read changes nothing"
+    given.request("")
+    assert given.budget_at(step=7, batch=1)[0].name == "6gb"
 
 
 def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
     given = scheduled("state_50", step_5="state_10", step_9="state_50")
     given.ceiling = parse_budget("state_25")
-    assert [given.wish(step=step, batch=1)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
-    given.ask("state_50")
-    assert given.wish(step=9, batch=1)[0].name == "state_50"
+    assert [given.budget_at(step=step, batch=1)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
+    given.request("state_50")
+    assert given.budget_at(step=9, batch=1)[0].name == "state_50"
 
 
 def test_a_limit_on_host_memory_goes_on() -> None:
     given = BudgetSchedule(
-        parse_budget({"memory": "8gb", "host_memory": "16gb"}), schedule=scheduled(step_1="6gb").schedule
+        parse_budget({"memory": "8gb", "host_memory": "16gb"}), changes=scheduled(step_1="6gb").changes
     )
-    assert given.wish(step=3, batch=1)[0].host_memory_bytes == 16 * 2**30
+    assert given.budget_at(step=3, batch=1)[0].host_memory_bytes == 16 * 2**30
 
 
 def test_a_step_time_limit_goes_on() -> None:
-    given = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}), schedule=scheduled(step_1="6gb").schedule)
-    assert given.wish(step=3, batch=1)[0].step_time == 1.2
+    given = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}), changes=scheduled(step_1="6gb").changes)
+    assert given.budget_at(step=3, batch=1)[0].step_time == 1.2
 
 
 @pytest.mark.parametrize(

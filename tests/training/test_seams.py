@@ -166,18 +166,18 @@ def test_auto_that_is_asked_for_in_mid_run_is_a_limit_too() -> None:
     of = planner("state_50")
     control = BudgetControl(schedule=[BudgetChange(budget=parse_budget("auto"), step=5)])
     planned(control, of, uniform(of, "sign"))
-    assert control.wanted.free_bytes is not None and control.wanted.free_bytes > 2**20
-    control.wanted.free_bytes = 2**30
-    assert control.wanted.wish(step=1, batch=1)[0].memory_bytes is None
-    assert control.wanted.wish(step=5, batch=1)[0].memory_bytes == 2**30
-    control.wanted.ask("auto")
-    assert control.wanted.wish(step=1, batch=1)[0].memory_bytes == 2**30
+    assert control.schedule.free_bytes is not None and control.schedule.free_bytes > 2**20
+    control.schedule.free_bytes = 2**30
+    assert control.schedule.budget_at(step=1, batch=1)[0].memory_bytes is None
+    assert control.schedule.budget_at(step=5, batch=1)[0].memory_bytes == 2**30
+    control.schedule.request("auto")
+    assert control.schedule.budget_at(step=1, batch=1)[0].memory_bytes == 2**30
 
 
 def test_a_size_in_the_file_leaves_the_limit_on_time() -> None:
     schedule = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}))
-    schedule.ask("6gb")
-    assert schedule.wish(step=1, batch=1)[0].step_time == 1.2
+    schedule.request("6gb")
+    assert schedule.budget_at(step=1, batch=1)[0].step_time == 1.2
 
 
 def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:

@@ -25,10 +25,10 @@ class BudgetChange:
         return f"step {self.step}" if self.step is not None else f"batch {self.batch}"
 
 
-def check_order(schedule: Sequence[BudgetChange]) -> None:
+def check_order(changes: Sequence[BudgetChange]) -> None:
     """Raises BadInputError where steps or batches do not increase: an entry would undo another or never act."""
     for key in ("step", "batch"):
-        values = [value for change in schedule if (value := getattr(change, key)) is not None]
+        values = [value for change in changes if (value := getattr(change, key)) is not None]
         for before, after in pairwise(values):
             if after <= before:
                 raise BadInputError(
@@ -38,44 +38,44 @@ def check_order(schedule: Sequence[BudgetChange]) -> None:
 
 
 class BudgetSchedule:
-    """`wish` says which budget should be in force.
+    """`budget_at` says which budget should be in force.
 
-    The last entry of the schedule that has begun counts. A budget given to `ask` replaces it until `ask("")`. `ceiling`
-    is what progressive relaxation left; only `ask` may exceed it. `free_bytes` is the meaning of `auto`, which limits
-    nothing without it. `largest_batch` is the most samples that a step has had.
+    The last of `changes` that has begun counts. A budget given to `request` replaces it until `request("")`. `ceiling`
+    is what progressive relaxation left; only `request` may exceed it. `free_bytes` is the meaning of `auto`, which
+    limits nothing without it. `largest_batch` is the most samples that a step has had.
     """
 
-    def __init__(self, base: Budget, *, schedule: Sequence[BudgetChange] = ()):
+    def __init__(self, base: Budget, *, changes: Sequence[BudgetChange] = ()):
         self.base = base
-        self.schedule = tuple(schedule)
+        self.changes = tuple(changes)
         self.free_bytes: int | None = None
         self.ceiling: Budget | None = None
-        self._asked: Budget | None = None
+        self._requested: Budget | None = None
         self.largest_batch = 0
 
-    def ask(self, text: str) -> None:
+    def request(self, text: str) -> None:
         """Asks for a budget in any spelling; "" returns to the schedule. Raises BadInputError, with nothing changed."""
-        self._asked = parse_budget(text.strip()) if text.strip() else None
+        self._requested = parse_budget(text.strip()) if text.strip() else None
 
-    def wish(self, *, step: int, batch: int) -> tuple[Budget, str]:
+    def budget_at(self, *, step: int, batch: int) -> tuple[Budget, str]:
         """The budget after `step` steps, where the coming step has `batch` samples, and the reason for it."""
         self.largest_batch = max(self.largest_batch, batch)
         budget, why = self._scheduled(step)
-        if self._asked is not None:
-            budget, why = self._meant(self._asked), "the budget file asks for it"
+        if self._requested is not None:
+            budget, why = self._resolved(self._requested), "the budget file asks for it"
         elif self.ceiling is not None and _below(self.ceiling, budget):
             budget, why = self.ceiling, "blocks that calmed down gave it up"
         return budget, why
 
     def _scheduled(self, step: int) -> tuple[Budget, str]:
         budget, why = self.base, "the budget of the run"
-        for change in self.schedule:
+        for change in self.changes:
             came = step >= change.step if change.step is not None else self.largest_batch >= (change.batch or 0)
             if came:
                 budget, why = change.budget, f"budget.schedule, {change.when}"
-        return self._meant(budget), why
+        return self._resolved(budget), why
 
-    def _meant(self, budget: Budget) -> Budget:
+    def _resolved(self, budget: Budget) -> Budget:
         """`budget` with `auto` resolved, and the run's limits of step time and host memory where it has none."""
         budget = budget if self.free_bytes is None else resolve_auto(budget, free_bytes=self.free_bytes)
         host_memory_bytes = budget.host_memory_bytes or self.base.host_memory_bytes
