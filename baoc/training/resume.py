@@ -134,7 +134,7 @@ def check_resume(
 # -- what a run had decided ---------------------------------------------------------------------------------------
 
 
-def choice_of(made: Option | RunConfig) -> dict[str, Any]:
+def decision_of(made: Option | RunConfig) -> dict[str, Any]:
     """What of an option a run is made with, and goes on with when it is resumed; or what a run's `config` has of it."""
     if isinstance(made, Option):
         some = 0 < made.recomputed < made.num_layers
@@ -153,7 +153,7 @@ def choice_of(made: Option | RunConfig) -> dict[str, Any]:
     }
 
 
-def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
+def saved_decision(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
     """What the run of a checkpoint had decided, with which a resumed run goes on whatever would be chosen today.
 
     Empty where there is nothing, and where `config` pins another value or batch: that is said, and decided anew.
@@ -166,7 +166,7 @@ def kept(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
         raise BadInputError(
             f"{path} is no decision of a run ({choice}): it was damaged; remove it to have it decided anew"
         )
-    against = contradicted(choice, config=config)
+    against = conflicts(choice, config=config)
     if against:
         console.say(f"the resumed run had decided {'; '.join(against)}: it is decided anew")
         return {}
@@ -185,7 +185,7 @@ def _is_choice(made: object) -> bool:
     )
 
 
-def contradicted(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
+def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
     """Values of a decision that cannot be had with what `config` asks for, as clauses to be shown."""
     pins = {
         "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
@@ -217,12 +217,12 @@ def _layers(value: Any, *, of: Mapping[str, Any]) -> Any:
     return value
 
 
-def keep(choice: Mapping[str, Any], *, run_dir: Path) -> None:
+def write_decision(choice: Mapping[str, Any], *, run_dir: Path) -> None:
     """Leaves a decision in the run's folder, for runs that resume from it, be it that it was resumed itself."""
     files.write_json(run_dir / DECISION, choice)
 
 
-def settled(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
+def with_decision(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
     """`config` with the values of a decision."""
     compiled = choice.get("compile", config.model.compile is True)
     model = replace(config.model, checkpointing=choice["checkpointing"], compile=compiled)
@@ -230,7 +230,7 @@ def settled(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
     return replace(config, micro_batch=choice["micro_batch"], model=model, optim=optim)
 
 
-def kept_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable | None:
+def saved_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable | None:
     """The latency table of a checkpoint's run, where a limit on time rests on it: noise must not change a choice."""
     path = None if checkpoint is None else checkpoint.parent.parent / LATENCY
     if path is None or config.budget.step_time is None or not path.is_file():

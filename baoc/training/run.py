@@ -36,9 +36,16 @@ from baoc.tasks.base import Task
 from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
-from baoc.training.measure.absent_card import card_of, leave_plan, plan_for, stored_profile
+from baoc.training.measure.absent_card import card_of, plan_for, stored_profile, write_plan_line
 from baoc.training.measure.microbatch_search import Decided, decide, take_option
-from baoc.training.resume import check_resume, find_checkpoint, keep, kept, kept_latency, settled
+from baoc.training.resume import (
+    check_resume,
+    find_checkpoint,
+    saved_decision,
+    saved_latency,
+    with_decision,
+    write_decision,
+)
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
@@ -61,18 +68,18 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     if device == "cpu":
         prepare_cpu()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    choice = group.from_first(lambda: kept(config, checkpoint=checkpoint))
-    latency = group.from_first(lambda: kept_latency(config, checkpoint=checkpoint)) if choice else None
-    resolved = resolve(settled(config, choice=choice) if choice else config, device=device)
+    choice = group.from_first(lambda: saved_decision(config, checkpoint=checkpoint))
+    latency = group.from_first(lambda: saved_latency(config, checkpoint=checkpoint)) if choice else None
+    resolved = resolve(with_decision(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
     decided = None
     if choice:
-        keep(choice, run_dir=run_dir)
+        write_decision(choice, run_dir=run_dir)
     elif resolved.open:
         settings = session_settings(config)
         given = {"device": device, "settings": settings, "run_dir": run_dir}
-        decided = decided_by_first(config, task=task, data=data, group=group, **given)
+        decided = decide_on_first_rank(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency
     loggers = make_loggers(
         config.logger,
@@ -97,7 +104,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         with failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
-            leave_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
+            write_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
             return None
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
@@ -112,12 +119,12 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             with parts.memory.track("export"):
                 export(task, parts=parts, folder=run_dir / "model", whole=whole)
         folder.check()
-        result = measure(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
-        conclude(result, parts=parts, run_dir=run_dir)
+        result = result_of_run(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
+        write_result(result, parts=parts, run_dir=run_dir)
         return result
 
 
-def decided_by_first(
+def decide_on_first_rank(
     config: RunConfig, *, task: Task, data: DataModule, group: Ranks, run_dir: Path, **given: Any
 ) -> Decided:
     """The decision on rank 0's device, by the share of a batch that each rank has, and taken over by all."""
@@ -130,7 +137,7 @@ def decided_by_first(
     return replace(decided, config=made)
 
 
-def leave_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
+def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
     """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any; with race=auto the
     entrants of a race."""
     assert parts.strategy.reallocator is not None
@@ -141,7 +148,7 @@ def leave_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModu
         parts.recorder.planned(planner, plan, profile=profile)
         console.say(f"risks are {said}")
     rate = config.batch_size / parts.recorder.step_s_predicted
-    leave_plan(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
+    write_plan_line(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
     if config.race.first != "off":
         num_params = sum(p.numel() for p in task.parameters())
         leave_entrants(
@@ -287,7 +294,7 @@ def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> Non
         )
 
 
-def measure(
+def result_of_run(
     config: RunConfig, *, parts: Parts, task: Task, data: DataModule, metrics: dict[str, float], command: str
 ) -> RunResult:
     """The result of a finished run, from what was measured."""
@@ -360,7 +367,7 @@ def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.
     export_model(task.model, folder=folder, weights=named)
 
 
-def conclude(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
+def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)

@@ -14,7 +14,7 @@ import torch
 from baoc.callbacks.checkpoint import AsideCheckpointIO
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
-from baoc.training.resume import check_contents, find_checkpoint, keep, kept
+from baoc.training.resume import check_contents, find_checkpoint, saved_decision, write_decision
 from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config, run
 
@@ -143,6 +143,6 @@ def test_any_bit_of_an_archive_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_decision_that_is_none_is_told(tmp_path: Path, made: Any) -> None:
-    keep(made, run_dir=tmp_path)
+    write_decision(made, run_dir=tmp_path)
     with pytest.raises(BadInputError, match=r"decision\.json is no decision of a run .*remove it to have it decided"):
-        kept(config(), checkpoint=tmp_path / "checkpoints" / "last.ckpt")
+        saved_decision(config(), checkpoint=tmp_path / "checkpoints" / "last.ckpt")

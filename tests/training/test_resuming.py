@@ -11,7 +11,7 @@ from baoc.config.schema import ModelConfig, OptimConfig, RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.files import append_jsonl, read_jsonl
 from baoc.training.plan_files import Recorder
-from baoc.training.resume import choice_of, contradicted, keep, kept, kept_latency, settled
+from baoc.training.resume import conflicts, decision_of, saved_decision, saved_latency, with_decision, write_decision
 from baoc.types import Budget, LatencyTable, to_plain
 from tests.support.planners import option
 from tests.support.values import make_plan
@@ -29,21 +29,21 @@ TABLE = LatencyTable(
 
 def folder(tmp_path: Path) -> Path:
     """A run folder's checkpoint; only its place counts."""
-    keep(CHOICE, run_dir=tmp_path)
+    write_decision(CHOICE, run_dir=tmp_path)
     return tmp_path / "checkpoints" / "step_4"
 
 
 def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     config = RunConfig(batch_size=64, micro_batch="auto")
-    assert kept(config, checkpoint=None) == {}
-    assert kept(config, checkpoint=tmp_path / "checkpoints" / "step_4") == {}
-    choice = kept(config, checkpoint=folder(tmp_path))
+    assert saved_decision(config, checkpoint=None) == {}
+    assert saved_decision(config, checkpoint=tmp_path / "checkpoints" / "step_4") == {}
+    choice = saved_decision(config, checkpoint=folder(tmp_path))
     assert choice == CHOICE
-    made = settled(config, choice=choice)
+    made = with_decision(config, choice=choice)
     assert (made.micro_batch, made.model.checkpointing, made.optim.release_gradients) == (16, True, False)
     earlier = {"micro_batch": 16, "checkpointing": True}  # of a version without release
-    assert settled(config, choice=earlier) == made and contradicted(earlier, config=config) == []
-    choices = [choice_of(option(8, rate=1, risk=0.0, recomputed=number)) for number in (0, 3, 4)]
+    assert with_decision(config, choice=earlier) == made and conflicts(earlier, config=config) == []
+    choices = [decision_of(option(8, rate=1, risk=0.0, recomputed=number)) for number in (0, 3, 4)]
     assert choices == [
         {"micro_batch": 8, "checkpointing": number, "num_layers": 4, "release": False, "compile": False}
         for number in (False, 3, True)
@@ -71,8 +71,8 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
 def test_a_number_of_recomputed_layers_is_kept_unless_another_is_asked_for(decided: Any, asked: Any, held: bool):
     choice = {"micro_batch": 16, "checkpointing": decided, "num_layers": 4, "release": False}
     config = RunConfig(batch_size=16, model=ModelConfig(checkpointing=asked))
-    assert (contradicted(choice, config=config) == []) is held
-    made = settled(config, choice=choice).model.checkpointing
+    assert (conflicts(choice, config=config) == []) is held
+    made = with_decision(config, choice=choice).model.checkpointing
     assert made is decided or made == decided == 3
 
 
@@ -89,29 +89,29 @@ def test_what_is_asked_for_now_wins_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
 ):
     config = RunConfig(**({"batch_size": 64, "micro_batch": None} | changes))
-    assert kept(config, checkpoint=folder(tmp_path)) == {}
+    assert saved_decision(config, checkpoint=folder(tmp_path)) == {}
     assert f"the resumed run had decided {said}: it is decided anew" in " ".join(capsys.readouterr().out.split())
 
 
 def test_released_gradients_are_of_a_whole_batch():
     choice = {"micro_batch": 16, "checkpointing": False, "release": True}
-    assert contradicted(choice, config=RunConfig(batch_size=16)) == []
-    (clause,) = contradicted(choice, config=RunConfig(batch_size=32))
+    assert conflicts(choice, config=RunConfig(batch_size=16)) == []
+    (clause,) = conflicts(choice, config=RunConfig(batch_size=32))
     assert clause == "released gradients of 16 samples at once, and batch_size=32 is asked for now"
 
 
 def test_a_limit_on_time_rests_on_the_seconds_of_the_run_before(tmp_path: Path):
     limited = RunConfig(budget=Budget(name="8gb", memory_bytes=2**33, step_time=1.1))
     checkpoint = folder(tmp_path)
-    assert kept_latency(limited, checkpoint=checkpoint) is None, "that run had no limit, or wrote none"
+    assert saved_latency(limited, checkpoint=checkpoint) is None, "that run had no limit, or wrote none"
     (tmp_path / "latency.json").write_text(json.dumps(to_plain(TABLE)))
-    assert kept_latency(limited, checkpoint=checkpoint) == TABLE
-    assert kept_latency(replace(limited, budget=Budget(name="8gb", memory_bytes=2**33)), checkpoint=checkpoint) is None
-    assert kept_latency(limited, checkpoint=None) is None
+    assert saved_latency(limited, checkpoint=checkpoint) == TABLE
+    assert saved_latency(replace(limited, budget=Budget(name="8gb", memory_bytes=2**33)), checkpoint=checkpoint) is None
+    assert saved_latency(limited, checkpoint=None) is None
     for broken in ("{", "[]", '{"device": "cpu"}'):
         (tmp_path / "latency.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"on which budget.step_time=1.1 rests, cannot be read .*remove it"):
-            kept_latency(limited, checkpoint=checkpoint)
+            saved_latency(limited, checkpoint=checkpoint)
 
 
 def test_a_damaged_decision_is_said(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_damaged_decision_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         BadInputError, match=r"decision.json is not JSON .*: it was damaged or is no file of ours; remove"
     ):
-        kept(RunConfig(), checkpoint=checkpoint)
+        saved_decision(RunConfig(), checkpoint=checkpoint)
 
 
 def test_decisions_after_the_checkpoint_are_set_aside(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from baoc.training.measure.microbatch_search import axes_of, leave
 from baoc.training.measure.microbatches import Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.plan_files import Recorder
-from baoc.training.resume import choice_of, settled
+from baoc.training.resume import decision_of, with_decision
 from baoc.training.session import Session, SessionSettings, only_narrow
 from baoc.training.user_optimizer import widened
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
@@ -149,8 +149,8 @@ def plan_for(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
         f"{said}, rates are approximate"
     )
-    config = settled(config, choice=choice_of(chosen))
-    leave_plan(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
+    config = with_decision(config, choice=decision_of(chosen))
+    write_plan_line(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
 
 
 def planned_axes(config: RunConfig, *, task: Task) -> Axes:
@@ -399,7 +399,7 @@ def in_bf16(block: Block, *, names: Collection[str]) -> Block:
     return replace(block, params=tuple(params))
 
 
-def leave_plan(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
+def write_plan_line(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
     """`plan.json`: the plan in one line of numbers, from which a multirun makes its planned frontier.
 
     `rate`: predicted samples per second.
@@ -411,7 +411,7 @@ def leave_plan(plan: Plan, *, config: RunConfig, device: str, rate: float, sourc
             "name": config.name,
             "budget": plan.budget.name,
             "device": device,
-            **choice_of(config),
+            **decision_of(config),
             "peak_bytes": plan.peak_bytes,
             "state_bytes": plan.allocation.state_bytes,
             "host_bytes": plan.host_bytes,

@@ -51,7 +51,7 @@ from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, p
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
-from baoc.training.resume import choice_of, keep, settled
+from baoc.training.resume import decision_of, with_decision, write_decision
 from baoc.training.session import Session, SessionSettings, make_profiler
 from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
@@ -144,7 +144,7 @@ def decide(
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         take_option(made.chosen, task=task, data=data, name=config.model.name)
     chosen = made.chosen
-    keep(choice_of(chosen), run_dir=run_dir)
+    write_decision(decision_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
         clips = config.trainer.gradient_clip_val if config.trainer.gradient_clip_algorithm != "value" else None
         norm = f"; gradient_clip_val={clips:g} then clips by the norm of the step before" if clips else ""
@@ -153,7 +153,7 @@ def decide(
             "optim.release_gradients=false rules this out"
         )
     return Decided(
-        config=replace(settled(config, choice=choice_of(chosen)), budget=decision.budget),
+        config=replace(with_decision(config, choice=decision_of(chosen)), budget=decision.budget),
         latency=made.latency,
         option=chosen,
         footprint=made.footprint,
