@@ -168,6 +168,8 @@ def told_of(run: RunFolder, *, result: Row) -> Row:
 
 def _curve(file: Path, *, name: str) -> Iterator[tuple[int, float, float]]:
     """(step, seconds since training began, value) of each validation."""
+    if not file.is_file():  # a run too short to log
+        return
     for text in file.read_text(encoding="utf-8").splitlines():
         told = json.loads(text)
         if name in told:

@@ -1,4 +1,5 @@
-"""Networks of kinds that the measured table has not: a convolutional net, and a GPT with another layout and width.
+"""Networks of kinds that the measured table has not: two convolutional ones, a recurrent one, and a GPT of another
+layout and width.
 
     python run.py model=experiments/benchmarks/own_networks.py:conv dataset=fashion_mnist budget=state_15 race=600
 
@@ -19,6 +20,44 @@ def conv(num_classes: int, channels: int = 1, width: int = 32) -> nn.Module:
         stage(channels, width), nn.AvgPool2d(2), stage(width, 2 * width), stage(2 * width, 2 * width), nn.AvgPool2d(2),
         stage(2 * width, 4 * width), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, num_classes),
     )  # fmt: skip
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(self.skip(x) + inner)
+
+
+def resnet(num_classes: int, channels: int = 1, width: int = 24) -> nn.Module:
+    """Residual blocks with BatchNorm, as in ResNet."""
+    stages = [Residual(inputs * width, 2 * inputs * width, 2) for inputs in (1, 2)]
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        Residual(width, width, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, num_classes),
+    )  # fmt: skip
+
+
+class GRU(nn.Module):
+    """Two recurrent layers over bytes; embedding and head are two matrices."""
+
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__()
+        self.tok, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        self.rnn = nn.GRU(width, width, num_layers=2, batch_first=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.tok(input_ids))[0])
+
+
+def gru(vocab_size: int, sequence_length: int, width: int = 256) -> nn.Module:
+    return GRU(vocab_size, width)
 
 
 class Layer(nn.Module):

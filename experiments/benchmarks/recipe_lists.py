@@ -66,4 +66,4 @@ BETA2_WHOLE, BETA2_FACTORS = ("adamw", "adamw_b99", "adamw_b95"), (0.5, 1.0, 2.0
 LONG_RUNS = {
     "adamw": (1.0, 0.5, 2.0), "adamw_b95": (1.0,), "muon8_lean_m90": (1.0, 0.5), "foam8_lean": (1.0,),
 }  # fmt: skip
-LONG_BATCHES = (ROLE_SEEDS["long"][:6], ROLE_SEEDS["long"][6:])  # a list each
+LONG_BATCHES = (ROLE_SEEDS["long"][:4], ROLE_SEEDS["long"][4:6], ROLE_SEEDS["long"][6:])  # a list each

@@ -461,6 +461,8 @@ def compile_all(given: argparse.Namespace, graphed: Any) -> None:
             if isinstance(spec, str)
         }
     specs |= {spec for recipe in whole_recipes().values() for spec in (*recipe.specs.values(), *recipe.fallback)}
+    if given.recipes:
+        specs = {row for name in given.recipes for row in whole_recipes()[name].rows}
     ordered, spawn = sorted(specs), mp.get_context("spawn")
     parts = [ordered[place :: given.compilers] for place in range(given.compilers)]
     workers = [spawn.Process(target=compile_specs, args=(part, given.device), daemon=True) for part in parts]
