@@ -276,6 +276,7 @@ def study_roles(name: str, given: argparse.Namespace, end: float, graphed: bool)
         for runs in lists_of(phase, study.bench, best=best, choices=given.choices):
             left = [run for run in runs if (run.phase, run.label, run.seed) not in done]
             left = [run for run in left if given.recipes is None or run.recipe.name in given.recipes]
+            left = [run for run in left if given.seeds is None or run.seed in given.seeds]
             if left:
                 study.train(left, steps=(given.steps or given.long_steps) if phase == "long" else steps)
 
@@ -484,6 +485,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["rates", "roles"])
     parser.add_argument("--recipes", nargs="+", help="only those of a list")
+    parser.add_argument("--seeds", type=int, nargs="+", help="only those of a list")
     parser.add_argument("--rows", type=Path, help="of a call before: its best rates count, its runs are not run again")
     parser.add_argument("--choices", type=Path, help="family -> budget -> recipe, factor, betas, of phase `confirm`")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS)
