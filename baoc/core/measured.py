@@ -1,9 +1,9 @@
-"""Measurements of recipes, and of rules by role: the change of the final loss that a choice makes, by family.
+"""How much recipes, and rules by role, changed the final loss in our studies, by family of networks.
 
-A family is a kind of network and task: transformers for language, vision and diffusion. `measured.json` holds what
-`python -m experiments.analysis.fit_measured` makes of the raw rows. Changes are against a recipe that is named, in the
-unit of the family's loss; below 0 is better. Nothing here is a prediction for other sizes: each value says where it
-was measured.
+A family is a kind of network and task: transformers for language, vision and diffusion. The table `measured.json` is
+written by `python -m experiments.analysis.fit_measured` from the raw rows of the studies. A change is the difference
+from a named recipe in the unit of the family's loss; below 0 is better. Each value names the size it was measured at,
+and predicts nothing for other sizes.
 """
 
 import json
@@ -23,9 +23,8 @@ ASSET = "measured.json"
 AUTO = "auto"  # the family follows from the network
 TRANSFORMER = 0.5  # share of the elements that attention and mlp have at least
 FEW_CHANNELS = 4  # of images: a convolution with more is none that cuts patches
-FORGOTTEN = (
-    2.0  # decades of size beyond the largest measured one, over which a measured multiple of the rate fades to 1
-)
+# Decades of size beyond the largest measured one, over which a measured multiple of the rate fades to 1.
+FADING_DECADES = 2.0
 KAPPA = 1.28  # standard deviations that a mean is charged with: the one-sided bound at 90 %
 
 
@@ -153,11 +152,11 @@ class Family:
 def faded(rate: float, *, num_params: int, measured: int) -> float:
     """A multiple of the learning rate away from the size where it was measured.
 
-    It holds up to that size and fades to 1 over FORGOTTEN decades beyond: updates of all rules have the size of
+    It holds up to that size and fades to 1 over FADING_DECADES beyond: updates of all rules have the size of
     AdamW's, for which AdamW's own rate is the guess where nothing was measured.
     """
     beyond = log10(max(num_params, 1) / max(measured, 1))
-    return rate ** (1 - min(max(beyond, 0.0) / FORGOTTEN, 1.0))
+    return rate ** (1 - min(max(beyond, 0.0) / FADING_DECADES, 1.0))
 
 
 def at_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None = None) -> Recipe:

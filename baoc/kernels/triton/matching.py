@@ -1,10 +1,14 @@
-"""The small kernels beside the steps: update RMS matching on the device, marking gradients, and talking to the host.
+"""The small kernels that run beside the steps of an `Engine`.
 
-Matching: a step multiplies updates by target / own RMS as the block's match holds it, sums their squares, and leaves it
-to `match_kernel` to store the new own RMS and to say, as `optim.matching.factor` defines it from this step's sums, what
-each tensor's factor should have been; where it differs (a surge, a block that stood still) `repair` makes it good.
-Marking: non-finite elements become -0.0, which clipping by norm or value leaves alone and adds nothing to any norm, so
-the step still knows them; true -0.0 become 0.0 before.
+`sum_kernel` and `match_kernel` match the RMS of updates. A step scales its updates by target / RMS, with the RMS of
+the block's last update, and sums their squares. `match_kernel` turns these sums into the new RMS and into the factor
+that the step should have used (`baoc.optim.matching.factor`). Where the two factors differ, as after a surge of the
+gradient, a repairing launch of the step's kernel adds the difference.
+
+`mark_kernel` turns non-finite elements of gradients into -0.0, and true -0.0 into 0.0 before. Clipping by norm or value
+keeps a -0.0 and no norm counts it, so the step still knows which elements to leave out.
+
+`exchange_kernel` moves the settings of a step to the device and counts back to the host.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false

@@ -27,7 +27,7 @@ from baoc.planning.allocators.base import (
     unmet,
 )
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
-from baoc.planning.allocators.moves import calmer, settle
+from baoc.planning.allocators.moves import effort_problem, reduce_effort
 from baoc.types import Allocation, Candidate, Limits
 
 PROVEN = 1e-6
@@ -69,7 +69,7 @@ class ExactAllocator:
             return replace(LagrangianAllocator()(candidates, limits=limits), allocator=self.name)
         if solved is None:
             raise no_feasible(problem)
-        choice = self._calmed(problem, solved.choice)
+        choice = self._with_less_effort(problem, solved.choice)
         found = make_allocation(problem, choice, allocator=self.name, bound=solved.bound)
         if found.gap is not None and found.gap > PROVEN:
             other = LagrangianAllocator()(candidates, limits=limits)
@@ -78,17 +78,17 @@ class ExactAllocator:
                 return replace(other, allocator=self.name, gap=min(gap, other.gap or gap))
         return found
 
-    def _calmed(self, problem: Problem, choice: Ints) -> Ints:
-        """The choice of least effort of link and host among those with no more risk in any block."""
-        easier = calmer(problem, choice)
-        if easier is None:
+    def _with_less_effort(self, problem: Problem, choice: Ints) -> Ints:
+        """The choice with the least traffic on the link among those with no more risk in any block."""
+        effort = effort_problem(problem, choice)
+        if effort is None:
             return choice
-        started = settle(problem, choice)
+        by_moves = reduce_effort(problem, choice)
         with suppress(Undecided):
-            solved = minimise(easier, objective=easier.risk, time_limit_s=self.time_limit_s / 4)
-            if solved is not None and easier.total_risk(solved.choice) < easier.total_risk(started):
+            solved = minimise(effort, objective=effort.risk, time_limit_s=self.time_limit_s / 4)
+            if solved is not None and effort.total_risk(solved.choice) < effort.total_risk(by_moves):
                 return solved.choice
-        return started
+        return by_moves
 
 
 def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:

@@ -22,7 +22,7 @@ from baoc.planning.allocators.base import (
     make_problem,
 )
 from baoc.planning.allocators.feasible import find_feasible
-from baoc.planning.allocators.moves import fill, repair, settle, swap
+from baoc.planning.allocators.moves import fill, reduce_effort, repair, swap
 from baoc.types import Allocation, Candidate, Limits
 
 GOOD_GAP = 1e-5
@@ -55,7 +55,7 @@ class LagrangianAllocator:
             return make_allocation(problem, choice, allocator=self.name, bound=problem.total_risk(choice))
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=self.most_prices)
-        choice = settle(problem, _round(problem, dual, start=start))
+        choice = reduce_effort(problem, _round(problem, dual, start=start))
         return make_allocation(problem, choice, allocator=self.name, bound=dual.bound)
 
 

@@ -20,10 +20,10 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
     while not problem.feasible(choice):
         used = problem.used(choice)
         excess = _violation(used, limits, units)
-        less, more = _deltas(problem, choice)
-        gain = excess - _violation((used[:, None, None] + more).T, limits, units).T
-        added = less
-        for price, values in zip(prices if prices is not None else (), more, strict=prices is not None):
+        risk_change, spent_change = _deltas(problem, choice)
+        gain = excess - _violation((used[:, None, None] + spent_change).T, limits, units).T
+        added = risk_change
+        for price, values in zip(prices if prices is not None else (), spent_change, strict=prices is not None):
             added = added + price * values
         helps = (gain > 1e-12 * excess) & np.isfinite(added)
         ratio = np.where(helps, added, np.inf) / np.where(helps, gain, 1.0)
@@ -32,7 +32,7 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
         moved = False
         order = order[np.isfinite(ratio[order, columns[order]])]
         totals, bounds = used.tolist(), list(zip(limits.tolist(), units.tolist(), strict=True))
-        for block, step in zip(order.tolist(), more[:, order, columns[order]].T.tolist(), strict=True):
+        for block, step in zip(order.tolist(), spent_change[:, order, columns[order]].T.tolist(), strict=True):
             after = [total + part for total, part in zip(totals, step, strict=True)]
             left = sum(max(total - bound, 0.0) / unit for total, (bound, unit) in zip(after, bounds, strict=True))
             if left < excess:
@@ -58,16 +58,16 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
     weights = np.ones(len(problem.limits)) if prices is None else prices
     while True:
         slack = limits - problem.used(choice)
-        less, more = _deltas(problem, choice)
-        fits = (less < 0) & (more <= slack[:, None, None]).all(axis=0)
-        spent = sum(price * np.maximum(values, 0.0) for price, values in zip(weights, more, strict=True))
-        score = np.where(fits, -less, 0.0) / (spent + 1e-300)
+        risk_change, spent_change = _deltas(problem, choice)
+        fits = (risk_change < 0) & (spent_change <= slack[:, None, None]).all(axis=0)
+        spent = sum(price * np.maximum(values, 0.0) for price, values in zip(weights, spent_change, strict=True))
+        score = np.where(fits, -risk_change, 0.0) / (spent + 1e-300)
         columns = score.argmax(axis=1)
         best = score[rows, columns]
         order = np.argsort(-best, kind="stable")
         order, left = order[best[order] > 0], slack.tolist()
         moved = False
-        for block, step in zip(order.tolist(), more[:, order, columns[order]].T.tolist(), strict=True):
+        for block, step in zip(order.tolist(), spent_change[:, order, columns[order]].T.tolist(), strict=True):
             if all(part <= room for part, room in zip(step, left, strict=True)):
                 left = [room - part for part, room in zip(step, left, strict=True)]
                 choice[block] = columns[block]
@@ -94,18 +94,18 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats, most: int = 96, roun
     columns = problem.risk.shape[1]
     for _ in range(rounds):
         slack = problem.safe_limits - problem.used(choice)
-        less, more = _deltas(problem, choice)
-        less, more = less.ravel(), more.reshape(len(more), -1)
-        reduced = less
-        for price, values in zip(prices, more, strict=True):
+        risk_change, spent_change = _deltas(problem, choice)
+        risk_change, spent_change = risk_change.ravel(), spent_change.reshape(len(spent_change), -1)
+        reduced = risk_change
+        for price, values in zip(prices, spent_change, strict=True):
             reduced = reduced + price * values
-        up = _least(reduced, where=less < 0, most=most)
-        down = _least(reduced, where=(less > 0) & (more < 0).any(axis=0), most=most)
-        gain = less[up][:, None] + less[down]
+        up = _least(reduced, where=risk_change < 0, most=most)
+        down = _least(reduced, where=(risk_change > 0) & (spent_change < 0).any(axis=0), most=most)
+        gain = risk_change[up][:, None] + risk_change[down]
         fits = (
-            (more[:, up][:, :, None] + more[:, down][:, None, :] <= slack[:, None, None]).all(axis=0)
+            (spent_change[:, up][:, :, None] + spent_change[:, down][:, None, :] <= slack[:, None, None]).all(axis=0)
             & (up[:, None] // columns != down // columns)
-            & (gain < -1e-12 * np.abs(less[up][:, None]))
+            & (gain < -1e-12 * np.abs(risk_change[up][:, None]))
         )
         pairs = np.flatnonzero(fits)
         if not len(pairs):
@@ -114,7 +114,7 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats, most: int = 96, roun
         for pair in pairs[np.argsort(gain.ravel()[pairs], kind="stable")[:512]].tolist():
             moves = (int(up[pair // len(down)]), int(down[pair % len(down)]))
             blocks = {move // columns for move in moves}
-            left = slack - (more[:, moves[0]] + more[:, moves[1]])
+            left = slack - (spent_change[:, moves[0]] + spent_change[:, moves[1]])
             if left.min() < 0 or blocks & touched:
                 continue
             slack, touched = left, touched | blocks
@@ -123,19 +123,20 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats, most: int = 96, roun
     return choice
 
 
-def settle(problem: Problem, choice: Ints) -> Ints:
-    """The choice with less effort of link and host at no more risk in any block, as far as single moves go."""
-    easier = calmer(problem, choice)
-    return choice if easier is None else fill(easier, choice)
+def reduce_effort(problem: Problem, choice: Ints) -> Ints:
+    """The choice with less traffic on the link at no more risk in any block, as far as single moves go."""
+    effort = effort_problem(problem, choice)
+    return choice if effort is None else fill(effort, choice)
 
 
-def calmer(problem: Problem, choice: Ints) -> Problem | None:
-    """The problem of least effort at no more risk in any block than `choice` has; None where there is none to save."""
+def effort_problem(problem: Problem, choice: Ints) -> Problem | None:
+    """The same problem with traffic on the link in place of risk, over the candidates of no more risk than the chosen;
+    None where the choice causes no traffic."""
     rows = np.arange(len(choice))
     if not problem.effort[rows, choice].any():
         return None
-    alike = problem.valid & (problem.risk <= problem.risk[rows, choice][:, None])
-    return replace(problem, risk=np.where(alike, problem.effort, np.inf))
+    no_riskier = problem.valid & (problem.risk <= problem.risk[rows, choice][:, None])
+    return replace(problem, risk=np.where(no_riskier, problem.effort, np.inf))
 
 
 def _least(values: Floats, *, where: np.ndarray, most: int) -> Ints:
