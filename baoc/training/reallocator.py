@@ -21,7 +21,7 @@ from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
-from baoc.planning.reallocation.move_cost import migration_risk, moved_specs, transit
+from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
 from baoc.training.triggers import TRIGGERS, Moment
@@ -344,13 +344,13 @@ class Reallocator:
     def _way(self, proposal: Plan, *, memory: int | None) -> _Way:
         """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
         used, and the next backward pass makes new ones."""
-        way = transit(self.planner, now=self.plan, then=proposal)
-        if way is None or memory is None or way.peak_bytes <= memory:
+        predicted = move_peak(self.planner, now=self.plan, then=proposal)
+        if predicted is None or memory is None or predicted.peak_bytes <= memory:
             return _Way()
-        if way.without_gradients_bytes <= memory:
+        if predicted.without_gradients_bytes <= memory:
             return _Way(drops_gradients=True)
         return _Way(
-            blocked=f"moving to it would hold {format_bytes(way.without_gradients_bytes)} for a moment, of "
+            blocked=f"moving to it would hold {format_bytes(predicted.without_gradients_bytes)} for a moment, of "
             f"{format_bytes(memory)} allowed"
         )
 

@@ -13,7 +13,7 @@ from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule
-from baoc.planning.reallocation.move_cost import transit
+from baoc.planning.reallocation.move_cost import move_peak
 from baoc.planning.reallocation.relaxation import offers
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
@@ -64,17 +64,17 @@ def test_a_move_starts_from_the_weights_that_are_there() -> None:
     of = splitting()
     numel = sum(block.numel for block in of.blocks)
     now = uniform(of, "adamw+split8")
-    still = transit(of, now=now, then=now)
+    still = move_peak(of, now=now, then=now)
     assert still is not None
     assert still.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * 2 * numel
     assert still.without_gradients_bytes == 1_000_000 + now.allocation.state_bytes - 2 * numel
     native = uniform(of, "adamw")
-    there = transit(of, now=native, then=native)
-    last = transit(of, now=now, then=native)
+    there = move_peak(of, now=native, then=native)
+    last = move_peak(of, now=now, then=native)
     assert there is not None and last is not None and last.peak_bytes <= there.peak_bytes + 2**22
     assert of.footprint is not None
     of.footprint = replace(of.footprint, released=True)
-    released = transit(of, now=now, then=now)
+    released = move_peak(of, now=now, then=now)
     assert released is not None and released.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * numel
 
 

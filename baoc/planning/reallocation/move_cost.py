@@ -1,4 +1,4 @@
-"""What a move costs: the risk of states that regrow, and the memory that old and new states take side by side."""
+"""The cost of a move: the risk while new states warm up, and the memory of old and new states side by side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CONVERSION_FLOATS = 8
 
 
 def lost_steps(source: RuleInfo, target: RuleInfo) -> float:
-    """Steps of full risk that a block pays for leaving `source` for `target`, by what it cannot take along."""
+    """Steps of full risk that a block pays for moving from `source` to `target`: those in which lost states warm up."""
     lost = 0.0
     for kind, steps in RECOVERY_STEPS.items():
         wanted = [decl for decl in target.states if decl.kind is kind]
@@ -44,9 +44,9 @@ def migration_risk(
 ) -> float:
     """Predicted risk of moving from plan to plan, in the unit of an allocation's risk.
 
-    While its states regrow a block is taken to be as risky as its riskiest candidate; that is spread over the `horizon`
-    steps in which the gain of the move is counted. A block that goes back to what it `left` at the last move pays for
-    both ways.
+    While its new states warm up, a block counts as risky as its riskiest candidate. That risk is spread over the
+    `horizon`, the steps over which the gain of the move is counted. A block that returns to the spec it `left` at the
+    last move pays for both moves.
     """
     pool = planner.candidates(risk=then.risk_model, profile=profile)
     total = 0.0
@@ -59,32 +59,33 @@ def migration_risk(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transit:
-    """Predicted device bytes at the worst moment of a move, gradients included and without them."""
+class MovePeak:
+    """Predicted device bytes at the worst moment of a move, with gradients and without them."""
 
     peak_bytes: int
     without_gradients_bytes: int
 
 
-def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
-    """The memory of moving, block by block, those that shrink most first, between two steps; None without a footprint.
+def move_peak(planner: Planner, *, now: Plan, then: Plan) -> MovePeak | None:
+    """Peak memory of moving from plan to plan between two steps; None without a footprint.
 
-    Activations are gone by then; weights, gradients, averages and all states are there, and of the block that moves the
-    states twice, with what the conversion of its largest tensor holds. Weights are counted as the plan in force keeps
-    them, and so are their gradients, but where those are released: then it is not known which are there.
+    Blocks move one by one, those that shrink most first. Activations are freed by then. Weights, gradients, averages
+    and all states are in memory; the moving block holds its old and new states, and the temporaries of converting its
+    largest tensor. Weights count in the format of the plan in force. So do gradients, unless backward releases them:
+    which of them exist is unknown then.
     """
     footprint = planner.footprint
     if footprint is None:
         return None
-    named = {block.name: block for block in planner.blocks}
+    by_name = {block.name: block for block in planner.blocks}
 
     def bytes_of(block: str, spec: str, *, copies: int) -> tuple[int, int]:
-        cost_of = cost(named[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
+        cost_of = cost(by_name[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
         held = cost_of.state_bytes + (cost_of.host_bytes if planner.host_counts else 0)
         return held, held + copies * cost_of.weight_bytes
 
     def peak(copies: int) -> int:
-        """Of states, less what weights of 16 bits save, `copies` being 2 where gradients go with them, else 1."""
+        """Peak of states, less what 16-bit weights save; `copies` is 2 where gradients have the weights' format."""
         choices = now.allocation.choices
         saved = saved_by(choices, blocks=planner.blocks, specs=SPECS)
         held = sum(bytes_of(block, spec, copies=copies)[0] for block, spec in choices.items())
@@ -92,8 +93,8 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
         steps = []
         for block, (source, target) in moved_specs(now, then).items():
             _, new_total = bytes_of(block, target, copies=copies)
-            new_bytes = state_bytes(named[block], spec=SPECS[target], rule=planner.rules[SPECS[target].rule])
-            largest = max((param.numel for param in named[block].params), default=0)
+            new_bytes = state_bytes(by_name[block], spec=SPECS[target], rule=planner.rules[SPECS[target].rule])
+            largest = max((param.numel for param in by_name[block].params), default=0)
             growth = new_total - bytes_of(block, source, copies=copies)[1]
             steps.append((growth, new_bytes + 4 * CONVERSION_FLOATS * largest))
         most = held
@@ -105,7 +106,7 @@ def transit(planner: Planner, *, now: Plan, then: Plan) -> Transit | None:
     fixed = footprint.ema_bytes + footprint.profile_bytes + footprint.context_bytes + footprint.reserve_bytes
     staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (now, then))
     total = footprint.resident_bytes + fixed + staging
-    return Transit(
+    return MovePeak(
         peak_bytes=total + peak(1 if footprint.released else 2),
         without_gradients_bytes=total - footprint.gradients_bytes + peak(1),
     )
