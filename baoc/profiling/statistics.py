@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import GROUP
 
-FOLD_LEVELS = (1, 2, 3, 8)  # of 8 no rule makes use any more; profiles and checkpoints of today hold it
+FOLD_LEVELS = (1, 2, 3, 8)  # 8: of folds that no rule uses any more; profilers in checkpoints hold its sums
 BAND = 2**15  # elements that are made float64 at a time, as a copy of all would be the largest thing that a run holds
 SNR_CEILING = 1e6  # where v does not vary at all
 NOISE_CEILING = 1e6  # where the two gradients have nothing in common
