@@ -189,6 +189,21 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
     return "vision" if heads and any(shape[1] <= FEW_CHANNELS for shape in patches) else None
 
 
+def nearest(params: Sequence[ParamInfo]) -> str | None:
+    """The measured family nearest to a network of another kind, by what it reads: tokens by a table, images by
+    convolutions.
+
+    None where neither is seen, as in a perceptron or of parameters without names, and where there are less than two
+    hidden matrices, in whose rules recipes differ: a single one is a head.
+    """
+    outer = (Role.EMBEDDING, Role.HEAD, Role.NORM)
+    if sum(param.role not in outer and param.matrix_shape is not None for param in params) < 2:
+        return None
+    if any(param.role is Role.EMBEDDING and len(param.shape) == 2 for param in params):
+        return "language"
+    return "vision" if any(param.role is Role.CONV for param in params) else None
+
+
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 

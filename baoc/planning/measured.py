@@ -63,9 +63,12 @@ def choose(planner: "Planner", *, family: Family) -> Choice | None:
     """The measured choice of the planner's budget; None where no measured recipe fits.
 
     Where all that fits on the device measured worse than fp32 AdamW, states go to the host if that is allowed, as they
-    stay the same there. Weights are rounded at random where that gains more than it may cost.
+    stay the same there. Weights are rounded at random where that gains more than it may cost. On a network of a kind
+    that nobody measured it is the best recipe of the nearest family, if that was better than fp32 AdamW.
     """
     best = next(whole(planner, family=family), None)
+    if planner.extrapolates:
+        return None if best is None or is_worse_than_adamw(best, family=family) else best
     if best is None or is_worse_than_adamw(best, family=family):
         best = next(whole(planner, family=family, hosted=True), best)
     rounded = next(whole(planner, family=family, weights=(ROUNDED,)), None)
@@ -262,7 +265,7 @@ def _joined(role: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidat
 # -- what is told of it -----------------------------------------------------------------------------------------------
 
 
-def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> Basis:
+def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int, extrapolates: bool = False) -> Basis:
     """The basis of the choice, as values and as a sentence."""
     one, recipe = choice.measured, choice.recipe
     hosted = plan.allocation.host_bytes
@@ -291,9 +294,16 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> 
         if is_worse_than_adamw(choice, family=family)
         else ""
     )
+    text = f"{held}; {told}, {where}{far}{narrow}{rate}{worse}"
+    if extrapolates and one is not None:
+        text = (
+            f"{held}{rate}: an extrapolation from transformers for {family.name}, as nothing was measured of this kind "
+            f"of network; there it was the best that fits, with {one.value:.4g} against fp32 AdamW's "
+            f"{family.recipe(ADAMW).value:.4g} {family.unit}, n {change.n}; race=auto checks it"
+        )
     return Basis(
         by="measured",
-        text=f"{held}; {told}, {where}{far}{narrow}{rate}{worse}",
+        text=text,
         recipe=recipe.name,
         family=family.name,
         reference=against,

@@ -12,7 +12,7 @@ from typing import Any
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import STORAGES, removed, select
-from baoc.core.measured import AUTO, KAPPA, families, family_of
+from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
@@ -54,7 +54,8 @@ FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best 
 class PlannerSettings:
     """A user's choices about planning; defaults are those of `conf/`.
 
-    `risk="measured"` chooses by measurements of the `family`; where there are none it is `prior`.
+    `risk="measured"` chooses by measurements of the `family`, or of the nearest one where nothing was measured of the
+    network's kind; where it has no hidden matrices it is `prior`.
 
     A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
     has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
@@ -151,7 +152,12 @@ class Planner:
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = sum(block.numel for block in self.blocks)
         named = family_of(self.params) if settings.family == AUTO else settings.family
+        # Nothing was measured of this kind: whole recipes of the nearest one are a guess, its entries by role are not.
+        self.extrapolates = named is None and settings.family == AUTO
+        named = nearest(self.params) if self.extrapolates else named
         self.family = families().get(named or "") if settings.risk == MEASURED else None
+        if self.family is not None and self.extrapolates:
+            self.family = replace(self.family, roles={}, rules={})
         more = settings.measured_specs if self.family is not None and self._chooses else ()
         self.specs = {**self.offered, **select(more)} if more else self.offered
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
@@ -443,7 +449,9 @@ class Planner:
             reasons=choice.plan.reasons,
             most_useful_bytes=useful,
             binding=allowed is not None and useful > allowed,
-            basis=basis_of(choice, family=family, plan=plan, num_params=self.num_params),
+            basis=basis_of(
+                choice, family=family, plan=plan, num_params=self.num_params, extrapolates=self.extrapolates
+            ),
         )
 
     def adopted(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
@@ -566,10 +574,11 @@ class Planner:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:
-            why = (
-                "no measured recipe fits" if self.family is not None else "nothing was measured of this kind of network"
-            )
-            tried = "" if self.family is not None else "; mode=race tries what measured best on networks of other kinds"
+            unknown = self.family is None or self.extrapolates
+            why = "nothing was measured of this kind of network" if unknown else "no measured recipe fits"
+            if self.extrapolates and self.family is not None:
+                why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
+            tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""
             text = f"{why}, so by {text}{tried}"
         return Basis(by=risk, text=text)
 

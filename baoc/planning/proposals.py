@@ -106,7 +106,7 @@ def proposals(
 
 
 def _known(planner: Planner) -> list[Recipe]:
-    if planner.family is None:  # what measured best on networks of other kinds goes first
+    if planner.family is None or planner.extrapolates:  # what measured best on networks of other kinds goes first
         others = [recipe for name, recipe in measured_recipes().items() if name not in RECIPES]
         fits = (recipe for recipe in others if next(_variants(planner, recipe), None) is not None)
         more = {recipe.name: recipe for recipe in islice(fits, MOST_MEASURED)}

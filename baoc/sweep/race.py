@@ -7,6 +7,7 @@ again, and finds those that had ended in the storage.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ TAKEN_FILE = "taken.json"  # the earlier race that a run took, where nothing was
 SEEDS, FRESH_SEEDS = 100, 200  # added to the run's own seed
 TIMED_STEPS = 40  # of a run that is only timed
 LEAST_STEPS = 100  # of a race's last rung, where it is shorter than the run
+CHECKED = 6  # runs between two looks at the clock, under a cap
+FEW = 2  # entrants left at the end
 RETRIES = 3  # of a run that was killed: no entrant is to leave for the machine's sake
 MOST_APART = 4.0  # beyond which a race says nothing of a run that sees its data more often
 _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which a race may go on
@@ -158,6 +161,7 @@ class _Race:
         self.asked: list[tuple[Run, tuple[str, ...]]] = []
         self.study: optuna.Study | None = None
         self.field: Field
+        self.began = time.time()
         self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
 
     # -- the course ---------------------------------------------------------------------------------------------------
@@ -212,9 +216,13 @@ class _Race:
         except OutOfTimeError:
             say("nothing is raced: the first stage alone would not end in time")
             return None
-        seconds = sum(self._seconds(number) for number in range(len(self.asked)))
         content = records.record(
-            outcome, config=self.config, field=self.field, measured=measured, seconds=seconds, command=self.command
+            outcome,
+            config=self.config,
+            field=self.field,
+            measured=measured,
+            seconds=self._spent_s(),
+            command=self.command,
         )
         records.keep(content, folder=self.folder, library=Path(race.library))
         show(content)
@@ -224,20 +232,24 @@ class _Race:
     def _drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
         """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
         by_name = {one.name: one for one in racers}
-        sent: Mapping[Run, Ended] | None = None
         try:
             asked = next(going)
             while True:
-                if cap_s is not None and self._spent_s() + self._predicted_s(asked) > cap_s:
-                    say(f"the next stage of {len(asked)} runs would not end within the cap of {cap_s:.0f} s")
-                    asked = going.throw(OutOfTimeError())
-                    continue
                 if asked:
-                    many = len({run.entrant for run in asked})
-                    say(f"stage {stage_name(asked[0].stage)}: {len(asked)} runs, entrants {many}")
-                sent = self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in asked])
-                files.write_csv(self.folder / records.RUNS_FILE, self._rows())
-                asked = going.send(sent)
+                    entrants = len({run.entrant for run in asked})
+                    say(f"stage {stage_name(asked[0].stage)}: {len(asked)} runs, entrants {entrants}")
+                sent = {}
+                many = max(len(asked), 1) if cap_s is None else CHECKED * self.config.race.workers
+                for at in range(0, len(asked), many):
+                    runs = asked[at : at + many]
+                    if not self._has_time(runs, stage=asked[at:], cap_s=cap_s):
+                        say(f"{len(asked) - at} more runs would not end within the cap of {cap_s:.0f} s")
+                        asked = going.throw(OutOfTimeError())
+                        break
+                    sent |= self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in runs])
+                    files.write_csv(self.folder / records.RUNS_FILE, self._rows())
+                else:
+                    asked = going.send(sent)
         except StopIteration as ended:
             return ended.value
 
@@ -433,7 +445,7 @@ class _Race:
     def _smaller_fields(self) -> list[list[Racer]]:
         """All entrants, or the first few of the candidates, which come in order of merit."""
         racers = list(self.field.racers)
-        few = [[one for one in racers if not one.entrant.control][:most] for most in (6, 4)]
+        few = [[one for one in racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
         return [racers, *(some for some in few if any(one.entrant.uniform for one in some))]
 
     def _cost_s(self, entrants: int, *, steps: int, step_s: float, start_s: float) -> float:
@@ -443,7 +455,8 @@ class _Race:
         for rung in race.rungs[1:]:
             entrants = max(math.ceil(entrants / 2), 2)
             runs.append((rung, entrants * race.seeds))
-        runs.append((1.0, entrants * race.confirm_seeds))
+        if entrants > FEW:  # of so few the rungs decide, where there is no time for more seeds
+            runs.append((1.0, entrants * race.confirm_seeds))
         return sum(count * (start_s + share * steps * step_s) for share, count in runs) / race.workers
 
     def _predicted_s(self, runs: Sequence[Run]) -> float:
@@ -456,8 +469,22 @@ class _Race:
         step_s, start_s = (max(float(part), 0.0) for part in line)
         return sum(start_s + step_s * run.steps for run in runs) / min(self.config.race.workers, max(len(runs), 1))
 
+    def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
+        """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
+        if cap_s is None:
+            return True
+        assert self.study is not None
+        trials = self.study.get_trials(deepcopy=False)[len(self.asked) : len(self.asked) + len(runs)]
+        had_ended = len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials)
+        return had_ended or self._spent_s() + self._predicted_s(stage) <= cap_s
+
     def _spent_s(self) -> float:
-        return sum(self._seconds(number) for number in range(len(self.asked))) / self.config.race.workers
+        """Seconds of the race so far, of processes that were killed those of their runs."""
+        assert self.study is not None
+        trials = self.study.get_trials(deepcopy=False)[: len(self.asked)]
+        ended = [trial.datetime_complete.timestamp() if trial.datetime_complete else math.inf for trial in trials]
+        before = sum(self._seconds(number) for number, at in enumerate(ended) if at < self.began)
+        return before / self.config.race.workers + time.time() - self.began
 
     def _seconds(self, number: int) -> float:
         assert self.study is not None
@@ -564,4 +591,4 @@ def show(content: Mapping[str, Any]) -> None:
     for line in told["lines"]:
         say(line)
     state_bytes = next(row["state_bytes"] for row in content["entrants"] if row["name"] == content["choice"])
-    say(f"the race took {content['seconds']:.0f} s of runs for {format_bytes(state_bytes)} of state")
+    say(f"the race took {content['seconds']:.0f} s for {format_bytes(state_bytes)} of state")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.core.measured import Additivity, Change, Family, MeasuredRecipe, added, faded, families, family_of
+from baoc.core.measured import Additivity, Change, Family, MeasuredRecipe, added, faded, families, family_of, nearest
 from baoc.core.recipes import RECIPES, tuning_of
 from baoc.errors import BadInputError
 from baoc.planning.measured import MIXED
@@ -87,6 +87,36 @@ def test_where_nothing_measured_fits_or_nothing_was_measured_the_prior_says_so()
     none = planner(0.25, family=None).propose()
     assert none.basis is not None and "nothing was measured of this kind of network" in none.basis.text
     assert none.allocation == Planner(llama(), budget=none.budget, settings=PlannerSettings()).propose().allocation
+
+
+def own_kind(*more: ParamInfo) -> list[ParamInfo]:
+    """A convolutional net."""
+    shapes = {"0.weight": (24, 3, 3, 3), "3.weight": (48, 24, 3, 3), "6.weight": (96, 48, 3, 3)}
+    convs = [ParamInfo(name=name, shape=shape, dtype="float32", role=Role.CONV) for name, shape in shapes.items()]
+    return [*convs, *more]
+
+
+def test_a_kind_that_nobody_measured_takes_the_best_recipe_of_the_nearest_and_says_that_it_is_a_guess():
+    settings = PlannerSettings(risk="measured", family="auto", measured_specs=("muon_int8", "adamw_int8", "muon_int4"))
+    head = ParamInfo(name="9.weight", shape=(10, 96), dtype="float32", role=Role.OTHER)
+    made = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.25), settings=settings).propose()
+    assert made.basis is not None and (made.basis.by, made.basis.family) == ("measured", "vision")
+    assert set(made.allocation.choices.values()) == {"muon_int8"}
+    assert "an extrapolation from transformers for vision, as nothing was measured of this kind of network" in (
+        made.basis.text
+    )
+    assert made.basis.text.endswith("race=auto checks it")
+    low = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.01), settings=settings).propose()
+    assert low.risk_model == "prior" and low.basis is not None
+    assert "no recipe that was better than fp32 AdamW for vision fits, so by risk=prior" in low.basis.text
+
+
+def test_the_nearest_kind_is_by_what_a_network_reads():
+    assert nearest(own_kind()) == "vision" and nearest(own_kind()[:1]) is None
+    table = ParamInfo(name="tok.weight", shape=(256, 64), dtype="float32", role=Role.EMBEDDING)
+    recurrent = [replace(param, shape=param.shape[:2], role=Role.OTHER) for param in own_kind()]
+    assert nearest([table, *recurrent]) == "language"
+    assert nearest(recurrent) is None  # a perceptron, or parameters without names
 
 
 def test_specs_that_are_not_offered_are_not_chosen():
