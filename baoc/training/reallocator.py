@@ -24,7 +24,7 @@ from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
-from baoc.training.triggers import TRIGGERS, Moment
+from baoc.training.triggers import TRIGGERS, TriggerInputs
 from baoc.types import (
     BlockMove,
     Budget,
@@ -192,7 +192,7 @@ class Reallocator:
         if not self.watching:
             return
         assert self.profiler is not None
-        now = Moment(
+        now = TriggerInputs(
             step=self.step,
             last_decision=self.last_decision,
             profile=self._profiled,

@@ -12,8 +12,8 @@ from baoc.types import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """What a trigger may look at. `last_decision` is 0 before the first one; `reference` is that decision's profile,
+class TriggerInputs:
+    """What a trigger decides by. `last_decision` is 0 before the first one; `reference` is that decision's profile,
     None also where a resumed run could not use it; `watched_from` is the step after which sampling began."""
 
     step: int
@@ -23,29 +23,29 @@ class Moment:
     watched_from: int = 0
 
 
-Trigger = Callable[[ReallocationConfig, Moment], bool]
+Trigger = Callable[[ReallocationConfig, TriggerInputs], bool]
 
 
-def _off(_: ReallocationConfig, __: Moment) -> bool:
+def _off(_: ReallocationConfig, __: TriggerInputs) -> bool:
     return False
 
 
-def _warm(settings: ReallocationConfig, now: Moment) -> bool:
+def _has_statistics(settings: ReallocationConfig, now: TriggerInputs) -> bool:
     """Whether there are enough statistics to decide by, also where a resumed run has none of those before."""
     return now.step - now.watched_from >= settings.warmup_steps
 
 
-def _once(settings: ReallocationConfig, now: Moment) -> bool:
-    return now.last_decision == 0 and _warm(settings, now)
+def _once(settings: ReallocationConfig, now: TriggerInputs) -> bool:
+    return now.last_decision == 0 and _has_statistics(settings, now)
 
 
-def _interval(settings: ReallocationConfig, now: Moment) -> bool:
+def _interval(settings: ReallocationConfig, now: TriggerInputs) -> bool:
     if now.last_decision == 0:
         return _once(settings, now)
-    return now.step - now.last_decision >= settings.interval and _warm(settings, now)
+    return now.step - now.last_decision >= settings.interval and _has_statistics(settings, now)
 
 
-def _drift(settings: ReallocationConfig, now: Moment) -> bool:
+def _drift(settings: ReallocationConfig, now: TriggerInputs) -> bool:
     """Looks every `interval` steps, as a profile is not free, and decides anew only where the statistics moved by more
     than `drift_threshold`, or where there are none to compare with."""
     if not _interval(settings, now):

@@ -7,7 +7,7 @@ import pytest
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError
 from baoc.training.session import SessionSettings
-from baoc.training.triggers import TRIGGERS, Moment, drift
+from baoc.training.triggers import TRIGGERS, TriggerInputs, drift
 from baoc.types import Profile
 from tests.support.planners import STATS
 
@@ -26,7 +26,7 @@ def fires(
     watched_from: int = 0,
 ) -> bool:
     settings = ReallocationConfig(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
-    moment = Moment(
+    moment = TriggerInputs(
         step=step,
         last_decision=last,
         profile=lambda: now or profile(),
