@@ -24,7 +24,7 @@ from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
-from baoc.training.triggers import TRIGGERS, TriggerInputs
+from baoc.training.triggers import TriggerInputs, is_due
 from baoc.types import (
     BlockMove,
     Budget,
@@ -199,7 +199,7 @@ class Reallocator:
             reference=self.profile,
             watched_from=self.watched_from,
         )
-        if TRIGGERS[self.settings.mode](self.settings, now):
+        if is_due(self.settings, now):
             with self.tracked("decision"):
                 self.decide(trigger=self.settings.mode)
 

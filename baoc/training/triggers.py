@@ -3,7 +3,7 @@
 A trigger sees step counts and statistics only, never a clock, so the same run reallocates at the same steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, log
 
@@ -23,37 +23,19 @@ class TriggerInputs:
     watched_from: int = 0
 
 
-Trigger = Callable[[ReallocationConfig, TriggerInputs], bool]
-
-
-def _off(_: ReallocationConfig, __: TriggerInputs) -> bool:
-    return False
-
-
-def _has_statistics(settings: ReallocationConfig, now: TriggerInputs) -> bool:
-    """Whether there are enough statistics to decide by, also where a resumed run has none of those before."""
-    return now.step - now.watched_from >= settings.warmup_steps
-
-
-def _once(settings: ReallocationConfig, now: TriggerInputs) -> bool:
-    return now.last_decision == 0 and _has_statistics(settings, now)
-
-
-def _interval(settings: ReallocationConfig, now: TriggerInputs) -> bool:
-    if now.last_decision == 0:
-        return _once(settings, now)
-    return now.step - now.last_decision >= settings.interval and _has_statistics(settings, now)
-
-
-def _drift(settings: ReallocationConfig, now: TriggerInputs) -> bool:
-    """Looks every `interval` steps, as a profile is not free, and decides anew only where the statistics moved by more
-    than `drift_threshold`, or where there are none to compare with."""
-    if not _interval(settings, now):
+def is_due(settings: ReallocationConfig, now: TriggerInputs) -> bool:
+    """Whether to plan again now. Drift is looked at every `interval` steps, as a profile is not free; where there are
+    no statistics to compare with, as in a run that was resumed, it counts as drifted."""
+    if settings.mode == "off" or now.step - now.watched_from < settings.warmup_steps:
         return False
-    if now.reference is None:
+    if now.last_decision == 0:
         return True
-    due = (now.step - now.last_decision) % settings.interval == 0
-    return due and drift(now.reference, now.profile()) > settings.drift_threshold
+    since = now.step - now.last_decision
+    if settings.mode == "once" or since < settings.interval:
+        return False
+    if settings.mode == "interval" or now.reference is None:
+        return True
+    return since % settings.interval == 0 and drift(now.reference, now.profile()) > settings.drift_threshold
 
 
 def drift(before: Profile, after: Profile) -> float:
@@ -68,6 +50,3 @@ def drift(before: Profile, after: Profile) -> float:
             if isfinite(a) and isfinite(b) and a > 0 and b > 0:
                 moves.append(abs(log(b / a)))
     return sum(moves) / len(moves) if moves else 0.0
-
-
-TRIGGERS: Mapping[str, Trigger] = {"off": _off, "once": _once, "interval": _interval, "drift": _drift}

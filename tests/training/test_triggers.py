@@ -7,7 +7,7 @@ import pytest
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError
 from baoc.training.session import SessionSettings
-from baoc.training.triggers import TRIGGERS, TriggerInputs, drift
+from baoc.training.triggers import TriggerInputs, drift, is_due
 from baoc.types import Profile
 from tests.support.planners import STATS
 
@@ -33,7 +33,7 @@ def fires(
         reference=reference,
         watched_from=watched_from,
     )
-    return TRIGGERS[mode](settings, moment)
+    return is_due(settings, moment)
 
 
 def test_off_never_once_once_and_interval_again():
