@@ -92,6 +92,12 @@ def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def did_you_mean(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:
+    """`; did you mean a or b?`, or empty if no name is similar."""
+    near = get_close_matches(str(given), list(dict.fromkeys(allowed)), n=3)
+    return f"; did you mean {' or '.join(prefix + name for name in near)}?" if near else ""
+
+
 def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:
     """The error for a name that a registry does not hold: what was given, the nearest one, and all that there are."""
     names = list(allowed)

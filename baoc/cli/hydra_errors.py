@@ -13,11 +13,11 @@ from baoc.config.nodes import COLLECTIONS
 from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import TRAINER_OWNED
-from baoc.config.validate import did_you_mean, unknown_key
+from baoc.config.validate import unknown_key
 from baoc.core.budgets import spellings
 from baoc.core.catalogue import removed
 from baoc.core.own_code import WRITTEN
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, did_you_mean
 
 _UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)
 _SWEEPER = "hydra.sweeper."

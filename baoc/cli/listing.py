@@ -4,10 +4,9 @@ from collections.abc import Callable
 from importlib import import_module
 
 from baoc.config import assets
-from baoc.config.validate import did_you_mean
 from baoc.core import own_code
 from baoc.core.budgets import PRESETS
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, did_you_mean
 from baoc.types import Budget
 from baoc.units import format_bytes
 

@@ -10,12 +10,11 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from math import log10
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, did_you_mean
 
 if TYPE_CHECKING:  # read when the first settings are validated, as `--help` validates none
     from pydantic import TypeAdapter, ValidationError
@@ -174,12 +173,6 @@ def unknown_key(key: str, *, allowed: Iterable[str], path: str = "") -> BadInput
         return BadInputError(f"{prefix}{key} was removed: {REMOVED_KEYS[f'{prefix}{key}'].instead}")
     hint = did_you_mean(key, allowed, prefix=prefix)
     return BadInputError(f"unknown key {prefix}{key}{hint}\n{path or 'a run'} has: {', '.join(allowed)}")
-
-
-def did_you_mean(given: str, allowed: Iterable[str], *, prefix: str = "") -> str:
-    """`; did you mean a or b?`, or empty if no name is similar."""
-    close = get_close_matches(given, list(allowed), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(prefix + name for name in close)}?" if close else ""
 
 
 def describe(hint: Any) -> str:

@@ -4,16 +4,15 @@ A recipe gives a spec to each role, and to rules and roles a multiple of the lea
 rows of RECIPES are published methods, as their authors run them and with cheap states on embedding and head (`_lean`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from baoc.core import own_code
 from baoc.core.catalogue import SPECS, WEIGHTS, removed, with_weights
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, did_you_mean
 from baoc.types import Block, Part, Plan, Role
 
 FALLBACK = "adamw"  # runs anywhere
@@ -174,7 +173,7 @@ def _check(recipe: Recipe) -> None:
         raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
     for role, spec in recipe.specs.items():
         if role not in ROLES:
-            close = _close(role, (*ROLES, *_KEYS), prefix="recipe.")
+            close = did_you_mean(role, (*ROLES, *_KEYS), prefix="recipe.")
             raise BadInputError(
                 f"unknown key recipe.{role} of recipe {recipe.name}{close}\nroles are {', '.join(ROLES)}; beside them "
                 f"a recipe has {', '.join(_KEYS)}"
@@ -198,23 +197,18 @@ def _check(recipe: Recipe) -> None:
             raise BadInputError(f"recipe.betas.{key}={list(betas)} is not allowed: it must be two numbers in [0, 1)")
 
 
-def _close(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:
-    near = get_close_matches(str(given), list(allowed), n=3)
-    return f"; did you mean {' or '.join(prefix + name for name in near)}?" if near else ""
-
-
 def _check_spec(spec: object, *, key: str) -> None:
     if spec not in SPECS:
         if told := removed(str(spec)):
             raise BadInputError(f"{key}: {told}")
         raise BadInputError(
-            f"{key}={spec}: there is no such optimizer spec{_close(spec, SPECS)}\n`python run.py --list specs` shows "
-            "every one"
+            f"{key}={spec}: there is no such optimizer spec{did_you_mean(spec, SPECS)}\n"
+            "`python run.py --list specs` shows every one"
         )
 
 
 def _unknown_in(group: str, key: str, *, allowed: tuple[str, ...]) -> BadInputError:
-    close = _close(key, allowed, prefix=f"recipe.{group}.")
+    close = did_you_mean(key, allowed, prefix=f"recipe.{group}.")
     which = "rules, or beginnings of their names," if group == "betas" else "rules, beginnings of their names, or roles"
     return BadInputError(
         f"unknown key recipe.{group}.{key}{close}\nit goes by {which} such as muon, foam"
@@ -303,7 +297,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
 
     if (measured := measured_recipes().get(str(given))) is not None:
         return measured
-    close = _close(given, [*RECIPES, *measured_recipes()])
+    close = did_you_mean(given, [*RECIPES, *measured_recipes()])
     raise BadInputError(
         f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, or "
         "a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"

@@ -53,7 +53,7 @@ def test_only_the_recipes_that_were_named_race(tmp_path: Path, capsys: pytest.Ca
     left(tmp_path, words=("race.recipes=[foam8_lean,adamw]",))
     assert [one.name for one in read_field(tmp_path / FILE).racers] == ["foam8_lean"]
     assert "not raced, as the budget does not hold it: adamw" in capsys.readouterr().out
-    with pytest.raises(BadInputError, match="there is no such recipe; did you mean muon8_lean"):
+    with pytest.raises(BadInputError, match=r"there is no such recipe; did you mean muon8_lean or (?!muon8_lean )"):
         left(tmp_path, words=("race.recipes=[muon8_laen]",))
 
 
