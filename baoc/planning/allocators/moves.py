@@ -7,6 +7,8 @@ import numpy as np
 
 from baoc.planning.allocators.base import Floats, Ints, Problem
 
+SWAP_MOVES, SWAP_ROUNDS = 96, 12
+
 
 def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Ints | None:
     """Moves blocks into the limits, least risk (at prices: reduced cost) per violation removed first.
@@ -85,22 +87,22 @@ def _deltas(problem: Problem, choice: Ints) -> tuple[Floats, Floats]:
     )
 
 
-def swap(problem: Problem, choice: Ints, *, prices: Floats, most: int = 96, rounds: int = 12) -> Ints:
+def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
     """Moves one block up and another down where that lowers the risk within the limits, best pairs first.
 
-    Looks at the `most` moves of each kind whose reduced cost (risk + prices) is least, `rounds` times anew.
+    Looks at the SWAP_MOVES moves of each kind whose reduced cost (risk + prices) is least, SWAP_ROUNDS times anew.
     """
     choice = choice.copy()
     columns = problem.risk.shape[1]
-    for _ in range(rounds):
+    for _ in range(SWAP_ROUNDS):
         slack = problem.safe_limits - problem.used(choice)
         risk_change, spent_change = _deltas(problem, choice)
         risk_change, spent_change = risk_change.ravel(), spent_change.reshape(len(spent_change), -1)
         reduced = risk_change
         for price, values in zip(prices, spent_change, strict=True):
             reduced = reduced + price * values
-        up = _least(reduced, where=risk_change < 0, most=most)
-        down = _least(reduced, where=(risk_change > 0) & (spent_change < 0).any(axis=0), most=most)
+        up = _least(reduced, where=risk_change < 0, most=SWAP_MOVES)
+        down = _least(reduced, where=(risk_change > 0) & (spent_change < 0).any(axis=0), most=SWAP_MOVES)
         gain = risk_change[up][:, None] + risk_change[down]
         fits = (
             (spent_change[:, up][:, :, None] + spent_change[:, down][:, None, :] <= slack[:, None, None]).all(axis=0)
