@@ -45,7 +45,7 @@ else:
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
     @pytest.mark.parametrize(("rule", "storage", "weights"), VARIANTS)
     def test_it_compiles(rule: str, storage: str, weights: str):
-        from baoc.kernels.triton import averaging, elementwise, foam, matrix, muon, orthogonal
+        from baoc.kernels.triton import elementwise, foam, matrix, means, muon, orthogonal
         from tests.support.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
@@ -54,7 +54,7 @@ else:
         twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
         twin.new_gradients()
         twin.engine.gradients.refresh()
-        with recording([averaging, elementwise, foam, matrix, muon, orthogonal]) as found:
+        with recording([elementwise, foam, matrix, means, muon, orthogonal]) as found:
             engine.launch(twin.table, Call(matched=True, track=True))
             if rule in ("foam_l2", "adamw_shared_in"):
                 engine.launch(twin.table, Call(mode="repair", matched=True))

@@ -52,7 +52,7 @@ def test_marked_gradients_equal_nonfinite_ones():
     grad[bad] = torch.tensor([float("nan"), float("inf"), -float("inf"), -(2.0**48)])
     grad[1] = -0.0  # a true one
     before = twin.params[3].detach().clone()
-    engine = twin.table.engine
+    engine = twin.engine
     engine.mark()
     assert not grad[bad].any() and grad[bad].signbit().all() and not grad[1].signbit()
     engine.mark(first=False)  # nothing more to find
@@ -69,8 +69,8 @@ def test_marking_looks_at_every_gradient(dtype: torch.dtype):
     twin.params[1].grad[[0, 2047, 2048, 4999]] = torch.tensor([float("inf"), 2.0**48, -1e20, float("nan")], dtype=dtype)
     twin.params[3].grad = torch.full((14,), float("nan"), dtype=dtype)[::2]
     expected = [None if p.grad is None else torch.where(usable(p.grad), p.grad, 0.0) for p in twin.params]
-    twin.table.engine.mark()
-    twin.table.engine.read_num_bad()
+    twin.engine.mark()
+    twin.engine.read_num_bad()
     assert twin.table.num_bad.tolist() == [0, 4, 0, 7]
     assert all(p.grad is None or torch.equal(p.grad, e) for p, e in zip(twin.params, expected, strict=True))
 

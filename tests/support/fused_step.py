@@ -5,15 +5,24 @@ buffers that never move: it can be captured in a CUDA graph and replayed after e
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from baoc.kernels import Call, FusedTable
 from baoc.kernels.triton import engine
+from baoc.kernels.triton.engine import Engine
 from baoc.kernels.triton.kinds import Options
 
 Mode = Literal["step", "measure", "repair"]
+
+
+def engine_of(table: FusedTable) -> Engine:
+    """An engine of this table alone, made when it is first asked for and kept with the table."""
+    held: dict[str, Any] = vars(table)
+    if "engine" not in held:
+        held["engine"] = Engine([table])
+    return held["engine"]
 
 
 def fused_step(
@@ -43,7 +52,7 @@ def prepare(
     advance: bool = True,
 ) -> None:
     """Brings addresses and settings up to date and, unless told otherwise, counts the step."""
-    table.engine.stage(options, thresholds=thresholds, phase=phase, advance=advance)
+    engine_of(table).stage(options, thresholds=thresholds, phase=phase, advance=advance)
 
 
 def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **call: bool) -> Tensor | None:
@@ -51,5 +60,6 @@ def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **cal
     engine.launch(table, Call(mode=mode, track=track, **call))
     if not track:
         return None
-    table.engine.sum()
-    return table.engine.sums_of(table)
+    alone = engine_of(table)
+    alone.sum()
+    return alone.sums[: len(table.params)]

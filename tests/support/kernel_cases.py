@@ -21,7 +21,7 @@ from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
 from baoc.optim.rules import RULES, RuleContext
 from baoc.optim.weights import merge_weights, round_at_random_, split_weights_
 from baoc.types import StateLayout
-from tests.support.fused_step import fused_step
+from tests.support.fused_step import engine_of, fused_step
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
 SMALL_CUT = Cut(chunk=512, warps=1)
@@ -127,7 +127,7 @@ class Twin:
             seeds=range(len(self.params)) if case.weights == "bf16_sr" else None,
             cut=case.cut,
         )
-        self.engine = self.table.engine
+        self.engine = engine_of(self.table)
         self.eager = self.copy()
         self.phase = 0
 

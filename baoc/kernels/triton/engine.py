@@ -132,17 +132,12 @@ class Engine:
     def _bind(self) -> None:
         for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
             end = begin + len(table.params)
-            table.bind(self)
             table.ptrs, table.numels = self.ptrs[begin:end], self.numels[begin:end]
             table.shape_tensor, table.grad_ptrs = self._shapes[begin:end], self.grad_ptrs[begin:end]
             table.settings, table.thresholds = self._settings[begin:end], self._thresholds
             table.repair, table.left_out = self.repair[begin:end], self.left_out[begin:end]
             table.num_bad, table.steps = self.num_bad[begin:end], self.settings.steps[begin:end]
             table.partial = self.partial[program : program + max(table.num_chunks, 1)]
-
-    def sums_of(self, table: FusedTable) -> Tensor:
-        begin = self._begins[self.tables.index(table)]
-        return self.sums[begin : begin + len(table.params)]
 
     @property
     def nbytes(self) -> int:

@@ -6,15 +6,12 @@ it, see `baoc.kernels.triton.engine`.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from baoc.kernels.triton.kinds import PHASED, Cut, Kind, Shape
-
-if TYPE_CHECKING:
-    from baoc.kernels.triton.engine import Engine
 
 WIDTH = 8  # columns of addresses and of settings
 PARAM_AT, CORRECTION_AT, MATCH_AT = 0, 5, 6
@@ -100,8 +97,6 @@ class FusedTable:
         self._alive = [*(p.detach() for p in self.params), *self.matches]
         self._alive += [tensor for key in self.columns for state in states if (tensor := state.get(key)) is not None]
         self._lay_out()
-        self._engine: weakref.ref[Engine] | None = None  # weak: engines hold tables, and both hold device memory
-        self._own_engine: Engine | None = None
         self._extra: dict[str, Tensor] = {}
 
     def _row(self, index: int, state: Mapping[str, Tensor], *, seed: int) -> list[int]:
@@ -161,21 +156,6 @@ class FusedTable:
         kind, traits = self.kind, self.kind.traits
         rounded = (traits.has_m and kind.m in PHASED) or (traits.has_v and kind.v in (*PHASED, "bf16"))
         return rounded or kind.weights in ("split8", "bf16_sr")
-
-    @property
-    def engine(self) -> "Engine":
-        """The engine that holds this table: one of its own unless it was given to another."""
-        if self._engine is None:
-            from baoc.kernels.triton.engine import Engine
-
-            self._own_engine = Engine([self])
-        engine = self._engine and self._engine()
-        assert engine is not None, "the table's engine is gone"
-        return engine
-
-    def bind(self, engine: "Engine") -> None:
-        assert self._engine is None, "a table belongs to one engine"
-        self._engine = weakref.ref(engine)
 
     @property
     def nbytes(self) -> int:
