@@ -1,9 +1,8 @@
-"""Small blocks that are stepped in a rehearsal, in the place of a network's own.
+"""Small blocks that a rehearsal steps in place of a network's own, to time the host's part of an optimizer step.
 
-On a GPU a small step waits for the host, and one with gradient release for what hooks do in its backward pass. What
-the host does to step blocks goes by the number of tensors and blocks and by their specs, hardly by sizes: so a corner
-of each parameter is stepped, and no weight or state of the network is touched. The device's part is in the latency
-table.
+On a GPU a small step waits for the host, and with gradient release for the hooks in its backward pass. The host's time
+depends on the number of tensors and blocks and on their specs, hardly on sizes. So a corner of each parameter is
+stepped, and the network's weights and states stay as they are. The device's part is in the latency table.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,20 @@ from baoc.optim.backends.fused import FusedBackend
 from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
-LAUNCHED = 2  # steps until all is as in the next ones
-SIDE = 16  # elements of a corner at most, by dimension: all of a large network's are a few MiB
+LAUNCHED = 2  # warm-up steps: CUDA graphs are captured by then
+SIDE = 16  # elements of a corner per dimension at most: those of a large network are a few MiB together
 FALLBACK = "adamw"  # where a spec cannot run on a corner
 
 
 class ProxyBlocks:
-    """One tensor of at most SIDE elements by dimension for each of the trainable tensors in `blocks`, on their device.
+    """One tensor of at most SIDE elements per dimension for each trainable tensor in `blocks`, on its device.
 
-    `specs`: what steps each block; those of host-placed blocks step on the device here. `finish` is to be called when a
-    step is over, and with `release` (how it clips) `come` when a gradient of the network has come. What is compiled is
-    compiled when this was built, but for groups, which follow the order of the first backward.
+    Call `finish` at the end of each step and, with `release`, `gradient_ready` for each gradient of the network that
+    is final. Kernels are compiled on construction, except those of groups, which follow the order of the first backward.
+
+    Args:
+        specs: the spec of each block. States of host-placed blocks stay on the device here.
+        release: settings of gradient release, how it clips among them; None without it.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class ProxyBlocks:
         self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
         self.compile()
 
-    def come(self, param: Tensor) -> None:
-        """The gradient of a parameter of the network is final. A second one in a step is for training to refuse."""
+    def gradient_ready(self, param: Tensor) -> None:
+        """Steps the small tensor of `param`, whose gradient is final. Ignores a second one: training refuses it."""
         small = self._small[param]
         assert self._releaser is not None
         if small in self._releaser.seen:
@@ -77,7 +79,7 @@ class ProxyBlocks:
         self._releaser.ready(small)
 
     def finish(self) -> None:
-        """The step is over, as Lightning ends it."""
+        """Ends the step as Lightning does."""
         self.optimizer.mask_nonfinite()
         self.optimizer.step()
 
@@ -93,7 +95,7 @@ class ProxyBlocks:
             return
         together, self._releaser.together_bytes = self._releaser.together_bytes, 0
         for param in reversed(list(self._small)):
-            self.come(param)
+            self.gradient_ready(param)
         self.finish()
         self._releaser.together_bytes = together
 

@@ -119,7 +119,7 @@ def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
     small.optimizer.releaser.together_bytes = 2**19  # two of the network's gradients
     for _ in range(2):
         for (param,) in reversed(blocks):
-            small.come(param)
+            small.gradient_ready(param)
         small.finish()
     assert set(small.optimizer.registry.groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
 
@@ -260,6 +260,6 @@ def test_a_second_gradient_is_refused_by_training_not_by_a_rehearsal_that_knows_
     param = nn.Parameter(torch.ones(3))
     blocks = ProxyBlocks([[param]], specs=[SPECS["adamw"]], release=GradientRelease())
     for _ in range(2):
-        blocks.come(param)  # as where recomputed activations use it twice
-        blocks.come(param)
+        blocks.gradient_ready(param)  # as where recomputed activations use it twice
+        blocks.gradient_ready(param)
         blocks.finish()

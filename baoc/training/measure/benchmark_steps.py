@@ -222,7 +222,7 @@ def _stepping(
 
     def come(param: Tensor) -> None:
         if small is not None:
-            small.come(param)
+            small.gradient_ready(param)
         block = block_of[param]
         if all(other.grad is not None for other in block):
             for other in block:
