@@ -27,7 +27,7 @@ class ProxyBlocks:
     """One tensor of at most SIDE elements per dimension for each trainable tensor in `blocks`, on its device.
 
     Call `finish` at the end of each step and, with `release`, `gradient_ready` for each gradient of the network that
-    is final. Kernels are compiled on construction, except those of groups, which follow the order of the first backward.
+    is final. Kernels are compiled on construction; those of groups follow the order of the first backward.
 
     Args:
         specs: the spec of each block. States of host-placed blocks stay on the device here.
