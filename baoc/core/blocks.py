@@ -119,7 +119,7 @@ def partition(
 
 
 def _layer_role(param: ParamInfo) -> str:
-    """By layer and role; a parameter of neither (a plain Sequential's) goes by the module that holds it."""
+    """Key by layer and role; of a parameter with neither, as in a plain Sequential, by the module that holds it."""
     if param.depth is not None:
         return f"layer{param.depth}.{param.role.value}"
     if param.role is Role.OTHER:
@@ -189,7 +189,7 @@ def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Seque
 
 
 def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
-    """A block takes the role of most of its elements, and depth and part only if all of it has the same."""
+    """Makes a block: its role is that of most of its elements, its depth and part those that all parameters share."""
     sizes: dict[Role, int] = {}
     for param in params:
         sizes[param.role] = sizes.get(param.role, 0) + param.numel

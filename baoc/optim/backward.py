@@ -201,7 +201,7 @@ class BackwardStepper:
 class DropGradients(BackwardStepper):
     """Gradient release: a block is stepped when all of its trainable parameters have gradients, which are then dropped.
 
-    `attach` puts hooks on the owner's parameters and `detach` takes them off; without hooks gradients stay until
+    `attach` registers hooks on the owner's parameters and `detach` removes them; without hooks gradients stay until
     `finish`. `observer` sees gradients by parts. `before_block` is called before each block's step.
     """
 
@@ -362,7 +362,7 @@ class DropGradients(BackwardStepper):
 
     @torch.no_grad()  # a backward with create_graph=True enables gradients
     def _step_waiting(self) -> None:
-        """Steps the waiting blocks, group by group, with the gradients that are there."""
+        """Steps the waiting blocks, group by group, with the gradients computed so far."""
         registry = self.owner.registry
         by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
         for live in self._waiting:

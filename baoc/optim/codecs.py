@@ -55,9 +55,8 @@ class Codec(Protocol):
     ) -> None:
         """Stores `values` (fp32, shape of the state). `phase` None rounds to nearest; else see the module's text.
 
-        `new`, a mask: where it is False the value is the one that is stored already, and must stay. It is rounded to
-        nearest, so its code stays unless its group's scale moves; a scale is made by the new values, but no smaller
-        than those that stay need.
+        `new` is a mask, False where the stored value must stay. Such a value is rounded to nearest, so its code changes
+        only with its group's scale. The scale follows from the new values, but is never too small for those that stay.
         """
         ...
 

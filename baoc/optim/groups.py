@@ -209,8 +209,8 @@ def check_param(param: Any, *, name: str) -> None:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises BadInputError for hyperparameters out of range, for switches of torch's AdamW that no rule has, and for
-    keys that are nearly a hyperparameter's name; others are the user's own, which torch keeps as well, such as one with
-    words around the name, for a schedule (weight_decay_mult, min_weight_decay)."""
+    misspelled hyperparameter names. Other keys are the user's own and stay, as in torch, such as a name with words
+    around it for a schedule (weight_decay_mult, min_weight_decay)."""
     for key in settings:
         near = get_close_matches(str(key), _SETTINGS, n=1, cutoff=0.8)
         if near and key not in _SETTINGS and f"_{near[0]}_" not in f"_{key}_":

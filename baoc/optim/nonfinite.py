@@ -98,7 +98,7 @@ class NonFiniteFilter:
         return count
 
     def read(self, unit: StepUnit, *, step: int, wait: bool) -> None:
-        """Counts what backends found in steps before `step`; without `wait` perhaps not all of it."""
+        """Counts what backends found in steps before `step`; without `wait`, only what has reached the host."""
         counts = new_bad(unit, wait=wait)
         if counts:
             self._report(counts, when=f"before step {step}")

@@ -47,9 +47,9 @@ def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def bits_of(param: Tensor) -> int:
-    """Sum of the bits of a bf16 parameter, by which it is told from others wherever and however it lies.
+    """Checksum of a bf16 parameter: the sum of its bits, on any device and with any strides.
 
-    By parts, as torch sums in a wider type what it has cast to it: in one sum that would take 8 bytes per element.
+    Summed in parts, because torch casts to the wider type first, which would take 8 bytes per element at once.
     """
     data = param.detach().view(torch.int16)
     data = data.view(-1) if data.is_contiguous() else data
@@ -89,9 +89,9 @@ def store_(
 def adopt_(
     param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str, dtype: torch.dtype
 ) -> None:
-    """Makes `param` keep `values` as `weights` says from now on, its data being of type `dtype`.
+    """Stores `values` in `param` in the format `weights`, whose data have type `dtype`, from now on.
 
-    Strides stay, and a gradient that is there changes its type with the data.
+    Strides stay; an existing gradient is cast with the data.
     """
     if param.dtype is not dtype:
         grad, param.grad = param.grad, None
@@ -104,9 +104,9 @@ def adopt_(
 
 @torch.no_grad()
 def make_room_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gives `param` data of this type on `device`, with its strides, and returns those that are to fill it.
+    """Gives `param` data of this type on `device`, with its strides, and returns the values to fill it with.
 
-    Where they are so already, they stay. A gradient that is there goes along.
+    Data that have type and device already stay. An existing gradient is moved and cast too.
     """
     whole = param.detach()
     if whole.dtype is not dtype or whole.device != device:

@@ -51,12 +51,12 @@ def refuse_zero() -> None:
 
 
 def refuse_casts(lives: Iterable[LiveBlock]) -> None:
-    """Raises BadInputError where a block is to keep a parameter in another type and somebody has hooks on its gradient
-    that would go with the old one, such as DistributedDataParallel's.
+    """Raises BadInputError where changing a parameter's type would lose hooks on its gradient, such as those of
+    DistributedDataParallel.
 
-    A parameter forgets its AccumulateGrad node when its data change type. Only who holds that node can have hooks on
-    it. A graph that is alive holds it too, so being held is not enough: Python's hooks can be counted, and those of
-    DistributedDataParallel, which cannot, are found by looking for it.
+    A parameter gets a new AccumulateGrad node when its data change type, and hooks on the old node are lost. Python's
+    hooks can be counted; those of DistributedDataParallel cannot, so its instances are searched for. That someone holds
+    the node is no sign of hooks, as a live graph holds it too.
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
     held = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_held(slot.param)]
@@ -71,9 +71,9 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
 
 
 def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] | None = None) -> None:
-    """Raises BadInputError where a block is to keep weights in 16 bits that an AveragedModel averages.
+    """Raises BadInputError where a block would keep weights in 16 bits that an AveragedModel averages.
 
-    `copies`: the networks that are averaged; None looks for those that are alive.
+    `copies`: the averaged networks; None searches for all AveragedModels that exist.
     """
     narrow = [live for live in lives if live.spec.weights != "native"]
     params = {slot.name: slot.param for live in narrow for slot in live.slots}
@@ -106,8 +106,10 @@ _made: list[bool] = [True]  # whether an AveragedModel may be alive; before this
 
 
 def _averaged_networks() -> list[nn.Module]:
-    """Networks inside of AveragedModels that are alive. Looking at all objects takes as long as building an optimizer,
-    so it is done where such a model was made, and once for those that were made before this module was imported."""
+    """Networks inside existing AveragedModels.
+
+    Searching all objects takes as long as building an optimizer. So it is done only after an AveragedModel was built,
+    and once for those that were built before this module was imported."""
     if not _made[0]:
         return []
     found = [model.module for model in _alive(AveragedModel) if hasattr(model, "module")]

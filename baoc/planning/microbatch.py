@@ -196,10 +196,10 @@ def fewest(fits: Callable[[int], bool], *, most: int) -> int:
 
 
 def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
-    """The footprint where the gradients of each block are used and dropped when the last of them has come. `grouped`:
-    some blocks wait for others, as on a GPU (`cost.grouped_bytes`).
+    """The footprint under gradient release: a block's gradients are freed once all of them have been computed and used.
 
-    None without intervals: only they say which gradients are alive at the peak.
+    `grouped`: blocks are stepped in groups, as on a GPU (`cost.grouped_bytes`). None without the footprint's intervals,
+    which tell which gradients are alive at the peak.
     """
     order = footprint.gradient_order
     if not footprint.intervals:

@@ -18,7 +18,7 @@ MOST_CAPS = 3  # sizes of slabs at which ways are told apart; each costs an allo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Streamed blocks have slabs of at most `slab_bytes`; `device_bytes` are enough for all staging of such a plan."""
+    """A way to stream: slabs of blocks take at most `slab_bytes`, all staging of a plan at most `device_bytes`."""
 
     slab_bytes: int = 0
     device_bytes: int = 0

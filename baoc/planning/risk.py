@@ -235,7 +235,7 @@ def block_weight(stats: GradientStats | None, *, share: float) -> float:
 
 
 def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
-    """How much of what `loss` gives up is there in the gradients: 0 for none, about 1 for all, NaN if not known."""
+    """Share of the structure given up by `loss` that the gradients show: 0 none, about 1 all, NaN unknown."""
     layout = loss.decl.layout if loss.decl is not None else None
     if loss.codec is not None:
         return quantization_dose(loss.codec, spread=stats.spread)

@@ -83,7 +83,7 @@ def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
 
 
 def drain_seconds(piece_bytes: int, *, link: LinkRates) -> float:
-    """Pipeline fill and drain time: the last piece is copied in before its step, with nothing beside it."""
+    """Pipeline fill and drain time: the copies of the last piece, which no other piece's step hides."""
     return _seconds(piece_bytes, sizes=link.sizes, rates=link.in_rates) if piece_bytes else 0.0
 
 

@@ -30,11 +30,10 @@ def bf16_savings(params: Mapping[str, Tensor]) -> dict[str, int]:
 def cast_to_bf16(
     params: Mapping[str, Tensor], *, device: torch.device | None = None, module: nn.Module | None = None
 ) -> Iterator[None]:
-    """Inside, `params` hold bf16 values and their exact values stay in CPU memory; then these are restored.
+    """Inside, `params` hold bf16 values while their exact values wait in CPU memory; on exit these are restored.
 
-    Values inside are those of rounded weights: good for measuring bytes and seconds, not losses. Gradients are None at
-    the start and at the end. An allocation cap that was set meanwhile may leave no room for exact values that were on a
-    device before; then they are restored beyond the cap.
+    Rounded weights serve to measure bytes and seconds, not losses. Gradients are None on entry and on exit. Exact
+    values are restored to their device even beyond an allocation cap that was set meanwhile.
 
     Args:
         params: the parameters to cast, by name.

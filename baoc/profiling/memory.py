@@ -268,8 +268,8 @@ def nvml_free(index: int) -> int | None:
 def nvml_own(index: int) -> int | None:
     """Bytes that this process holds on a device by NVML; None where the driver does not tell processes apart.
 
-    In a container the driver may know this process under another pid: it is then the only one that has come since
-    before this process used the device. Where others came at the same moment the answer is None from then on.
+    In a container the driver may list this process under another pid. It is then the only process that appeared since
+    before this one used the device. If others appeared at the same moment, the answer stays None.
     """
     if (known := _listed(index)) is None:
         return None

@@ -138,7 +138,7 @@ def _remove(folder: Path, *, process: int) -> None:
 
 
 def _verified(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, a library that is the user's own and whole by the hash beside it; built if it is not there or not so."""
+    """`path`, once the library there is owned by the user and matches its stored hash; built anew otherwise."""
     noted = path.with_suffix(".sha256")
     try:
         if fault_of(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):

@@ -50,7 +50,7 @@ class GradAddresses:
         self._read, self._num = calls.read, len(params)
 
     def read(self) -> bool:
-        """False if some gradient has no address, such as a sparse one; then `addresses` are not valid."""
+        """Reads all addresses. False if a gradient has none, such as a sparse one; `addresses` are invalid then."""
         return self._read(*self._arguments) == self._num
 
 

@@ -264,7 +264,7 @@ class Engine:
             launch(table, Call(matched=on, track=on, marked=marked))
 
     def _finish(self, *, staged: bool, matched: bool, marked: bool) -> None:
-        """Matching, and what comes back."""
+        """Matches updates, and copies counts of non-finite elements to the host where `exchange` did not."""
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
             if self.share is None:
@@ -412,7 +412,7 @@ class Graphs:
         return graph
 
     def give_up(self, error: RuntimeError) -> None:
-        """For this step, and for good when it was tried often enough."""
+        """Launches this step plainly, and all later ones after `_TRIES` failures."""
         self._failed += 1
         self.on = self._failed < _TRIES
         what = "is tried again" if self.on else "is launched plainly from now on"

@@ -73,7 +73,7 @@ class Marks:
 
 
 def mark_strided_(grad: Tensor, *, first: bool) -> Tensor:
-    """The same for a gradient that no kernel reads as it lies; the number of its non-finite elements, on its device."""
+    """Marks a strided gradient, which no kernel reads in place. Returns its non-finite elements, on its device."""
     bad = ~usable(grad)
     if first:
         grad.masked_fill_(grad == 0, 0.0)

@@ -113,7 +113,7 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
 def _line_sum(
     grad_addr, start, length, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Sum of g^2 over a line, and of how many elements; those that are left out are looked for only if there are."""
+    """Sum of g^2 over a line, and its number of elements; non-finite ones are looked for if the sum shows any."""
     tile, groups = tile_of(CHUNK)
     total = tl.zeros([CHUNK // 32, 32], dtype=tl.float32)
     for begin in range(0, length, CHUNK):
@@ -356,7 +356,7 @@ def apply_kernel(
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`. A repair goes by the means that the step left."""
+    """Launches the family's kernels, see `kinds.Call`. A repair uses the means that the step stored."""
     plan = means_plan.plan_of(table)
     if call.mode != "repair":
         bring_up_to_date(table, plan, call)

@@ -34,7 +34,7 @@ def whole_sides(sides: tuple[int, int], *, ranks: int) -> tuple[int, int]:
 
 
 def temporary_bytes(shapes: Iterable[Shape], *, ranks: int = 1) -> int:
-    """The most that a step of these matrices holds beside its states, where `ranks` share them."""
+    """Peak bytes of a step of these matrices beyond its states; `ranks` share the matrices."""
     shapes = list(shapes)
     found = batches(shapes, ranks=ranks)
     sides = ((len(batch), whole_sides(stored(shapes[batch[0]]), ranks=ranks)) for batch in found)

@@ -56,10 +56,9 @@ class _Layout(NamedTuple):
 class Gradients:
     """Addresses of the gradients of all tables. `begins[i]` is where table i begins in arrays over all tensors.
 
-    A launch reads gradients of one type, contiguous. Where a table has several types it reads fp32, and gradients that
-    are of another type or strided (`copied`) are read from copies. Types and strides are looked at when gradients are
-    at addresses where all of them together were not before, and always where they are few: gradients of many parameters
-    that are made anew in each step lie in the same places again and again.
+    A launch reads contiguous gradients of one type. A table with several types reads fp32; those of another type and
+    strided ones (`copied`) are read from copies. Types and strides are checked when the set of addresses is new, since
+    gradients of many parameters mostly reuse earlier addresses; where gradients are few, in every step.
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, begins: Sequence[int]):
@@ -246,15 +245,13 @@ class _Class:
 class Upload:
     """A small device buffer that the host refills every step, without waiting for the device and without racing it.
 
-    Bytes go up from one of a few pinned slots, with a number that counts them. It comes back with what the device has
-    to say, and tells the host that everything before it was read: that costs a look at memory, where an event costs two
-    calls.
+    The host fills one of a few pinned slots (`slot()`), and `send()` copies it to `device` (uint8 [nbytes]), whose
+    address never changes. Each upload has a number. The device returns the number of the last upload that it has read,
+    so the host knows which slots are free: reading memory is cheaper than the two calls of a CUDA event.
 
-    `slot()` says which slot to fill, `send()` copies it to `device` (uint8 [nbytes]), which never moves.
-
-    `back` (int64 [num_back] on the device) is copied to `received` on the CPU by `receive()`. `copy()` and `receive()`
-    may be captured in a graph, one for each slot, and so may `exchange()`, which does both in one launch; after a
-    replay `sent()` does the counting that `send` does itself.
+    `receive()` copies `back` (int64 [num_back] on the device) and that number to `received` on the CPU. `copy()`,
+    `receive()`, and `exchange()`, which does both in one launch, may be captured in a graph, one per slot. After a
+    replay, call `sent()` to count the upload, as `send` does itself.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
@@ -276,8 +273,8 @@ class Upload:
         self._next = 0
 
     def __del__(self) -> None:
-        """The device may still have to read a slot or to write what comes back, of which torch, who takes pinned memory
-        back and hands it to others, knows nothing."""
+        """Waits until the device has read the slots and written `received`: torch does not know of these accesses, and
+        would give their pinned memory to others."""
         try:
             if self.on_cuda and self.arrived[0] < self._number:
                 torch.cuda.synchronize(self.device.device)
@@ -298,7 +295,7 @@ class Upload:
         return self._next
 
     def _wait(self, number: int) -> None:
-        """Until the device has come that far. Looks at the stream too, which raises if the device failed."""
+        """Waits until upload `number` was read. Queries the stream too, which raises if the device failed."""
         look_again = time.monotonic() + LOOK_S
         while self.arrived[0] < number:
             time.sleep(_PATIENCE_S)
@@ -314,7 +311,7 @@ class Upload:
         self._up[:end].copy_(self._slots[self._next][:end], non_blocking=True)
 
     def exchange(self) -> None:
-        """`copy` and `receive` in one launch; what comes back is as it was before what is launched after it."""
+        """`copy` and `receive` in one launch; `received` gets the counts from before later launches."""
         from baoc.kernels.triton.matching import exchange_kernel
 
         exchange_kernel[(1,)](

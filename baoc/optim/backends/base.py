@@ -31,9 +31,10 @@ class StepInputs:
 
 
 class Backend:
-    """Steps the blocks of its buckets, each of one spec. State layout and codecs are the same for all backends, so that
-    any of them may take the next step; what a backend keeps besides, such as addresses, it makes when it first steps,
-    and it does not come along in copies and pickles.
+    """Steps the blocks of its buckets, each of one spec.
+
+    State layout and codecs are the same for all backends, so any of them may take the next step. All else that a
+    backend keeps, such as addresses, is made at its first step and left out of copies and pickles.
     """
 
     name = ""
@@ -72,7 +73,7 @@ class Backend:
 
     @property
     def marked(self) -> bool:
-        """True if the gradients that are there now were marked."""
+        """True if the current gradients are marked."""
         return False
 
     def new_bad(self, *, wait: bool) -> dict[str, int]:

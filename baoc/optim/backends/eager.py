@@ -51,7 +51,7 @@ def changed(slot: Slot) -> bool:
 
 
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
-    """A function, so that nothing of one tensor's step is there in that of the next: a plan counts one of them."""
+    """Steps one tensor. Its temporaries are freed on return, so plans count those of one tensor."""
     if not slot.param.numel():
         return _join(slot)
     finite = inputs.masks.get(slot.param)

@@ -33,10 +33,10 @@ class _Segment:
 
 
 class HostArena:
-    """Slabs of host-placed blocks, in as few segments as their coming and going allows: one, until blocks move.
+    """Slabs of host-placed blocks in few segments of host memory: one, until blocks move.
 
-    A segment that is no longer full is given up, and what is left in it moves to a new one with what has come, so the
-    bytes here are those of the slabs at all times. That takes as much host memory again as moves, and no more.
+    When blocks leave a segment, its other slabs move to a new segment together with new slabs, and it is freed. So the
+    arena holds exactly the bytes of its slabs. During such a move the moved slabs exist twice.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class HostArena:
 
     @property
     def locked(self) -> bool:
-        """True if all of it is, where there is a GPU; copies then run beside the caller."""
+        """True if all segments are page-locked, so that copies to and from a GPU run beside the caller."""
         return not any(segment.lock.refused for segment in self._segments)
 
     def gather(
@@ -81,9 +81,9 @@ class HostArena:
         return bool(moving)
 
     def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
-        """The states of host-placed blocks before their first step, where they are to lie: so there never are two of
-        them. `device`: where their parameters will be; None where they are there. None are made on meta. Raises
-        BadInputError where memory is out."""
+        """Allocates the states of host-placed blocks in their final place before the first step, so that no second copy
+        ever exists. `device`: that of their parameters, if they are still to be moved there. Nothing is allocated for
+        meta parameters. Raises BadInputError when host memory is exhausted."""
         found: dict[LiveBlock, list[State]] = {}
         blocks = [live for live in blocks if live.slab_bytes]
         there = device or next((live.slots[0].param.device for live in blocks), torch.device("meta"))

@@ -15,9 +15,9 @@ from baoc.types import OptimizerSpec
 
 
 def arrival_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
-    """Temporary bytes on a GPU while weights are converted to fewer bits, where some of `specs` do that.
+    """Temporary bytes on a GPU while weights are converted to the fewer bits that some of `specs` keep.
 
-    Elsewhere host and device are one, and weights are there in full from the beginning.
+    0 elsewhere: host and device share memory there, and the full weights count from the start.
     """
     some = device.startswith("cuda") and any(spec.weights != "native" for spec in specs)
     return weights.PIECE_BYTES if some else 0
@@ -35,7 +35,7 @@ def make_room(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, T
 
 
 def fill(slot: Slot, state: State, *, whole: Tensor | None) -> None:
-    """Fills a parameter as its spec keeps it from `whole`, or from its own numbers where it is there already."""
+    """Fills a parameter in its spec's weight format from `whole`, or from its own values if they are on the device."""
     if slot.weights != "native":
         if whole is None:
             dtype = weights.dtype_of(slot.weights, info=slot.info)

@@ -33,7 +33,7 @@ class Streams:
         """The calling thread waits for the mark."""
 
     def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
-        """The memory of tensors that the caller drops is not used again before the stream has come so far."""
+        """Keeps the memory of tensors that the caller drops from being reused before the stream is done with them."""
 
     def finish(self) -> None:
         """The calling thread waits for all streams but its own."""

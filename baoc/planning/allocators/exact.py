@@ -36,7 +36,7 @@ _COST_UNITS = 1e3  # the widest risk difference in solver units: HiGHS stops at 
 
 
 class Undecided(Exception):
-    """The solver's time was over before it had found any choice, or proven that there is none."""
+    """The solver ran out of time before it found a feasible choice or proved that none exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def search(problem: Problem) -> Ints | None:
 
 
 def _mixtures(problem: Problem) -> list[Floats]:
-    """Weights [limits] of bytes against seconds, and with more limits of each pair of those that there are."""
+    """Weights [limits] that mix bytes and seconds; with more limits, each pair of the limited totals."""
     several = len(problem.kinds) > 2
     shares = np.linspace(0.2, 0.8, 4) if several else np.linspace(0.05, 0.95, 19)
     limited = np.flatnonzero(np.isfinite(problem.limits)).tolist() if several else [0, 1]
