@@ -24,9 +24,12 @@ import json
 import os
 import random
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -41,6 +44,7 @@ import torch  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from baoc import BaocOptimizer, BaocStrategy  # noqa: E402
+from baoc.callbacks.memory import MemoryMonitor  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
@@ -165,13 +169,14 @@ def start(work: Callable[[], dict[str, Any] | None], *, folder: Path, device: st
             log = os.open(folder / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            os.chdir(folder)
             if device == "cuda":
                 begin_context(folder)
             if (told := work()) is not None:
                 (folder / "result.json").write_text(json.dumps(told))
             code = 0
         except BaseException as error:  # told to the parent, whatever it is
-            (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
+            (folder / "error.txt").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
             if isinstance(error, InfeasibleBudgetError):
                 (folder / "least").write_text(str(error.least_feasible_bytes))
         finally:
@@ -199,9 +204,38 @@ def run(overrides: Sequence[str], *, budget: int, run_dir: Path, device: str) ->
     def work() -> None:
         if device == "cpu":
             assembly.MemoryMonitor = partial(assembly.MemoryMonitor, enforce=False)  # pyright: ignore
+        else:
+            assembly.MemoryMonitor = Stretches  # pyright: ignore
         training.run(from_hydra(compose(words)), run_dir=run_dir, command="peak_campaign")
 
     return start(work, folder=run_dir, device=device)
+
+
+class Stretches(MemoryMonitor):
+    """On a GPU, where the allocator knows of no stretches: the peak so far at the end of each, in peaks.csv."""
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[None]:
+        with super().track(label):
+            yield
+        self.note(label)
+
+    def note(self, label: str) -> None:
+        held = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated(), memory.context_now("cuda:0")
+        with Path("peaks.csv").open("a") as file:
+            print(label, self._trainer.global_step if self._trainer else "", *held, file=file, sep=",")
+
+    def setup(self, *given: Any, **named: Any) -> None:
+        super().setup(*given, **named)
+        self.note("setup")
+
+    def on_train_batch_end(self, *given: Any, **named: Any) -> None:
+        self.note("training")
+        super().on_train_batch_end(*given, **named)
+
+    def on_validation_batch_end(self, *given: Any, **named: Any) -> None:
+        self.note("validation")
+        super().on_validation_batch_end(*given, **named)
 
 
 def own_loop(door: str, words: Sequence[str], *, budget: int, steps: int, device: str) -> dict[str, Any]:
@@ -357,11 +391,21 @@ def work_on(numbers: int, *, given: argparse.Namespace, path: Path, until: float
         number = int.from_bytes(part, "big")
         with tempfile.TemporaryDirectory() as folder:
             one = one_try(number, seed=given.seed, folder=Path(folder) / "day", device=given.device)
+            if one.outcome not in ("met", "refused") or one.one_less not in ("", "refused"):
+                keep(Path(folder) / "day", into=path.with_name(f"fault_{number}.tgz"))
         with path.open("a", newline="") as file:  # a row is one write, behind those of others
             csv.DictWriter(file, names, lineterminator="\n").writerow(asdict(one) | about)
         share = one.measured_bytes / max(1, one.predicted_bytes)
         less = f", one byte less {one.one_less}" if one.one_less else ""
         print(f"{number}: {one.door}, {one.outcome}{less}, {share:.4f} of predicted, {one.overrides}", flush=True)
+
+
+def keep(folder: Path, *, into: Path) -> None:
+    """What tells why, but for checkpoints."""
+    with tarfile.open(into, "w:gz") as file:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.stat().st_size < 10**6:
+                file.add(path, path.relative_to(folder))
 
 
 def main() -> int:
@@ -372,7 +416,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no try after so many")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--side", type=int, default=1, help="tries side by side")
-    parser.add_argument("--out", type=Path, help="folder of peak_campaign_DEVICE.csv")
+    parser.add_argument("--out", type=Path, help="folder of peak_campaign_DEVICE.csv, and of what tells of faults")
+    parser.add_argument("--only", type=int, nargs="*", help="these tries alone")
     given = parser.parse_args()
     until = time.monotonic() + given.seconds
     os.environ[assembly.TRACK_EVERY_STEP] = "1"
@@ -389,7 +434,7 @@ def main() -> int:
                 print("the driver does not tell processes apart: one try at a time", flush=True)
                 side = 1
     reading, writing = os.pipe()
-    wanted = range(given.first, given.first + given.tries)
+    wanted = given.only or range(given.first, given.first + given.tries)
     numbers = [number for number in wanted if (str(number), str(given.seed)) not in known]
     os.write(writing, b"".join(number.to_bytes(4, "big") for number in numbers))  # 64 KiB, 16,000 tries
     os.close(writing)
