@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baoc.models.switches import set_compiled
     from baoc.training.advise import Advice, advise
     from baoc.training.fully_sharded import BaocFSDPStrategy
     from baoc.training.lightning import BaocDDPStrategy, BaocStrategy
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Advice", "BaocDDPStrategy", "BaocFSDPStrategy", "BaocOptimizer", "BaocStrategy", "__version__", "advise",
+    "set_compiled",
 ]  # fmt: skip
 
 _LAZY = {
+    "set_compiled": "baoc.models.switches",
     "Advice": "baoc.training.advise",
     "advise": "baoc.training.advise",
     "BaocOptimizer": "baoc.training.plain_loop",

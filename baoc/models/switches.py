@@ -113,6 +113,11 @@ def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = F
     return len(units)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any of its layers runs by torch.compile, see `set_compiled`."""
+    return any(COMPILES in part.__dict__ for part in model.modules())
+
+
 _RECOMPUTES, COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
 _ONE, _ANY = "one", "any"  # what is compiled is for one size of a batch, or for any
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -182,11 +187,13 @@ def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: S
 
 
 def inductor_kernels(graph: Any, inputs: Any) -> Any:
-    """Compiles a graph by torch's inductor, see `set_compiled`."""
+    """What torch's inductor makes of a graph, see `set_compiled`. The state of a random generator that a recomputed
+    operator begins with is a tensor: where it is a generator, torch cannot keep what it compiled for the next process.
+    """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(aggressive_recomputation=True):
+    with config.patch(aggressive_recomputation=True, graphsafe_rng_functionalization=False):
         return compile_fx(graph, inputs, config_patches={"deterministic": True})
 
 

@@ -19,6 +19,7 @@ from baoc.units import format_bytes
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 OBJECTIVES = ("quality", "throughput", "balanced")
 ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
+CORRECTIONS = 3  # of a number of recomputed layers that a line promised too low
 _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
 
 
@@ -372,11 +373,26 @@ def worth_recomputing(
 
     state_bytes = plan.peak_bytes - peak_bytes(most)
     found = {fewest(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
-    if least_bytes is not None and least_bytes > memory >= plan.least_feasible_bytes:  # on a line, as peaks are
-        share = (least_bytes - memory) / (least_bytes - plan.least_feasible_bytes)
-        number = math.ceil(share * most)
+    if least_bytes is not None and least_bytes > memory >= plan.least_feasible_bytes:
+        number = _fewest_of_any(planner, most=most, footprint=footprint, ends=(least_bytes, plan.least_feasible_bytes))
         found |= {number, number + int(3 * ALIKE * most)}  # a rate alike, of three forwards, with more room for states
     return sorted(number for number in found if 0 < number < most)
+
+
+def _fewest_of_any(
+    planner: Planner, *, most: int, footprint: Callable[[int], Footprint | None], ends: tuple[int, int]
+) -> int:
+    """About the fewest recomputed layers with which any allocation holds the memory: on the line from what the least
+    one takes without any to what it takes with `most`, and on by its slope where it takes more than the line says."""
+    memory = planner.budget.memory_bytes or 0
+    slope = (ends[0] - ends[1]) / most
+    number = math.ceil((ends[0] - memory) / slope)
+    for _ in range(CORRECTIONS):
+        planner.footprint = footprint(number) if number < most else None
+        if planner.footprint is None or (over := planner.least_bytes() - memory) <= 0:
+            break
+        number = min(most, number + max(1, math.ceil(over / slope)))
+    return number
 
 
 def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:

@@ -275,6 +275,11 @@ class Planner:
             return state_bytes
         return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
 
+    def least_bytes(self) -> int:
+        """What the allocation of fewest bytes takes in the budget's own measure."""
+        tries = all_tries(self, risk="prior", profile=None)
+        return self.taken(least_of(self, tries))
+
     def step_seconds(self, choices: Mapping[str, str]) -> float:
         """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
         if self.latency is None:

@@ -27,7 +27,7 @@ from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.data.batches import MadeBatch, tensors_in
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.models.switches import disable_checkpointing, enable_checkpointing, is_compiled
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -100,8 +100,9 @@ def advise(
 ) -> Advice:
     """Micro-batch, accumulation, recomputation and optimizer for `batch_size` samples a step within `budget`.
 
-    Afterwards the network, its device and gradients, and the random generators are as before. `Advice.recompute` and
-    `Advice.optimizer` apply the advice.
+    Afterwards the network, its device and gradients, and the random generators are as before. Layers that
+    `baoc.set_compiled(model)` compiles are looked at so; where compiling them fails they are compiled no more.
+    `Advice.recompute` and `Advice.optimizer` apply the advice.
 
     Args:
         make_batch: Returns a batch of the given number of samples, as `loss` takes it. It is moved to the device.
@@ -159,7 +160,9 @@ def advise(
         micro_batch="auto",
         objective=cast(Any, objective),
         budget=parse_budget(budget),
-        model=ModelConfig(name=type(model).__name__, checkpointing=None if found else False),
+        model=ModelConfig(
+            name=type(model).__name__, checkpointing=None if found else False, compile=is_compiled(model)
+        ),
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
         task=TaskConfig(

@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "llama_1b_16gb": (LLAMA, "model.size=1b", "budget=16gb"),
     "vit_l16_8gb_kept_compiled": (VIT, "micro_batch=32", "model.checkpointing=false", COMPILED),
     "vit_l16_8gb_compiled": (VIT, COMPILED),
+    "vit_l16_8gb_compiled_some": (VIT, COMPILED, "micro_batch=128", "model.checkpointing=18"),
+    "vit_l16_8gb_auto": (VIT, "model.compile=auto"),
     "dit_xl2_16gb_compiled": (DIT, COMPILED),
     "llama_350m_4gb_compiled": (LLAMA, "budget=4gb", COMPILED),
     **{name: (f"experiments={name}",) for name in LARGE},
@@ -93,13 +95,17 @@ MEASURED = (
 )
 
 
-def run_case(name: str, *, steps: int, warm: int, folder: Path) -> None:
-    """One case in this process, which ends with it; what it says goes to a log in its folder."""
+def run_case(name: str, *, steps: int, warm: int, folder: Path, run_s: float | None = None) -> None:
+    """One case in this process, which ends with it; what it says goes to a log in its folder. `run_s`: it is decided
+    for a run of so many seconds."""
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra
     from baoc.training import run as training
     from baoc.training import trainer as assembly
+    from baoc.training.measure import microbatch_search
 
+    if run_s is not None:
+        microbatch_search.run_seconds = lambda *_: run_s
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -113,7 +119,7 @@ class Searched(Exception):
     """Every option was tried, and nothing is to be trained."""
 
 
-def search_case(name: str, *, steps: int, warm: int, folder: Path, search_s: float) -> None:
+def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> None:
     """The decision of a case, then every option that fits. Leaves search.csv and search.json in the folder."""
     from baoc.training import run as training
     from baoc.training.measure import microbatch_search
@@ -162,7 +168,7 @@ def search_case(name: str, *, steps: int, warm: int, folder: Path, search_s: flo
 
     microbatch_search.choose, training.decide = searched, decided
     with suppress(Searched):
-        run_case(name, steps=steps, warm=warm, folder=folder)
+        run_case(name, folder=folder, **given)
 
 
 def forked(run: Callable[[], None], *, folder: Path, seconds: float) -> str:
@@ -232,6 +238,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=5, help="first steps that are not timed: steps of seconds need few")
     parser.add_argument("--seconds", type=float, default=230.0, help="of all cases; those after are left out")
     parser.add_argument("--search", type=float, default=0.0, metavar="S")
+    parser.add_argument("--run-seconds", type=float, metavar="S", help="decide as for runs that last so long")
     parser.add_argument("--case-seconds", type=float, default=120.0, help="of one case")
     parser.add_argument("--only", nargs="*", choices=list(CASES))
     asked = parser.parse_args()
@@ -263,7 +270,7 @@ def main() -> None:
             print(f"no time for {name}")
             continue
         folder = asked.runs / name
-        given = {"steps": asked.steps, "warm": asked.warm}
+        given = {"steps": asked.steps, "warm": asked.warm, "run_s": asked.run_seconds}
         search, why = {}, ""
         if asked.search:
             first = asked.runs / f"{name}_search"

@@ -105,6 +105,17 @@ class AdaLomo:
         param.grad = None
 
 
+class Released:
+    """An optimizer for each parameter, stepped when its gradient has come, as torch's tutorial has it."""
+
+    def __init__(self, params: Sequence[nn.Parameter], make: Callable[[nn.Parameter], Any]):
+        self.optimizers = {param: make(param) for param in params}
+
+    def release(self, param: nn.Parameter) -> None:
+        self.optimizers[param].step()
+        self.optimizers[param].zero_grad()
+
+
 def of_package(package: str, make: Callable[[Any, Sequence[nn.Parameter], float], Any]) -> Make:
     return lambda params, lr: make(import_module(package), params, lr)
 
@@ -126,6 +137,10 @@ PEERS: dict[str, tuple[torch.dtype, Make, bool]] = {
         torch.bfloat16,
         of_package("flashoptim", lambda flash, ps, lr: flash.FlashAdamW(
             ps, lr=lr, quantize=True, master_weight_bits=24)), False),
+    "flashoptim AdamW, 8-bit states, bf16+8, released": (
+        torch.bfloat16,
+        of_package("flashoptim", lambda flash, ps, lr: Released(ps, lambda p: flash.FlashAdamW(
+            [p], lr=lr, quantize=True, master_weight_bits=24))), True),
     "APOLLO rank 256 (own), bf16 weights, released": (torch.bfloat16, Apollo, True),
     "AdaLomo (own), bf16 weights, released": (torch.bfloat16, AdaLomo, True),
 }  # fmt: skip

@@ -382,7 +382,7 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     rehearse, compiled = Trials.rehearsed, []
 
     def rehearsed(self: Trials, *given: Any, **named: Any) -> float:
-        compiled.append(is_compiled(self.module))
+        compiled.append(switches.is_compiled(self.module))
         return rehearse(self, *given, **named) * ((1e-3 if faster else 1e3) if compiled[-1] else 1.0)
 
     monkeypatch.setattr(Trials, "rehearsed", rehearsed)
@@ -395,10 +395,6 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     assert chosen(tmp_path / "day" / "again")["compiled"] == str(faster) and again.budget_met
     pinned = run(tmp_path / "day" / "pinned", model=ModelConfig(options={"dropout": 0.1}, compile=True))
     assert {row["compiled"] for row in rows(tmp_path / "day" / "pinned")} == {"True"} and pinned.budget_met
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return any(switches.COMPILES in part.__dict__ for part in module.modules())
 
 
 def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from baoc import BaocOptimizer, BaocStrategy
+from baoc import BaocOptimizer, BaocStrategy, advise, set_compiled
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.models.switches import recomputed_layers
+from baoc.models import switches
+from baoc.models.switches import is_compiled, recomputed_layers
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE
@@ -87,6 +88,37 @@ def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
     trainer.fit(module)
     assert recomputed_layers(module) == number and strategy.budget_met
     assert f"BaocStrategy: recomputed layers {number} of {DEPTH}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_compiled_layers_stay_compiled_through_every_door(peaks: list[int], monkeypatch: pytest.MonkeyPatch):
+    """What torch would compile runs as it is here."""
+    ran: list[str] = []
+    monkeypatch.setattr(switches, "compiled_layers", {})
+
+    def compiled(forward: Any, **_: Any) -> Any:
+        return lambda *given: [ran.append(forward.__name__), forward(*given)][1]
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    budget = {"memory": peaks[2] + 4096}
+    own = Own()
+    assert set_compiled(own) == DEPTH
+    probe = lambda: own.training_step([own.data.tensors[0]], 0)  # noqa: E731
+    plan = BaocOptimizer(own, budget=budget, probe=probe, settings=SETTINGS, verbose=False, checkpointing="auto").plan
+    assert plan.peak_bytes <= budget["memory"] and recomputed_layers(own) == 2 and is_compiled(own)
+    module = Own()
+    set_compiled(module)
+    strategy = BaocStrategy(budget, settings=SETTINGS, checkpointing=2)
+    L.Trainer(strategy=strategy, max_steps=1, **QUIET).fit(module)
+    assert strategy.budget_met and is_compiled(module)
+    ran.clear()
+    lone, given = Own(), {"budget": budget, "objective": "throughput", "device": "cpu"}
+    set_compiled(lone)
+    make = lambda size: [lone.data.tensors[0][:size]]  # noqa: E731
+    loss = lambda network, batch: network.training_step(batch, 0)  # noqa: E731
+    found = advise(lone, make, loss, batch_size=SAMPLES, **given)
+    assert found.recompute() == recomputed_layers(lone) and is_compiled(lone) and ran
+    set_compiled(lone, False)
+    assert not is_compiled(lone)
 
 
 def test_what_no_number_of_layers_fits_is_refused_and_leaves_the_module_as_it_was():

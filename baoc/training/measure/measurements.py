@@ -57,6 +57,7 @@ class Tryouts:
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
         self.capped, self.compiled = capped, compiled
+        self.one_size = len(axes.micro_batches) == 1
         # Seconds of compiling, by size (0: any), whether weights have 16 bits, and whether layers are recomputed.
         self._ready: dict[tuple[int, bool, bool], float] = {}
         self.less = less
@@ -81,6 +82,7 @@ class Tryouts:
         """What runs next is compiled, if it is to be; `exactly` as training has it, else for any micro-batch."""
         if not self.compiled:
             return
+        exactly = exactly or self.one_size
         set_compiled(self.task.model, any_batch=not exactly)
         size = way[0] if exactly or way[0] == 1 else 0
         parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
@@ -341,7 +343,8 @@ class Tryouts:
     def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
-        as_trained = not self.compiled or way in self.rehearsed  # what is compiled for any micro-batch is not
+        # What is compiled for any micro-batch is not.
+        as_trained = not self.compiled or self.one_size or way in self.rehearsed
         if as_trained and self.knows(way) and narrow is self._is_narrowed(recomputed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(

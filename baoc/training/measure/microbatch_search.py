@@ -64,7 +64,8 @@ SLOWER = 2.0  # times as long as expected, that the next measurement is taken to
 # Fields of a footprint that do not depend on the micro-batch.
 CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
-COMPILING_S = 30.0  # that it may take longer where layers are compiled
+COMPILING_S, MOST_COMPILING_S = 30.0, 100.0  # that it may take longer where layers are compiled, by the run's length
+COMPILING_SHARE = 0.01  # of a run
 COMPILED_GAIN = 0.1  # of a run's seconds, that compiled layers are taken to save before they are tried
 
 
@@ -279,8 +280,8 @@ class Decision:
 
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
-        end = began + DECIDING_S + (COMPILING_S if self.tryouts.compiled else 0.0)
         self.explore()
+        end = began + DECIDING_S + (self.compiling_s() if self.tryouts.compiled else 0.0)
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
@@ -291,6 +292,12 @@ class Decision:
         if choice.chosen is None:
             choice = choose(self.least_measured(choice.options), objective=self.config.objective, race=race)
         return choice
+
+    def compiling_s(self) -> float:
+        """What a decision of compiled layers may take longer: longer in a run that is long by what was tried."""
+        trials = [trial for trials in self.tryouts.tried.values() for trial in trials if trial.seconds > 0]
+        run_s = min((run_seconds(self.config, trial.micro_batch / trial.seconds) for trial in trials), default=0.0)
+        return min(max(COMPILING_S, COMPILING_SHARE * run_s), MOST_COMPILING_S)
 
     def explore(self) -> None:
         """A few micro-batches of each kind, and what else options are made of."""
