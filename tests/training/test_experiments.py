@@ -29,6 +29,8 @@ OF_DATASET = {
 def small(name: str) -> RunConfig:
     asked = from_hydra(compose([f"experiments={name}"]))
     overrides = [*OF_MODEL[asked.model.name], *OF_DATASET.get(asked.dataset.name, [])]
+    if asked.model.compile is True:
+        overrides.append("model.compile=false")  # a CPU compiles a layer for half a minute
     if asked.micro_batch is not None:
         overrides.append("micro_batch=4")
     if asked.dataset.options.get("tokenizer", "bytes") != "bytes":
