@@ -277,8 +277,7 @@ class Planner:
 
     def least_bytes(self) -> int:
         """What the allocation of fewest bytes takes in the budget's own measure."""
-        tries = all_tries(self, risk="prior", profile=None)
-        return self.taken(least_of(self, tries))
+        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None)))
 
     def step_seconds(self, choices: Mapping[str, str]) -> float:
         """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
