@@ -27,11 +27,10 @@ class Way:
         self, pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
     ) -> dict[str, tuple[Candidate, ...]]:
         """The candidates of each block that run one of `specs` and are placed no further."""
+        here = {name for name, spec in specs.items() if not placed(spec)}
         return {
             block: tuple(
-                c
-                for c in options
-                if c.spec in specs and (not placed(specs[c.spec]) or c.cost.streamed_bytes <= self.slab_bytes)
+                c for c in options if c.spec in here or (c.spec in specs and c.cost.streamed_bytes <= self.slab_bytes)
             )
             for block, options in pool.items()
         }
@@ -55,8 +54,9 @@ def staging_bytes(
     rules: Mapping[str, RuleInfo],
 ) -> int:
     """Bytes of the device's buffers that an allocation needs."""
-    chosen = [(block, specs[choices[block.name]]) for block in blocks if block.numel]
-    return buffer_bytes([slab_bytes(block, spec=s, rule=rules[s.rule]) for block, s in chosen if placed(s)])
+    chosen = [(block, specs[choices[block.name]]) for block in blocks]
+    there = [(block, spec) for block, spec in chosen if placed(spec) and block.numel]
+    return buffer_bytes([slab_bytes(block, spec=spec, rule=rules[spec.rule]) for block, spec in there])
 
 
 def ways(pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]) -> list[Way]:
