@@ -7,7 +7,7 @@ from torch import nn
 
 from baoc.models.adapters import add_lora, freeze
 from baoc.models.pretrained import head_names, load_pretrained
-from baoc.models.switches import enable_bf16_activations, enable_checkpointing, recomputable_layers, set_compiled
+from baoc.models.switches import enable_bf16_activations, recomputable_layers, set_compiled, set_recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def prepare(model: nn.Module, asked: Preparation, *, name: str, seed: int | None
         done.append("bf16 between layers, norms included")
     if asked.checkpointing:
         count = None if asked.checkpointing is True else asked.checkpointing
-        recomputed = enable_checkpointing(model, name=name, count=count)
+        recomputed = set_recomputed(model, count, name=name)
         done.append(f"recomputed layers {recomputed} of {len(recomputable_layers(model))}")
     if asked.compile:
         done.append(f"layers compiled {set_compiled(model)}")

@@ -62,34 +62,30 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def enable_checkpointing(model: nn.Module, *, name: str, count: int | None = None) -> int:
+def set_recomputed(model: nn.Module, count: int | None = None, *, name: str | None = None) -> int:
     """Recomputes the activations of the first `count` of the network's `checkpoint_units` in backward, of all where it
-    is None; returns the number of units that are.
+    is None, and keeps those of the others; returns the number of units that are recomputed.
 
     The first ones, as what they keep is kept longest: when backward reaches them, all others' activations are gone.
     Dropout repeats its random numbers. The class of the units is replaced by a subclass, so that copies, pickles and
-    parameter names do not change. Raises BadInputError for a network without units, or with fewer than `count`.
+    parameter names do not change. Raises BadInputError for a network without units, or with fewer than `count`, which
+    messages call `name`.
     """
-    units = recomputable_layers(model)
-    if not units:
+    units, name = recomputable_layers(model), name or type(model).__name__
+    if not units and count != 0:
         raise BadInputError(
             f"model {name} names no parts whose activations could be recomputed: set model.checkpointing=false, "
             "or give the network a list of its layers as `checkpoint_units`"
         )
-    if count is not None and count > len(units):
+    number = len(units) if count is None else count
+    if number > len(units):
         raise BadInputError(
             f"model.checkpointing={count} is more than the {len(units)} layers of model {name}: give 0 to "
             f"{len(units)}, true for all of them, or auto"
         )
-    for unit in units[:count]:
-        _switch(unit, _RECOMPUTES, "all")
-    return len(units[:count])
-
-
-def disable_checkpointing(model: nn.Module) -> None:
-    """Reverses `enable_checkpointing`; does nothing to a network that keeps all activations."""
-    for unit in recomputable_layers(model):
-        _switch(unit, _RECOMPUTES, None)
+    for at, unit in enumerate(units):
+        _switch(unit, _RECOMPUTES, "all" if at < number else None)
+    return number
 
 
 def recomputed_layers(model: nn.Module) -> int:

@@ -27,7 +27,7 @@ from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.data.batches import MadeBatch, tensors_in
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, is_compiled
+from baoc.models.switches import is_compiled, set_recomputed
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -66,7 +66,7 @@ class Advice:
         """Switches on activation checkpointing for the first `recomputed` layers; returns their number."""
         if self.recomputed:
             with _declared(self.model, self.layers):
-                enable_checkpointing(self.model, name=type(self.model).__name__, count=self.recomputed)
+                set_recomputed(self.model, self.recomputed)
         return self.recomputed
 
     def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
@@ -186,7 +186,7 @@ def advise(
         data = _OneBatch(MadeBatch(made))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
-        stack.callback(disable_checkpointing, model)
+        stack.callback(set_recomputed, model, 0)
         try:
             chosen = decide(config, task=task, data=data, device=where.type, settings=settings, run_dir=Path(folder))
         except BadInputError as error:

@@ -25,7 +25,7 @@ from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, recomputable_layers
+from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
@@ -369,9 +369,7 @@ class Session:
 
     def _recompute(self, number: int) -> None:
         assert self.module is not None
-        disable_checkpointing(self.module)
-        if number:
-            enable_checkpointing(self.module, name=type(self.module).__name__, count=number)
+        set_recomputed(self.module, number)
 
     def _fewest(self, look: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""

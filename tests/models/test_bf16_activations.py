@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.models import build_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.models.switches import disable_checkpointing, enable_bf16_activations, enable_checkpointing
+from baoc.models.switches import enable_bf16_activations, set_recomputed
 from baoc.optim import BlockwiseOptimizer
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, TextDataSpec
@@ -97,11 +97,11 @@ def test_recomputed_activations_are_the_same_ones(name: str):
     found = []
     for recomputed in (False, True):
         if recomputed:
-            enable_checkpointing(model, name=name)
+            set_recomputed(model, name=name)
         model.zero_grad()
         forward(name, model).square().mean().backward()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    disable_checkpointing(model)
+    set_recomputed(model, 0)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

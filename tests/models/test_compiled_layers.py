@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from baoc.models import switches
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputed_layers, set_compiled
+from baoc.models.switches import recomputed_layers, set_compiled, set_recomputed
 from tests.support.layered import Layer, Net, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
@@ -35,9 +35,7 @@ def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs:
     expected = {size: gradients(net, batch) for size, batch in inputs.items()}
     assert set_compiled(net, any_batch=any_batch) == 4 and not graphs
     for count in (0, 2, 1):
-        disable_checkpointing(net)
-        if count:
-            enable_checkpointing(net, name="net", count=count)
+        set_recomputed(net, count, name="net")
         assert recomputed_layers(net) == count
         for size, batch in inputs.items():
             found = gradients(net, batch)

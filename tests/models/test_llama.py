@@ -7,7 +7,7 @@ import torch
 
 from baoc.errors import BadInputError
 from baoc.models import build_model, choose_size
-from baoc.models.switches import enable_checkpointing
+from baoc.models.switches import set_recomputed
 from baoc.profiling import describe
 from baoc.types import Role, TextDataSpec
 
@@ -75,7 +75,7 @@ def test_checkpointed_layers_run_twice_and_give_the_same_gradients():
     plain, recomputed = (build_model("llama", spec=text(), seed=0) for _ in range(2))
     calls = []
     recomputed.net.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    assert enable_checkpointing(recomputed, name="llama") == 4
+    assert set_recomputed(recomputed, name="llama") == 4
     for model in (plain, recomputed):
         model(tokens).logsumexp(-1).mean().backward()
     assert len(calls) == 2

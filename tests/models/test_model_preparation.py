@@ -12,7 +12,7 @@ from baoc.errors import BadInputError
 from baoc.models import MODELS, build_model
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.models.switches import enable_checkpointing
+from baoc.models.switches import set_recomputed
 from baoc.profiling.describe import describe
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec
@@ -287,7 +287,7 @@ def test_recomputed_activations_give_the_same_gradients_and_keep_less(name):
 
 def test_a_network_without_units_cannot_recompute():
     with pytest.raises(BadInputError, match=r"model mine names no parts whose .* set model.checkpointing=false"):
-        enable_checkpointing(nn.Linear(2, 2), name="mine")
+        set_recomputed(nn.Linear(2, 2), name="mine")
 
 
 def test_compiling_keeps_names_and_numbers():

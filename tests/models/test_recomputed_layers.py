@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers, recomputed_layers
+from baoc.models.switches import recomputable_layers, recomputed_layers, set_recomputed
 from tests.support.layered import Layer, Net, gradients
 
 
@@ -76,15 +76,13 @@ def test_any_number_of_recomputed_layers_gives_the_same_bits(dropout: float, aut
     kept = gradients(net, inputs)
     assert len(ran) == 4
     for count in (1, 3, 4, 2, 0):
-        disable_checkpointing(net)
-        if count:
-            assert enable_checkpointing(net, name="net", count=count) == count
+        assert set_recomputed(net, count, name="net") == count
         assert recomputed_layers(net) == count
         ran.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             found = gradients(net, inputs)
         if autocast:
-            disable_checkpointing(net)
+            set_recomputed(net, 0)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 kept, again = gradients(net, inputs), len(ran)
             assert again == 4 + count + 4
@@ -95,9 +93,9 @@ def test_any_number_of_recomputed_layers_gives_the_same_bits(dropout: float, aut
 
 def test_the_first_layers_are_recomputed_and_no_more_than_there_are():
     net = Net()
-    enable_checkpointing(net, name="net", count=2)
+    set_recomputed(net, 2, name="net")
     assert [type(layer) is Layer for layer in net.layers] == [False, False, True, True]
-    assert enable_checkpointing(net, name="net", count=3) == 3 and recomputed_layers(net) == 3
+    assert set_recomputed(net, 3, name="net") == 3 and recomputed_layers(net) == 3
     with pytest.raises(BadInputError, match="checkpointing=5 is more than the 4 layers of model net: give 0 to 4"):
-        enable_checkpointing(net, name="net", count=5)
-    assert enable_checkpointing(net, name="net") == 4
+        set_recomputed(net, 5, name="net")
+    assert set_recomputed(net, name="net") == 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baoc.models.switches import enable_checkpointing
+from baoc.models.switches import set_recomputed
 from baoc.profiling.cuda_emulation import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
@@ -40,7 +40,7 @@ def test_recomputed_activations_take_the_types_of_those_that_were_dropped():
     unit = torch.nn.Sequential(net)
     model = torch.nn.Sequential(unit)
     model.checkpoint_units = [unit]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    enable_checkpointing(model, name="small")
+    set_recomputed(model, name="small")
     with CudaAutocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(torch.ones(2, 4, 4, requires_grad=True)).square().sum()

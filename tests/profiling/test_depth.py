@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
-from baoc.models.switches import enable_checkpointing
+from baoc.models.switches import set_recomputed
 from baoc.profiling.cuda_emulation import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
 from baoc.training.measure.absent_card import fake_, fake_batch
@@ -35,7 +35,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
         task, data = build(resolved, run_dir=tmp_path, device="h100")
     batch = next(iter(data.make_train_loader(limit=None)))
     if checkpointing:
-        enable_checkpointing(task.model, name=name)
+        set_recomputed(task.model, name=name)
     layers = layers_of(task, parts=task.model.checkpoint_units)
     assert layers is not None and layers.depth > LONG
     with FakeTensorMode(allow_non_fake_inputs=True):

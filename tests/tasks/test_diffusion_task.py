@@ -18,7 +18,7 @@ from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.pictures import FinalPictures
 from baoc.data import build_data
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing
+from baoc.models.switches import set_recomputed
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.conclusion import grid_labels, samples_at_once, write_grid
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
@@ -261,9 +261,9 @@ def test_more_samples_at_once_than_a_micro_batch_where_training_keeps_the_activa
     assert samples_at_once(task, micro_batch=2) == 2  # layers unknown
     task.model.checkpoint_units = nn.ModuleList(nn.Linear(2, 2) for _ in range(28))
     assert samples_at_once(task, micro_batch=2) == 14
-    enable_checkpointing(task.model, name="any")
+    set_recomputed(task.model, name="any")
     assert samples_at_once(task, micro_batch=2) == 2
-    disable_checkpointing(task.model)
+    set_recomputed(task.model, 0)
     assert samples_at_once(task, micro_batch=2) == 14
 
 

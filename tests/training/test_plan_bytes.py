@@ -9,7 +9,7 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.core.blocks import partition
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers
+from baoc.models.switches import recomputable_layers, set_recomputed
 from baoc.planning.microbatch import between, released
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -30,7 +30,7 @@ def footprint(name: str, *, checkpointing: bool, fake: bool, narrow: bool, run_d
     with torch.device("meta" if fake else "cpu"):
         task, data = build(resolved, run_dir=run_dir, device="cpu")
     if checkpointing:
-        enable_checkpointing(task.model, name=name)
+        set_recomputed(task.model, name=name)
     batch = next(iter(data.make_train_loader(limit=None)))
 
     def run(batch):
@@ -82,9 +82,7 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
     blocks = partition(describe(task), declared=declared_blocks(task))
     measured = {}
     for number in range(len(recomputable_layers(task.model)) + 1):
-        disable_checkpointing(task.model)
-        if number:
-            enable_checkpointing(task.model, name=name, count=number)
+        set_recomputed(task.model, number, name=name)
         measured[number] = trials.run(micro_batch, accumulation=accumulation, timed=False).footprint
     most = max(measured)
     peaks = {number: found.peak_bytes(state_bytes=0) for number, found in measured.items()}

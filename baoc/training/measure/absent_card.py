@@ -23,7 +23,7 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, recomputable_layers
+from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.cards import CARDS, Card
@@ -219,9 +219,7 @@ class _Shapes:
     def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
         """The options of one kind; those of larger micro-batches only where the smallest one fits, or `hopeless`."""
         sizes = axes.micro_batches
-        disable_checkpointing(self.task.model)
-        if recomputed:
-            enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
+        set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         precision = str(self.config.trainer.precision or "32-true")
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         with FakeTensorMode(allow_non_fake_inputs=True):

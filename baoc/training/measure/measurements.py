@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baoc.config.schema import RunConfig
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, kept_params, set_compiled
+from baoc.models.switches import kept_params, set_compiled, set_recomputed
 from baoc.planning.microbatch import Axes, Trial, at_size, between, footprint_at, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -73,9 +73,7 @@ class Tryouts:
         self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
 
     def switch(self, recomputed: int) -> None:
-        disable_checkpointing(self.task.model)
-        if recomputed:
-            enable_checkpointing(self.task.model, name=self.config.model.name, count=recomputed)
+        set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         set_compiled(self.task.model, self.compiled, any_batch=True)
 
     def compile(self, way: Way, *, narrow: bool, exactly: bool = False) -> None:

@@ -25,7 +25,7 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.models.switches import disable_checkpointing, enable_checkpointing, recomputable_layers, set_compiled
+from baoc.models.switches import recomputable_layers, set_compiled, set_recomputed
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
 from baoc.planning.microbatch import (
@@ -163,9 +163,7 @@ def decide(
 
 def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
     """Sets the layers of a network, called `name` in messages, and its data as an option has them."""
-    disable_checkpointing(task.model)
-    if option.recomputed:
-        enable_checkpointing(task.model, name=name, count=option.recomputed)
+    set_recomputed(task.model, option.recomputed, name=name)
     set_compiled(task.model, option.compiled)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
