@@ -29,7 +29,7 @@ MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Candidates and limits for one level, one way of host placement and one count of savings.
+    """Candidates, cheapest first, and limits for one level, one way of host placement and one count of savings.
 
     `base_peak` is the peak without state, with room for the buffers that host-placed states pass through.
     """
@@ -41,7 +41,7 @@ class Attempt:
 
     def least(self) -> list[Candidate]:
         """Each block's candidate of fewest charged bytes; within the host's memory, if that can be met here."""
-        chosen = [min(options, key=lambda c: (c.cost.charged_bytes, c.risk.total)) for options in self.pool.values()]
+        chosen = [options[0] for options in self.pool.values()]
         room = self.limits.host_bytes
         if room is None or sum(c.cost.host_bytes for c in chosen) <= room:
             return chosen
@@ -51,7 +51,7 @@ class Attempt:
     def meets_bytes(self) -> bool:
         """Whether every block has a candidate within the bytes of the device."""
         room = self.limits.state_bytes
-        return room is None or sum(min(c.cost.charged_bytes for c in row) for row in self.pool.values()) <= room
+        return room is None or sum(options[0].cost.charged_bytes for options in self.pool.values()) <= room
 
     @property
     def meets_host(self) -> bool:
