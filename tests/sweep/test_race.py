@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,27 @@ def test_a_cap_ends_a_race_before_the_stage_that_would_exceed_it(tmp_path: Path,
     assert "nothing is raced within 1 s: the smallest one is predicted to take" in said
     result = raced(tmp_path, cap_s=1000.0)
     assert result is not None and not result.outcome.cut
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
+    train, spent, lost = race_module._Race._train, race_module._Race._spent_s, [0.0]
+
+    def slowly(race: race_module._Race, runs: Any):
+        lost[0] += 0.0 if str(runs[0][0].stage).startswith("timed") else 2000.0
+        return train(race, runs)
+
+    monkeypatch.setattr(race_module._Race, "_train", slowly)
+    monkeypatch.setattr(race_module._Race, "_spent_s", lambda race: spent(race) + lost[0])
+    assert raced(tmp_path, "race.seeds=3", cap_s=1000.0) is None
+    assert "6 more runs would not end within the cap of 1000 s" in capsys.readouterr().out
+    monkeypatch.setattr(race_module._Race, "_spent_s", spent)
+    ended = attempts(tmp_path)
+    assert raced(tmp_path, "race.seeds=3", cap_s=1000.0) is not None
+    assert ended.items() <= attempts(tmp_path).items()  # what had ended is not run again
 
 
 @pytest.mark.slow

@@ -63,6 +63,15 @@ def test_names_without_a_module_are_planned_alike(llama: nn.Module):
     assert set(named.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
 
 
+def test_a_convolutional_net_takes_the_recipe_of_the_nearest_kind():
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 10))
+    basis = BaocOptimizer(net, budget="state_25", lr=1e-3).plan.basis
+    assert basis is not None and (basis.by, basis.family) == ("measured", "vision")
+    assert "an extrapolation from transformers for vision" in basis.text
+    perceptron = BaocOptimizer(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), budget="state_25").plan.basis
+    assert perceptron is not None and perceptron.by == "prior"
+
+
 def test_parameters_without_names_go_by_the_prior_and_lose_no_momentum(llama: nn.Module):
     optimizer = BaocOptimizer(llama.parameters(), budget="state_25")
     basis = optimizer.plan.basis
