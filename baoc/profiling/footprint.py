@@ -165,12 +165,12 @@ class FirstStepMemory:
     which is an upper bound.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, context_bytes: int = 0):
+    def __init__(self, params: Sequence[Tensor], *, states: Sequence[Any] = (), context_bytes: int = 0):
         self._params = list(params)
         self._context_bytes = context_bytes
         self._stepping_bytes = self._gradients_bytes = 0
         device = next((param.device for param in self._params), torch.device("cpu"))
-        self._meter: PeakMeter | None = PeakMeter(device, self._params)
+        self._meter: PeakMeter | None = PeakMeter(device, self._params, states)
         self._meter.__enter__()
 
     def note_block(self) -> None:
@@ -187,12 +187,11 @@ class FirstStepMemory:
             self._meter = None
 
     def finish(self, *, state_bytes: int) -> Footprint:
-        """The Footprint. On CUDA, `state_bytes` of optimizer state were alive all the time and are subtracted."""
+        """The Footprint. `state_bytes` of optimizer state were alive all the time and are subtracted."""
         assert self._meter is not None, "the first step was finished before"
         meter, self._meter = self._meter, None
         meter.__exit__(None, None, None)
         device = meter.device
-        held = state_bytes if device.type == "cuda" else 0
         gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
         weights = storage_bytes(self._params)
         released = self._stepping_bytes > 0
@@ -201,9 +200,9 @@ class FirstStepMemory:
             micro_batch=0,
             weights_bytes=weights,
             gradients_bytes=self._gradients_bytes if released else gradients,
-            forward_backward_bytes=meter.peak_bytes - held,
+            forward_backward_bytes=meter.peak_bytes - state_bytes,
             validation_bytes=0,
-            resident_bytes=self._stepping_bytes - held if released else weights + gradients,
+            resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
             context_bytes=memory.settle_context(device) or self._context_bytes,
             reserve_bytes=_reserve(device, peak=meter.peak_bytes),
             released=released,

@@ -230,10 +230,11 @@ class BudgetedStrategy(Strategy):
             )
             for number, one in enumerate(self.reallocators, start=1)
         ]
+        unseen = set(self.reallocators)
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
             narrator.recomputed = self._recomputed
             if self._unmeasured is not None:
-                one.optimizer.register_step_post_hook(lambda *_: self._learn())
+                one.optimizer.register_step_post_hook(lambda *_, one=one: self._learn(one, unseen=unseen))
             else:
                 narrator.begin()
         for listener in self.plan_listeners:
@@ -287,7 +288,7 @@ class BudgetedStrategy(Strategy):
             if self._arrived is not None:
                 self._arrived.narrowed()
         if self._unmeasured is not None:
-            self._unmeasured.begin(reallocator.optimizer)
+            self._unmeasured.begin(reallocator, owner=reallocator.optimizer)
         return reallocator
 
     def _plan_unmeasured(self, session: Session, *, why: str) -> None:
@@ -346,7 +347,7 @@ class BudgetedStrategy(Strategy):
             for session, one, given in zip(sessions, theirs, defaults, strict=True)
         ]
         if self._unmeasured is not None:
-            self._unmeasured.begin(*(reallocator.optimizer for reallocator in found))
+            self._unmeasured.begin(*found, owner=found[0].optimizer)
         return found
 
     def _taken_over(self, module: L.LightningModule) -> list[Optimizer]:
@@ -425,9 +426,10 @@ class BudgetedStrategy(Strategy):
         self._first_step.__enter__()
 
     @in_own_words
-    def _learn(self) -> None:
-        """After the first real step, which told what forward and backward need."""
-        if self._unmeasured is not None and all(one.step for one in self.reallocators):
+    def _learn(self, stepped: Reallocator, *, unseen: set[Reallocator]) -> None:
+        """After the first real step of each optimizer here, which told what forward and backward need."""
+        unseen.discard(stepped)
+        if self._unmeasured is not None and not unseen:
             first, self._unmeasured = self._unmeasured, None
             first.learn(*self.reallocators)
             for narrator in self.narrators:
@@ -508,7 +510,7 @@ class BudgetedStrategy(Strategy):
         whole: Mapping[str, torch.Tensor],
     ) -> None:
         online = state.pop("online", None)
-        notes = reallocator.load_state_dict(online, converting=True) if online is not None else []
+        notes = reallocator.load_state_dict(online) if online is not None else []
         optimizer = reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None

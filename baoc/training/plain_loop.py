@@ -46,7 +46,7 @@ from baoc.training.session import (
     with_recipe,
 )
 from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
-from baoc.types import Budget, Plan, profile_from_plain
+from baoc.types import Budget, Plan
 from baoc.units import format_bytes
 
 PLAIN_WARMUP_STEPS = 100
@@ -180,7 +180,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         self._settings = settings
         self._first_step = first_step  # None once it is measured
         if first_step is not None:
-            first_step.begin(self)
+            first_step.begin(self.reallocator, owner=self)
             self.register_step_post_hook(_learn_footprint)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
@@ -250,30 +250,15 @@ class BaocOptimizer(BlockwiseOptimizer):
         online = state_dict.get("online")
         if online is None:
             return
-        self._check_online(online)
-        self.reallocator.load_state_dict(online)
-        self.narrator.resumed()
+        self._changed = self.reallocator.load_state_dict(_checked(online))
 
-    def _check_online(self, online: Any) -> None:
-        """Raises, with nothing changed, what the reallocator would raise halfway through."""
-        keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
-        absent = [key for key in keys if not isinstance(online, Mapping) or key not in online]
-        if absent:
-            raise CheckpointError(
-                f"'online' of the optimizer checkpoint lacks {', '.join(absent)}: use another checkpoint, or leave "
-                "'online' out to load the states alone"
-            )
-        profile = profile_from_plain(online["profile"]) if online["profile"] else None
-        planner, profiler = self.reallocator.planner, self.reallocator.profiler
-        planner.adopt(online["choices"], risk=online["risk_model"], profile=profile, gap=online["gap"])
-        if profiler is not None and online["profiler"]:
-            before = profiler.state_dict()
-            try:
-                profiler.load_state_dict(online["profiler"])
-            except BaseException:
-                if before:
-                    profiler.load_state_dict(before)
-                raise
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. What was planned or converted anew, because budget, catalogue or blocks are others, is told."""
+        self._changed: list[str] | None = None
+        super().load_state_dict(state_dict)
+        if self._changed is not None and self.load_report is not None:
+            self.narrator.resumed()
+            self.reallocator.tell_conversion(self.load_report.moves, notes=self._changed)
 
     # -- copies, made together with the model: its parameters are then the copy's -----------------------------------
 
@@ -307,6 +292,17 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
+
+
+def _checked(online: Any) -> dict[str, Any]:
+    keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
+    absent = [key for key in keys if not isinstance(online, Mapping) or key not in online]
+    if absent:
+        raise CheckpointError(
+            f"'online' of the optimizer checkpoint lacks {', '.join(absent)}: use another checkpoint, or leave "
+            "'online' out to load the states alone"
+        )
+    return dict(online)
 
 
 def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:

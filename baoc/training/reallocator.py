@@ -20,7 +20,7 @@ from baoc.optim.groups import to_spec
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
-from baoc.planning.reallocation.late_params import ADAMW_BYTES, plan_late
+from baoc.planning.reallocation.late_params import ADAMW_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
@@ -94,6 +94,9 @@ class Reallocator:
         self.ranks, self.network = ranks, network
         self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
         self.late_bytes = 0  # of their state, which the plan does not have
+        self.late_specs: dict[str, str] = {}  # of these, and of those that a checkpoint had and that are still to come
+        self.awaited: Budget | None = None  # of memory, to be planned for once a first step has been measured
+        self.goes_on = False  # with the allocation of a checkpoint under the same budget
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -140,10 +143,29 @@ class Reallocator:
         if network is not None:
             known = {info.name: info for info in describe(network)}
             infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
-        late = plan_late(infos, plan=self.plan, settings=self.planner.settings, late_bytes=self.late_bytes)
+        late = self._late_plan(infos)
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
+        if self.planner.footprint is not None:  # which is from before they came
+            more = self.planner.footprint.others_bytes + late.added_bytes
+            self.planner.footprint = replace(self.planner.footprint, others_bytes=more)
+            self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + late.added_bytes)
         return late.specs
+
+    def replan_late(self, *, share: float | None = None) -> None:
+        """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""
+        late = self._late_plan(list(self.late.values()), share=share)
+        self.late_bytes = late.state_bytes
+        blocks = {name: [slot.name for slot in live.slots] for name, live in self.optimizer.registry.live.items()}
+        own = {name: late.specs[names[0]] for name, names in blocks.items() if names[0] in late.specs}
+        self._moved(own, moments={})
+
+    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None) -> LatePlan:
+        settings, least = self.planner.settings, self.awaited is not None
+        saved = self.late_specs if share is None else {}
+        late = plan_late(infos, plan=self.plan, settings=settings, saved=saved, least=least, share=share)
+        self.late_specs.update(late.specs)
+        return late
 
     @property
     def late_bytes_adamw(self) -> int:
@@ -318,13 +340,25 @@ class Reallocator:
         lower = lowered(self.planner.budget, plan=self.plan, saved_bytes=saved)
         return lower, {block: calm[block] for block in found}
 
-    def replan(self, *, why: str, trigger: str = "limits", limit: int | None = None) -> Reallocation:
+    def replan(
+        self, *, why: str, trigger: str = "limits", limit: int | None = None, stays: bool = False
+    ) -> Reallocation:
         """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
 
-        `limit`: bytes that the move itself may not pass, if any. Raises InfeasibleBudgetError where nothing
-        meets them; the plan in force then stays.
+        `limit`: bytes that the move itself may not pass, if any. `stays`: at the allocation in force where that meets
+        the limits. Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
         """
-        proposal = self.ranks.from_first(lambda: self.planner.propose(profile=self.profile), told=_brief)
+        plan = self.plan
+
+        def proposed() -> Plan:
+            if not stays:
+                return self.planner.propose(profile=self.profile)
+            held = plan.allocation
+            kept = self.planner.adopt(held.choices, risk=plan.risk_model, profile=self.profile, gap=held.gap)
+            same = dict(kept.allocation.choices) == dict(held.choices)
+            return replace(kept, basis=plan.basis) if same else kept
+
+        proposal = self.ranks.from_first(proposed, told=_brief)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
         way = self._way(proposal, memory=limit)
         if way.blocked:
@@ -452,18 +486,18 @@ class Reallocator:
             "choices": dict(self.plan.allocation.choices),
             "tuning": to_plain(tuning_of(self.plan) or Tuning()),
             "gap": self.plan.allocation.gap,
-            "budget": to_plain(self.planner.budget),
+            "budget": to_plain(self.awaited or self.planner.budget),
+            "late": dict(self.late_specs),
             "left": dict(self.left),
             "switch": dict(self._switch),
             "state_bytes": self.optimizer.state_bytes(),
             "profiler": self.profiler.state_dict(copies=copies) if self.profiler is not None and self.watching else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, converting: bool = False) -> list[str]:
-        """Goes on where `state` was taken: the saved allocation is taken over if it meets today's budget.
-
-        `converting`: another budget, catalogue or cut into blocks is planned for anew, and statistics that mean nothing
-        here start anew; what changed is returned, to be said. Without it, such statistics raise CheckpointError.
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Goes on where `state` was taken: the saved allocation is taken over if budget, catalogue and blocks are the
+        same. What changed is planned for anew, statistics that mean nothing here start anew, and both are returned, to
+        be said.
 
         The optimizer's states are loaded by the optimizer, after this. Raises InfeasibleBudgetError where neither the
         saved allocation nor any other fits.
@@ -483,26 +517,24 @@ class Reallocator:
             self.planner.count_profile(self.profiler.nbytes, temporary_bytes=temporary if self.profiler.nbytes else 0)
         self._saved_bytes = state.get("state_bytes")
         notes: list[str] = []
-        if converting:
-            known = self.profile is not None
-            if not usable(self.profile, planner=self.planner):
-                self.profile = self.first_profile = None
-                notes += ["statistics of gradients start anew, as they are of other blocks or specs"] if known else []
-            self.plan, changed = self.ranks.from_first(lambda: adopted(self.planner, state, profile=self.profile))
-            notes = changed + notes
-        else:
-            self.plan = self.planner.adopt(
-                state["choices"], risk=state["risk_model"], profile=self.profile, gap=state["gap"]
-            )
-        self.plan = _as_tuned(self.plan, state)
+        if self.profile is not None and not usable(self.profile, planner=self.planner):
+            self.profile = self.first_profile = None
+            notes.append("statistics of gradients start anew, as they are of other blocks or specs")
+        plan, changed = self.ranks.from_first(
+            lambda: adopted(self.planner, state, profile=self.profile, awaited=self.awaited)
+        )
+        self.goes_on = self.step > 0 and not changed
+        notes = changed + notes
+        self.plan = _as_tuned(plan, state)
+        self.late_specs = dict(state.get("late", {})) if not changed else {}
+        if self.late and self.late_specs:
+            self.replan_late()
         self.optimizer.retune(tuning_of(self.plan))
         self._moved(self.plan.allocation.choices, moments={})
         if self.profiler is not None and self.watching and state["profiler"]:
             try:
                 self.profiler.load_state_dict(state["profiler"])
             except CheckpointError:
-                if not converting:
-                    raise
                 self.watched_from = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes

@@ -487,9 +487,10 @@ class Session:
     def complete(self, footprint: Footprint) -> Footprint:
         """The footprint with what does not depend on who measured it: a step's temporaries, and arriving weights."""
         specs = list(select(self.settings.planner.specs).values())
+        planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have switched them off for now
         return replace(
             footprint,
-            step_temporary_bytes=step_temporaries(specs, params=[p for p in self.params.values() if p.requires_grad]),
+            step_temporary_bytes=step_temporaries(specs, params=planned),
             arrival_bytes=arrival_bytes(specs, device=footprint.device),
         )
 

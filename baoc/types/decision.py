@@ -192,6 +192,7 @@ class Footprint:
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
     arrival_bytes: int = 0
+    others_bytes: int = 0  # that optimizers beside this one may keep
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if not known
     gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come
@@ -209,8 +210,12 @@ class Footprint:
         temporary = max((known.get(spec, known.get(spec.partition("@")[0], 0)) for spec in specs), default=0)
         held = 0 if self.released else None  # of gradients released in backward it is not known which are there
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
-        fixed = self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes
-        return max(self._less(self._parts(step), saved=saved or {})) + fixed + state_bytes
+        return max(self._less(self._parts(step), saved=saved or {})) + self.fixed_bytes + state_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is there at every moment beside weights, gradients, activations and this optimizer's state."""
+        return self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes + self.others_bytes
 
     def _parts(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
         whole = PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes)

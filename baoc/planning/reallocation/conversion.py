@@ -5,7 +5,7 @@ from typing import Any
 
 from baoc.core.catalogue import on_device
 from baoc.planning.planner import Planner
-from baoc.types import Plan, Profile, to_plain
+from baoc.types import Budget, Plan, Profile, to_plain
 
 AUTO = "auto"
 
@@ -15,21 +15,26 @@ def usable(profile: Profile | None, *, planner: Planner) -> bool:
     return profile is not None and all(block.name in profile.stats for block in planner.blocks)
 
 
-def adopted(planner: Planner, state: Mapping[str, Any], *, profile: Profile | None) -> tuple[Plan, list[str]]:
+def adopted(
+    planner: Planner, state: Mapping[str, Any], *, profile: Profile | None, awaited: Budget | None = None
+) -> tuple[Plan, list[str]]:
     """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
 
     A budget that changed is planned for anew even where the saved allocation would meet it, as it may allow more.
-    `auto` is what was free when each run started, so it counts as unchanged.
+    `auto` is what was free when each run started, so it counts as unchanged. A budget that is `awaited` is planned for
+    after the first step, which then runs the saved allocation.
     """
     choices, saved = state["choices"], state.get("budget", {})
     risk = planner.risk_of_saved(state["risk_model"], profile=profile)
-    here = to_plain(planner.budget)
+    here = to_plain(awaited or planner.budget)
     changed = bool(saved) and saved != here and not saved.get("name") == here["name"] == AUTO
-    if changed:
+    notes = [f"the budget was {saved['name']}, is {planner.budget.name}"] if changed else []
+    if changed and awaited is None:
         plan = planner.propose(risk=risk, profile=profile)
-        notes = [f"the budget was {saved['name']}, is {planner.budget.name}"]
     else:
-        plan, notes = planner.adopt(choices, risk=risk, profile=profile, gap=state["gap"]), []
+        plan = planner.adopt(choices, risk=risk, profile=profile, gap=state["gap"])
+    if awaited is not None and dict(plan.allocation.choices) != dict(choices):
+        plan = planner.least()
     names = {block.name for block in planner.blocks}
     lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
     if set(choices) != names:

@@ -17,42 +17,57 @@ ADAMW_BYTES = 8  # per element that fp32 AdamW keeps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePlan:
-    """Parameter name -> spec, and the bytes of state that all of them keep."""
+    """Parameter name -> spec, and the bytes that all of them keep of state, and together with their gradients."""
 
     specs: Mapping[str, str]
     state_bytes: int
+    added_bytes: int
 
 
-def plan_late(infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettings, late_bytes: int = 0) -> LatePlan:
-    """Chooses the specs of late parameters. `late_bytes`: state of earlier late ones, which `plan` does not have.
+def plan_late(
+    infos: Sequence[ParamInfo],
+    *,
+    plan: Plan,
+    settings: PlannerSettings,
+    saved: Mapping[str, str],
+    least: bool = False,
+    share: float | None = None,
+) -> LatePlan:
+    """Chooses the specs of late parameters: those that a checkpoint has `saved` of them, as long as these fit.
 
     Under a state fraction, they get that fraction of their own AdamW state. Under a memory budget, their state gets at
-    most what the predicted peak and their gradients leave. Raises InfeasibleBudgetError, with both numbers, where that
-    is too little for any spec.
+    most what the predicted peak and their gradients leave, or the `share` of AdamW's that is given. `least`: as little
+    as can be, while a memory budget waits for the first step to be measured. Raises InfeasibleBudgetError, with both
+    numbers, where that is too little for any spec.
     """
     budget = plan.budget
     whole = ADAMW_BYTES * sum(info.numel for info in infos)
-    if budget.state_fraction is not None and budget.memory_bytes is None:
+    gradients = FP32_BYTES * sum(info.numel for info in infos)
+    if share is not None:
+        pass
+    elif budget.state_fraction is not None and budget.memory_bytes is None:
         share = budget.state_fraction
     elif budget.memory_bytes is not None:
-        gradients = FP32_BYTES * sum(info.numel for info in infos)
-        room = budget.memory_bytes - plan.peak_bytes - late_bytes - gradients
+        room = budget.memory_bytes - plan.peak_bytes - gradients
         if room < 0:
             raise InfeasibleBudgetError(
                 f"{_named(infos)} came after the plan was made, and budget {budget.name} has no room for "
                 f"{'them' if len(infos) > 1 else 'it'}: gradients of {format_bytes(gradients)} beside a peak of "
-                f"{format_bytes(plan.peak_bytes + late_bytes)} are {format_bytes(-room)} too many. Unfreeze fewer, "
+                f"{format_bytes(plan.peak_bytes)} are {format_bytes(-room)} too many. Unfreeze fewer, "
                 f"give a larger budget, or have all of them trainable from the start, so that they are planned for",
                 budget_bytes=budget.memory_bytes,
                 least_feasible_bytes=budget.memory_bytes - room,
             )
         share = min(1.0, room / whole)
-    else:
-        share = None
-    given = Budget(name=budget.name, state_fraction=share)
-    own = replace(settings, patterns=())
+    planner = Planner(
+        infos, budget=Budget(name=budget.name, state_fraction=share), settings=replace(settings, patterns=())
+    )
+    known = {block.name: saved.get(block.params[0].name, "") for block in planner.blocks}
     try:
-        found = Planner(infos, budget=given, settings=own).propose()
+        if all(known.values()):
+            found = planner.adopt(known, risk=settings.risk, profile=None)
+        else:
+            found = planner.least() if least else planner.propose()
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
             f"{_named(infos)} came after the plan was made, and no spec of the catalogue has them within "
@@ -64,7 +79,8 @@ def plan_late(infos: Sequence[ParamInfo], *, plan: Plan, settings: PlannerSettin
         ) from error
     choices = found.allocation.choices
     specs = {param.name: choices[block.name] for block in found.blocks for param in block.params}
-    return LatePlan(specs=specs, state_bytes=found.allocation.state_bytes)
+    state_bytes = found.allocation.state_bytes
+    return LatePlan(specs=specs, state_bytes=state_bytes, added_bytes=state_bytes + gradients)
 
 
 def _named(infos: Sequence[ParamInfo]) -> str:

@@ -103,7 +103,7 @@ def move_peak(planner: Planner, *, now: Plan, then: Plan) -> MovePeak | None:
             held += growth
         return most
 
-    fixed = footprint.ema_bytes + footprint.profile_bytes + footprint.context_bytes + footprint.reserve_bytes
+    fixed = footprint.fixed_bytes
     staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (now, then))
     total = footprint.resident_bytes + fixed + staging
     return MovePeak(

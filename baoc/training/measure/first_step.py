@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from baoc.errors import BadInputError
-from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
 from baoc.training.reallocator import Reallocator
@@ -26,25 +25,42 @@ class FirstStep:
         self._sessions = sessions
         self._cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
         self._memory: FirstStepMemory | None = None
+        self._hooks = ExitStack()
+        self._reallocators: list[weakref.ref[Reallocator]] = []
         self.peak_bytes: int | None = None
         device, budget = sessions[0].device, sessions[0].budget
         settle_allocator(device)
         self._cap.enter_context(uncapped(device, budget=budget))
 
-    def begin(self, *optimizers: BlockwiseOptimizer) -> None:
-        """Measures from now on; ends with the first of `optimizers`, to which nothing here refers but weakly."""
+    def begin(self, *reallocators: Reallocator, owner: object) -> None:
+        """Measures from now on, or from when states are loaded; ends with `owner`, to which nothing here refers."""
+        self._reallocators = [weakref.ref(each) for each in reallocators]
+        self._measure()
+        weakref.finalize(owner, self.close).atexit = False
+        for reallocator in reallocators:
+            reallocator.awaited = self._sessions[0].budget
+            hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
+            self._hooks.callback(hook.remove)
+            if reallocator.optimizer.releaser is not None:
+                reallocator.optimizer.releaser.before_block = self._note_block
+
+    def _measure(self) -> None:
+        if self._memory is not None:
+            self._memory.stop()
         params = [param for session in self._sessions for param in session.params.values()]
-        self._memory = FirstStepMemory(params, context_bytes=context_bytes(self._sessions[0].device))
-        weakref.finalize(optimizers[0], self._memory.stop)
-        weakref.finalize(optimizers[0], self._cap.close).atexit = False
-        for optimizer in optimizers:
-            if optimizer.releaser is not None:
-                optimizer.releaser.before_block = self._memory.note_block
+        states = [one.optimizer.state for ref in self._reallocators if (one := ref()) is not None]
+        context = context_bytes(self._sessions[0].device)
+        self._memory = FirstStepMemory(params, states=states, context_bytes=context)
+
+    def _note_block(self) -> None:
+        if self._memory is not None:
+            self._memory.note_block()
 
     def close(self) -> None:
         if self._memory is not None:
             self._memory.stop()
             self._memory = None
+        self._hooks.close()
         self._cap.close()
 
     def learn(self, *reallocators: Reallocator) -> None:
@@ -56,6 +72,7 @@ class FirstStep:
         assert self._memory is not None
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
         self._memory = None
+        self._hooks.close()
         now = next(iter(self._sessions[0].params.values())).device
         if now.type != device.type:
             memory.stop()
@@ -66,29 +83,36 @@ class FirstStep:
             )
         state_bytes = sum(reallocator.optimizer.state_bytes() for reallocator in reallocators)
         footprint = memory.finish(state_bytes=state_bytes)
-        self.peak_bytes = footprint.forward_backward_bytes + (state_bytes if device.type == "cuda" else 0)
+        self.peak_bytes = footprint.forward_backward_bytes + state_bytes
         profilers = [one.profiler for one in reallocators if one.profiler is not None]
         held = sum(profiler.nbytes for profiler in profilers)
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
             reallocator.planner.footprint = session.largest(session.complete(footprint))
+            reallocator.planner.budget, reallocator.awaited = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
-        others = _bytes_of_others(reallocators, limit=budget.memory_bytes)
         with self._cap:
-            for reallocator, taken in zip(reallocators, others, strict=True):
-                memory_bytes = None if budget.memory_bytes is None else budget.memory_bytes - taken
-                reallocator.planner.budget = replace(budget, memory_bytes=memory_bytes)
-                reallocator.replan(why="the first step told what forward and backward need")
+            _leave_to_others(reallocators, held=state_bytes)
+            for reallocator in reallocators:
+                why = "the first step told what forward and backward need"
+                reallocator.replan(why=why, stays=reallocator.goes_on)
 
 
-def _bytes_of_others(reallocators: Sequence[Reallocator], *, limit: int | None) -> list[int]:
-    """What each has to leave to the others of a memory limit; 0 for one alone."""
-    if limit is None or len(reallocators) == 1:
-        return [0] * len(reallocators)
+def _leave_to_others(reallocators: Sequence[Reallocator], *, held: int) -> None:
+    """Has each count what others keep, late parameters too: of what the budget leaves beside forward and backward the
+    part of each by AdamW's bytes; or what they have in all, of `held`, where a checkpoint goes on."""
     planners = [reallocator.planner for reallocator in reallocators]
-    base = max(planner.footprint.peak_bytes(state_bytes=0) for planner in planners if planner.footprint is not None)
-    whole = sum(planner.state_bytes_adamw for planner in planners)
-    room = max(limit - base, 0)
-    return [room - room * planner.state_bytes_adamw // whole for planner in planners]
+    footprints = [planner.footprint for planner in planners if planner.footprint is not None]
+    limit, base = planners[0].budget.memory_bytes, max(each.peak_bytes(state_bytes=0) for each in footprints)
+    whole = sum(one.planner.state_bytes_adamw + one.late_bytes_adamw for one in reallocators)
+    room = max((limit or 0) - base, 0)
+    for one, footprint in zip(reallocators, footprints, strict=True):
+        if one.goes_on:
+            others = held - one.plan.allocation.state_bytes
+        else:
+            others = room - room * one.planner.state_bytes_adamw // whole
+            if one.late:
+                one.replan_late(share=min(1.0, room / whole))
+        one.planner.footprint = replace(footprint, others_bytes=max(others, 0))
