@@ -486,9 +486,16 @@ class Planner:
         return self.plan_of(allocation, pool, limits=one.limits, risk=risk, profile=profile)
 
     def adopt(
-        self, choices: Mapping[str, str], *, risk: str, profile: Profile | None, gap: float | None = None
+        self,
+        choices: Mapping[str, str],
+        *,
+        risk: str,
+        profile: Profile | None,
+        gap: float | None = None,
+        seen_to_fit: bool = False,
     ) -> Plan:
-        """The plan that runs `choices` (from a checkpoint) if they meet the budget, else a new proposal."""
+        """The plan that runs `choices` (from a checkpoint) if they are predicted or `seen_to_fit` the budget, else a
+        new proposal."""
         risk = self.risk_of_saved(risk, profile=profile)
         everything = self.candidates(risk=risk, profile=profile)
         by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
@@ -502,7 +509,7 @@ class Planner:
                 if dict(proposed.allocation.choices) == dict(choices):
                     return proposed
             whole = self.budget.memory_bytes is not None or limits.state_bytes is None
-            if self.fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
+            if seen_to_fit or self.fits(plan) if whole else allocation.state_bytes <= (limits.state_bytes or 0):
                 return plan
         return self.propose(risk=risk, profile=profile)
 

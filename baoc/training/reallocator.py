@@ -345,8 +345,8 @@ class Reallocator:
     ) -> Reallocation:
         """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
 
-        `limit`: bytes that the move itself may not pass, if any. `stays`: at the allocation in force where that meets
-        the limits. Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
+        `limit`: bytes that the move itself may not pass, if any. `stays`: at the allocation in force, which was seen
+        to fit. Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
         """
         plan = self.plan
 
@@ -354,7 +354,8 @@ class Reallocator:
             if not stays:
                 return self.planner.propose(profile=self.profile)
             held = plan.allocation
-            kept = self.planner.adopt(held.choices, risk=plan.risk_model, profile=self.profile, gap=held.gap)
+            given = {"risk": plan.risk_model, "profile": self.profile, "gap": held.gap}
+            kept = self.planner.adopt(held.choices, seen_to_fit=True, **given)
             same = dict(kept.allocation.choices) == dict(held.choices)
             return replace(kept, basis=plan.basis) if same else kept
 

@@ -1,5 +1,6 @@
 """Parameters that come late, by unfreezing, add_param_group or a head built lazily: names and budget hold."""
 
+import copy
 import logging
 
 import lightning as L
@@ -63,6 +64,40 @@ def test_a_share_of_the_state_holds_when_the_backbone_comes(way, caplog):
     assert not any("param" in name for name in optimizer.specs)
     assert "backbone.0." in caplog.text and "came after the plan was made" in caplog.text
     assert "parameters came late" in optimizer.summary()
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_within_a_memory_budget_they_resume_bit_for_bit_with_the_specs_they_had(when):
+    """Whether they come before the first step is measured or after it; the prediction counts them, too."""
+
+    def begun(net: nn.Module, *, came: bool) -> BaocOptimizer:
+        optimizer = BaocOptimizer(net.head, model=net, budget="400kb", verbose=False)
+        return came_late(net, optimizer) if came else optimizer
+
+    def came_late(net: nn.Module, optimizer: BaocOptimizer) -> BaocOptimizer:
+        net.backbone.requires_grad_(True)
+        optimizer.add_param_group({"params": net.backbone.parameters(), "lr": 1e-4})
+        return optimizer
+
+    net = frozen()
+    optimizer = begun(net, came=when == 0)
+    torch.manual_seed(1)
+    if when:
+        trained(net, optimizer, steps=when)
+        came_late(net, optimizer)
+    trained(net, optimizer, steps=2)
+    assert optimizer.budget_met
+    assert optimizer.plan.peak_bytes > sum(4 * param.numel() + 2 * param.numel() for param in net.parameters())
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    trained(net, optimizer, steps=2)
+    again = frozen()
+    again.load_state_dict(saved[0])
+    resumed = begun(again, came=True)
+    resumed.load_state_dict(saved[1])
+    torch.set_rng_state(saved[2])
+    trained(again, resumed, steps=2)
+    assert resumed.specs == optimizer.specs and resumed.budget_met
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
 def test_without_a_limit_what_comes_late_runs_adamw():

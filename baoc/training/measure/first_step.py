@@ -93,11 +93,13 @@ class FirstStep:
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
+        seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
+        fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
         with self._cap:
             _leave_to_others(reallocators, held=state_bytes)
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
-                reallocator.replan(why=why, stays=reallocator.goes_on)
+                reallocator.replan(why=why, stays=reallocator.goes_on and fitted)
 
 
 def _leave_to_others(reallocators: Sequence[Reallocator], *, held: int) -> None:
@@ -112,7 +114,8 @@ def _leave_to_others(reallocators: Sequence[Reallocator], *, held: int) -> None:
         if one.goes_on:
             others = held - one.plan.allocation.state_bytes
         else:
-            others = room - room * one.planner.state_bytes_adamw // whole
+            own = one.planner.state_bytes_adamw
+            others = min(room - room * own // whole, whole - own)
             if one.late:
                 one.replan_late(share=min(1.0, room / whole))
         one.planner.footprint = replace(footprint, others_bytes=max(others, 0))
