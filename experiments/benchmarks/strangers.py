@@ -4,7 +4,8 @@
 peak that AdamW was measured to have, and resumes both from the middle in a fresh process. A row says if it trained,
 what it held beside budget and prediction, whether the resumed run ends with the same bits, and whether plan and verdict
 were printed. Processes under a memory budget have the card to themselves, because the driver does not tell processes
-apart in a container. OUT/strangers.csv gets a row as soon as it is known, OUT/NAME_*.log has what a process printed.
+apart in a container; the context in AdamW's peak is the first script's. OUT/strangers.csv gets a row as soon as it is
+known, OUT/NAME_*.log has what a process printed.
 """
 
 import argparse
@@ -57,6 +58,11 @@ class Job:
 
     def deep(self, depth: int) -> int:
         return max(1, round(depth * min(1, self.scale * 2)))
+
+    def made(self, build: Callable[[], Any]) -> Any:
+        """A network whose weights are drawn on the device, which takes seconds less."""
+        with torch.device(self.device):
+            return build()
 
     def normal(self, step: int, *shape: int) -> Any:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + step)).to(self.device)
@@ -131,7 +137,7 @@ def nanogpt(job: Job) -> tuple[Any, Any]:
                 x = checkpoint(block, x, mask, use_reentrant=False)
             return nn.functional.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), ids[:, 1:].flatten())
 
-    model = GPT().to(job.device)
+    model = job.made(GPT)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -171,7 +177,7 @@ def timm_like(job: Job) -> tuple[Any, Any]:
                 x = block(x)
             return self.head(self.norm(x[:, 0]))
 
-    model, groups = ViT().to(job.device), {}
+    model, groups = job.made(ViT), {}
     for name, param in model.named_parameters():
         at = int(name.split(".")[1]) + 1 if name.startswith("blocks") else 0 if "embed" in name else depth + 1
         decay = 0.0 if param.ndim < 2 or name in ("cls_token", "pos_embed") else 0.05
@@ -201,12 +207,12 @@ def diffusion_unet(job: Job) -> tuple[Any, Any]:
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
     wide = job.wide(320)
-    model = UNet2DModel(
+    model = job.made(lambda: UNet2DModel(
         sample_size=32, in_channels=3, out_channels=3, layers_per_block=2,
         block_out_channels=(wide, 2 * wide, 2 * wide),
         norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-    ).to(job.device)  # fmt: skip
+    ))  # fmt: skip
     noise = DDPMScheduler(100)
     optimizer = job.adamw(model.parameters(), model=model, lr=1e-4)
 
@@ -224,7 +230,7 @@ def diffusion_unet(job: Job) -> tuple[Any, Any]:
 
 
 def lstm(job: Job) -> tuple[Any, Any]:
-    """Packed sequences, two directions, gradients clipped by value."""
+    """Packed sequences, two directions, gradients clipped by value; no dropout, whose state cuDNN does not give."""
     from torch.nn.utils.rnn import pack_padded_sequence
 
     width = job.wide(1600)
@@ -233,14 +239,14 @@ def lstm(job: Job) -> tuple[Any, Any]:
         def __init__(self):
             super().__init__()
             self.emb, self.out = nn.Embedding(2000, width, padding_idx=0), nn.Linear(2 * width, 5)
-            self.rnn = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True, dropout=0.2)
+            self.rnn = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True)
 
         def forward(self, x, lengths):
             packed = pack_padded_sequence(self.emb(x), lengths, batch_first=True, enforce_sorted=False)
             _, (last, _) = self.rnn(packed)
             return self.out(torch.cat([last[-1], last[-2]], 1))
 
-    model = Tagger().to(job.device)
+    model = job.made(Tagger)
     optimizer = job.adamw(model.parameters(), model=model, lr=3e-4)
 
     def step(number):
@@ -277,7 +283,7 @@ def moe(job: Job) -> tuple[Any, Any]:
                 y[chosen == at] = x[chosen == at] + gate[chosen == at, None] * self.experts[at](x[chosen == at])
             return self.out(y)
 
-    model = MoE().to(job.device)
+    model = job.made(MoE)
     optimizer = job.adamw(model.parameters(), model=model, lr=3e-4)
 
     def step(number):
@@ -304,7 +310,7 @@ def encoder_decoder(job: Job) -> tuple[Any, Any]:
             mask = nn.Transformer.generate_square_subsequent_mask(b.shape[1], device=a.device)
             return self.gen(self.core(self.src(a), self.tgt(b), tgt_mask=mask))
 
-    model = Translator().to(job.device)
+    model = job.made(Translator)
     optimizer = job.adamw(model.parameters(), model=model, lr=3e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) ** -0.5, (k + 1) / 4))
 
@@ -335,11 +341,14 @@ def conv(job: Job) -> tuple[Any, Any]:
             return (self.skip(x) + self.n2(self.two(self.n1(self.one(x)).relu()))).relu()
 
     c = job.wide(192)
-    sides = [c, 2 * c, 4 * c, 8 * c]
-    stages = [Residual(a, b) for a, b in pairwise(sides)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * c, 10)]
-    tail = [nn.Conv2d(8 * c, 8 * c, 3, 1, 1, bias=False), nn.BatchNorm2d(8 * c), nn.ReLU()] * 2
-    model = nn.Sequential(nn.Conv2d(3, c, 3, 2, 1), nn.ReLU(), *stages, *tail, *head).to(job.device)
+
+    def net():
+        stages = [Residual(a, b) for a, b in pairwise([c, 2 * c, 4 * c, 8 * c])]
+        tail = [nn.Conv2d(8 * c, 8 * c, 3, 1, 1, bias=False), nn.BatchNorm2d(8 * c), nn.ReLU()] * 2
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * c, 10)]
+        return nn.Sequential(nn.Conv2d(3, c, 3, 2, 1), nn.ReLU(), *stages, *tail, *head)
+
+    model = job.made(net)
     optimizer = job.adamw(model.parameters(), model=model, lr=3e-4)
     scaler = torch.amp.GradScaler(job.device, init_scale=256.0, enabled=job.device == "cuda")
 
@@ -362,10 +371,13 @@ def conv(job: Job) -> tuple[Any, Any]:
 def unfreezing(job: Job) -> tuple[Any, Any]:
     """A head first, its backbone from the fourth step on, by add_param_group."""
     width = job.wide(4096)
-    body = [nn.Linear(256, width), nn.ReLU()]
-    for _ in range(job.deep(7)):
-        body += [nn.Linear(width, width), nn.ReLU()]
-    model = nn.ModuleDict({"backbone": nn.Sequential(*body), "head": nn.Linear(width, 10)}).to(job.device)
+
+    def net():
+        body = [part for _ in range(job.deep(7)) for part in (nn.Linear(width, width), nn.ReLU())]
+        backbone = nn.Sequential(nn.Linear(256, width), nn.ReLU(), *body)
+        return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(width, 10)})
+
+    model = job.made(net)
     model["backbone"].requires_grad_(False)
     optimizer = job.adamw(model["head"].parameters(), model=model, lr=3e-4)
 
@@ -441,7 +453,7 @@ def lightning_autoencoder(job: Job) -> tuple[Any, Any]:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=job.budget is None and job.device == "cuda")
 
-    return fitted(job, Autoencoder(), loss="train_loss", precision="bf16-mixed")
+    return fitted(job, job.made(Autoencoder), loss="train_loss", precision="bf16-mixed")
 
 
 def lightning_gan(job: Job) -> tuple[Any, Any]:
@@ -485,7 +497,7 @@ def lightning_gan(job: Job) -> tuple[Any, Any]:
             both = (self.generator, 1e-4), (self.discriminator, 2e-4)
             return [torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.5, 0.999), fused=fused) for m, lr in both]
 
-    return fitted(job, GAN(), loss="g_loss")
+    return fitted(job, job.made(GAN), loss="g_loss")
 
 
 def lightning_cli(job: Job) -> tuple[Any, Any]:
@@ -567,7 +579,7 @@ def trainer_causal_lm(job: Job) -> tuple[Any, Any]:
 
     sizes = {"n_embd": job.wide(1024), "n_layer": job.deep(9), "n_head": 8, "n_positions": 64}
     rows = [{"input_ids": (ids := job.whole(k, 1024, 64).cpu()), "labels": ids} for k in range(256)]
-    return trained(job, GPT2LMHeadModel(GPT2Config(vocab_size=1024, **sizes)), rows)
+    return trained(job, job.made(lambda: GPT2LMHeadModel(GPT2Config(vocab_size=1024, **sizes))), rows)
 
 
 def trainer_text_classes(job: Job) -> tuple[Any, Any]:
@@ -578,7 +590,7 @@ def trainer_text_classes(job: Job) -> tuple[Any, Any]:
     sizes = {"hidden_size": width, "num_hidden_layers": job.deep(9), "num_attention_heads": 8}
     rows = [{"input_ids": job.whole(k, 1000, 32).cpu(), "labels": k % 2} for k in range(256)]
     config = BertConfig(vocab_size=1024, intermediate_size=4 * width, **sizes)
-    return trained(job, BertForSequenceClassification(config), rows)
+    return trained(job, job.made(lambda: BertForSequenceClassification(config)), rows)
 
 
 def accelerate_lm(job: Job) -> tuple[Any, Any]:
@@ -592,7 +604,7 @@ def accelerate_lm(job: Job) -> tuple[Any, Any]:
         vocab_size=1024, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=job.deep(9),
         num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(accelerator.device)
+    model = job.made(lambda: LlamaForCausalLM(config))
     plain = ("bias", "norm")
     groups = [
         {
@@ -643,6 +655,8 @@ def child(options: argparse.Namespace) -> None:
     sys.stdin.readline()
     began = time.monotonic()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    for kernel in ("flash", "mem_efficient", "cudnn"):  # whose backward adds in any order
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     torch.manual_seed(0)
     budget = options.budget or None
     job = Job(budget=budget, scale=options.scale, path=options.out, resume=options.resume)
@@ -651,11 +665,16 @@ def child(options: argparse.Namespace) -> None:
     digest = hashlib.blake2b()
     for value in model.state_dict().values():
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    told: dict[str, Any] = {"loss": float(loss), "weights": digest.hexdigest(), "torch": torch.__version__}
+    told: dict[str, Any] = {
+        "loss": loss.item() if isinstance(loss, torch.Tensor) else loss,
+        "weights": digest.hexdigest(),
+        "torch": torch.__version__,
+    }
     told["parameters"] = sum(param.numel() for param in model.parameters())
     told["device"] = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
     if job.device == "cuda":
-        told["peak_bytes"] = context_now("cuda") + torch.cuda.max_memory_reserved()
+        told["context_bytes"], told["reserved_bytes"] = context_now("cuda"), torch.cuda.max_memory_reserved()
+        told["peak_bytes"] = told["context_bytes"] + told["reserved_bytes"]
     narrators = [each for one in job.optimizers for each in getattr(one, "narrators", None) or [one.narrator]]
     if narrators:
         told["met"] = all(each.budget_met for each in narrators)
@@ -733,6 +752,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--budgets", nargs="*", choices=("state", "memory"), default=("state", "memory"))
     parser.add_argument("--scale", type=float, default=1.0, help="of widths; 1 has about 120M parameters")
     parser.add_argument(
         "--at-once", type=int, default=10, help="processes that import or train at state_25 side by side"
@@ -766,22 +786,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         run = Runs(options, Path(folder))
 
-        def by_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-            whole = run(name, "state", budget="state_25", alone=False)
-            return whole, run(name, "state-resumed", budget="state_25", resume=True, alone=False)
+        def by_state(name: str) -> dict[str, Any]:
+            plain = run(name, "adamw", alone=False)
+            if context and "reserved_bytes" in plain:
+                plain["peak_bytes"] = context + plain["reserved_bytes"]
+            if "state" in options.budgets:
+                whole = run(name, "state", budget="state_25", alone=False)
+                again = run(name, "state-resumed", budget="state_25", resume=True, alone=False)
+                record(row(name, "state_25", whole, again, plain))
+            return plain
 
-        def by_memory(name: str, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-            plain = run(name, "adamw", alone=True)
-            record(row(name, "state_25", *state, plain))
+        def by_memory(name: str, plain: dict[str, Any]) -> None:
             if plain.get("peak_bytes"):
                 budget = f"{int(SHARE * plain['peak_bytes'])}b"
                 whole = run(name, "memory", budget=budget, alone=True)
-                record(
-                    row(name, budget, whole, run(name, "memory-resumed", budget=budget, resume=True, alone=True), plain)
-                )
+                again = run(name, "memory-resumed", budget=budget, resume=True, alone=True)
+                record(row(name, budget, whole, again, plain))
 
-        by_name = list(pool.map(by_state, names))
-        list(pool.map(by_memory, names, by_name))
+        context = run(names[0], "alone", alone=True).get("context_bytes", 0)
+        plains = list(pool.map(by_state, names))
+        if "memory" in options.budgets:
+            list(pool.map(by_memory, names, plains))
         seconds = time.monotonic() - run.began
     table(rows)
     print(f"{len(rows)} rows, {seconds:.0f} s, {options.out / 'strangers.csv'}")
