@@ -37,6 +37,7 @@ from baoc.types import (
     LatencyTable,
     Limits,
     LinkRates,
+    OptimizerSpec,
     ParamInfo,
     Plan,
     Profile,
@@ -72,6 +73,11 @@ class PlannerSettings:
     measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
     recipe: Recipe | None = None
     family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
+
+    @property
+    def rows(self) -> dict[str, OptimizerSpec]:
+        """Every row of the catalogue that a plan may run, by name; host placement apart."""
+        return select((*self.specs, *self.measured_specs))
 
     def __post_init__(self) -> None:
         if self.recipe is None:

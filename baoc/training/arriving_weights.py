@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from baoc.core.catalogue import select
 from baoc.errors import InfeasibleBudgetError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import master
@@ -121,7 +120,7 @@ class ArrivedWeights:
     """
 
     def __init__(self, session: Session):
-        narrow = select(session.settings.planner.specs)
+        narrow = session.settings.planner.rows
         choices, params = session.plan.allocation.choices, session.params
         names = [
             info.name

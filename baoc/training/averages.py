@@ -8,7 +8,6 @@ import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel
 
-from baoc.core.catalogue import select
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.training.session import SessionSettings, reduced_rows
@@ -32,7 +31,7 @@ def without_narrow(settings: SessionSettings, *, because: Sequence[str]) -> Sess
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""
     planner = settings.planner
-    rows, narrow = select(planner.specs), [spec.name for spec in reduced_rows(planner)]
+    rows, narrow = planner.rows, [spec.name for spec in reduced_rows(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec
     if not narrow:
         return settings

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from baoc.config.schema import ReallocationConfig
 from baoc.config.validate import check
 from baoc.core.blocks import partition
-from baoc.core.catalogue import on_device, select
+from baoc.core.catalogue import on_device
 from baoc.core.measured import AUTO
 from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
@@ -190,7 +190,7 @@ def _profiler_with_room(
 
 def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
     """The specs of a catalogue that keep weights in 16 bits."""
-    return [spec for spec in select(planner.specs).values() if spec.weights != "native"]
+    return [spec for spec in planner.rows.values() if spec.weights != "native"]
 
 
 def narrow_params(
@@ -231,8 +231,7 @@ def refuse_sharded(
 def only_narrow(planner: PlannerSettings) -> bool:
     """Whether every plan of these settings keeps in 16 bits whatever it may."""
     only = ALLOCATORS[planner.allocator].traits.only_spec
-    rows = select(planner.specs).values()
-    return all(spec.weights != "native" for spec in rows if only in (None, spec.name))
+    return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
 
 
 def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
@@ -486,7 +485,7 @@ class Session:
 
     def complete(self, footprint: Footprint) -> Footprint:
         """The footprint with what does not depend on who measured it: a step's temporaries, and arriving weights."""
-        specs = list(select(self.settings.planner.specs).values())
+        specs = list(self.settings.planner.rows.values())
         planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have switched them off for now
         return replace(
             footprint,
@@ -533,7 +532,7 @@ class Session:
         if latency is not None or not (limited or record):
             self.latency = latency
             return None
-        specs = list(select(self.settings.planner.specs).values())
+        specs = list(self.settings.planner.rows.values())
         needed = soon_timed(specs, device=self.device) if limited else set[str]()
         try:
             given = {"needed": needed, "max_s": self._max_s, "released": self.released}
@@ -560,7 +559,7 @@ class Session:
         """The table with the specs of these names timed beside those that are."""
         assert self.latency is not None
         timed = set(self.latency.fixed_s) - set(self.latency.assumed)
-        specs = list(select(self.settings.planner.specs).values())
+        specs = list(self.settings.planner.rows.values())
         given = {"needed": timed | names, "given": self.latency, "max_s": self._max_s}
         table = self._slowest(lambda: measurer.latency(specs, **given))
         self.latency = replace(table, link=self.latency.link, hidden_s=self.latency.hidden_s)

@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.optim.backends.fused import has_kernel
-from baoc.planning.planner import PlannerSettings
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.profiling import describe
 from baoc.training.lightning import widened
-from baoc.training.session import SessionSettings
+from baoc.training.session import Session, SessionSettings, reduced_rows
 from baoc.types import Budget
 from tests.support.planners import footprint
 from tests.support.sessions import session
@@ -50,3 +53,20 @@ def test_a_context_that_has_grown_is_counted_and_lowers_the_cap(monkeypatch: pyt
     assert run.with_context(before).context_bytes == run.context_bytes == 100 and caps == [run.budget]
     assert run.with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2
     assert run.with_context(replace(before, context_bytes=110)).context_bytes == 110 and len(caps) == 2
+
+
+def test_every_row_that_a_plan_may_run_has_its_temporaries(monkeypatch: pytest.MonkeyPatch):
+    """On an H200 rows of rounded weights had none: Muon's 226 MiB passed the budget in the first step."""
+    settings = SessionSettings(planner=PlannerSettings(risk="measured", family="language"))
+    budget = parse_budget("8gb")
+    settings = widened(settings, device="cuda", budget=budget, precision="bf16-mixed")
+    net = nn.Linear(64, 64)
+    given = {"params": dict(net.named_parameters()), "betas": (0.9, 0.999), "device": torch.device("cpu")}
+    run = Session(describe(net), budget=budget, settings=settings, **given)
+    monkeypatch.setattr(
+        "baoc.training.session.step_temporaries", lambda specs, params: dict.fromkeys(s.name for s in specs)
+    )
+    known = run.complete(footprint(8))
+    planner = Planner(run.infos, budget=budget, settings=settings.planner, footprint=known)
+    assert "muon_int8+bf16_sr" in planner.specs and set(planner.specs) == set(known.step_temporary_bytes)
+    assert {spec.name for spec in reduced_rows(settings.planner)} >= {"muon_int8+bf16_sr", "muon_int8+split8"}
