@@ -1,4 +1,4 @@
-"""Optimizer checkpoints: tensors and plain values only, told by parameter name, and convertible between plans.
+"""Optimizer checkpoints: tensors and plain values only, keyed by parameter name, and convertible between plans.
 
 Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
 "state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match",

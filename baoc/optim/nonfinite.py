@@ -1,4 +1,4 @@
-"""The finite check of a step: non-finite gradient elements are found, zeroed, left out of the step, and counted.
+"""Finds non-finite gradient elements, zeroes them, leaves them out of the step, and counts them.
 
 `NonFiniteFilter.check` is the one place that decides whether a step is made. Under `skip_element` it returns a mask per
 parameter, under `skip_step` None where the step is to be skipped, and under `raise` it raises. Where nothing is

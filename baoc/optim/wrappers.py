@@ -1,6 +1,7 @@
-"""What is done around an optimizer that it would break, or that would break it: sharding, and hooks of averaging.
+"""Refuses wrappers that conflict with the optimizer: other sharding than `fully_shard`, hooks on gradients whose type
+would change, and averages of weights that would be kept in 16 bits.
 
-All of it is found by looking, as nobody tells. What is refused, and how, is in `baoc.parallel.REFUSED`.
+No wrapper announces itself, so each is searched for. Their messages are in `baoc.parallel.REFUSED`.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""Stages 3 to 9 as one object: parameters and a budget in, a Plan out; what `mode=plan` runs.
+"""`Planner`: parameters and a budget in, a Plan out, through blocks, candidates, costs, risks, limits and allocation.
 
-A Planner holds what does not change during a run (blocks, catalogue, budget, footprint); `propose` is called once at
-the start with role priors, and again whenever a new profile is there. Both answers come from the same code.
+A Planner holds what does not change during a run (blocks, catalogue, budget, footprint). `propose` is called at the
+start with priors by role, and again for each new gradient profile; `mode=plan` runs it alone.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Profiles that runs have left, for plans of networks that were not profiled: of the same one, or of a sibling.
+"""Reuses the gradient profile of an earlier run for a plan: of the same network, or of a sibling of another size.
 
 What was measured on a block says something of the block of the same role at the same depth in a larger sibling: all of
 it is ratios, apart from sizes of gradients and updates. That it carries over is a hypothesis, as any prior is.

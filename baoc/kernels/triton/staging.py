@@ -1,4 +1,4 @@
-"""The host's part of a step: where gradients are, what settings each tensor has, and the way of both to the device.
+"""The host's part of a step: collects gradient addresses and settings of each tensor, and copies them to the device.
 
 Few rows of settings serve all tensors (parameter group x step), so a step computes those and spreads them; per tensor
 it reads the gradient's address and nothing else, as long as gradients stay where they were. All of it goes up through

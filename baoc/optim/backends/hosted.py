@@ -1,6 +1,6 @@
-"""The backend of blocks whose states are in CPU memory: each piece of them is stepped on the device by one of its own.
+"""The backend of blocks whose states are in CPU memory: each piece is stepped on the device by an inner backend.
 
-How pieces pass is told in `baoc.optim.offload`.
+`baoc.optim.offload` describes how pieces pass through the device.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Each block runs what a recipe asks of its role, or what the recipe has instead where that does not apply."""
+"""Allocates by recipe: each block runs the recipe's spec for its role, or a fallback where that does not apply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
