@@ -18,12 +18,13 @@ A figure without `column` is pinned: its raw rows were not kept, so only its com
 import argparse
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from string import ascii_uppercase
 
 from baoc.core.statistics import mean_interval
+from experiments.analysis import allocation_pairs, peak_predictions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -141,6 +142,21 @@ def quantity(claim: Claim) -> str:
     return f"{claim['value']} {claim['unit']}".strip()
 
 
+def stale() -> list[str]:
+    """What is wrong with tables that follow from those of raw rows."""
+    raw = (RESULTS / name for name in allocation_pairs.TABLES)
+    tables: dict[str, Iterable[Mapping[str, object]]] = {
+        "allocation_pairs.csv": allocation_pairs.pairs(allocation_pairs.baselines(raw)),
+        "peak_predictions.csv": peak_predictions.summary(peak_predictions.tables()),
+        "peak_excesses.csv": peak_predictions.above(),
+    }
+    return [
+        f"{name} is older than the tables that it is made of"
+        for name, rows in tables.items()
+        if read_table(RESULTS / name) != [{key: str(value) for key, value in row.items()} for row in rows]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="render the tables of README.md and docs/results.md")
@@ -148,7 +164,7 @@ def main() -> None:
     if parser.parse_args().write:
         for page in (README, PAGE):
             page.write_text(rendered(page.read_text(encoding="utf-8"), claims), encoding="utf-8")
-    complaints = [found for claim in claims if claim["column"] and (found := complaint(claim))]
+    complaints = stale() + [found for claim in claims if claim["column"] and (found := complaint(claim))]
     print("\n".join(complaints) or f"{sum(bool(claim['column']) for claim in claims)} figures follow from their rows")
 
 
