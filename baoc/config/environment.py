@@ -21,9 +21,9 @@ PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def environment(*, command: str, argv: Sequence[str], device: str) -> dict[str, Any]:
-    """`env.json` as plain values. `device` is the configured one, stored beside the devices present."""
-    return {
+def write_environment(path: Path, *, command: str, argv: Sequence[str], device: str) -> None:
+    """Writes `env.json`. `device` is the configured one, stored beside the devices present."""
+    content = {
         "schema": SCHEMA,
         "baoc": baoc.__version__,
         "commit": commit(),
@@ -35,11 +35,7 @@ def environment(*, command: str, argv: Sequence[str], device: str) -> dict[str, 
         "command": command,
         "argv": list(argv),  # of the whole command; empty in a launcher's process
     }
-
-
-def write_environment(path: Path, *, command: str, argv: Sequence[str], device: str) -> None:
-    text = json.dumps(environment(command=command, argv=argv, device=device), indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @cache

@@ -86,21 +86,17 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mappi
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
+    data = json.dumps(page_data(runs, title=title, race=race), allow_nan=False)
+    for mark in "&<>":  # in HTML `</script` would end the script that holds it, and `<!--<script` keep it from ending
+        data = data.replace(mark, f"\\u{ord(mark):04x}")
     parts = {
         "TITLE": html.escape(title),
-        "DATA": inert_json(page_data(runs, title=title, race=race)),
+        "DATA": data,
         "SCRIPT": (assets / "page.js").read_text(encoding="utf-8"),
         "PLOTLY": get_plotlyjs(),
     }
     text = (assets / "page.html").read_text(encoding="utf-8")
     write_text(path, re.sub(f"%({'|'.join(parts)})%", lambda mark: parts[mark[1]], text))  # once: values may hold marks
-
-
-def inert_json(value: Any) -> str:
-    """JSON without a character that means something in HTML: `</script` would end the script that holds it, and
-    `<!--<script` keep it from ending."""
-    text = json.dumps(value, allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
