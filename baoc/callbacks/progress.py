@@ -26,14 +26,13 @@ SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 
 
 class RunProgress(ProgressBar):
-    """Steps done of all steps, time, and the newest values of `metrics`, as far as they are logged.
+    """Steps done of all steps, time, and the newest values of SHOWN, as far as they are logged.
 
     Values are read every `log_every_n_steps` only, since reading one from a GPU waits for it.
     """
 
-    def __init__(self, *, metrics: tuple[str, ...] = SHOWN, plain_lines: int = 10):
+    def __init__(self, *, plain_lines: int = 10):
         super().__init__()
-        self.metrics = metrics
         self.plain_lines = plain_lines
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -101,7 +100,7 @@ class RunProgress(ProgressBar):
     def _values(self, trainer: L.Trainer) -> str:
         """The newest values; those of a validation with its step where that has passed."""
         logged = trainer.callback_metrics
-        told = [f"{key} {float(logged[key]):.4g}" for key in self.metrics if key in logged]
+        told = [f"{key} {float(logged[key]):.4g}" for key in SHOWN if key in logged]
         passed = self._validated < trainer.global_step and any(key.startswith("val/") for key in logged)
         return "  ".join(told) + (f" (step {self._validated})" if passed else "")
 

@@ -16,18 +16,15 @@ from baoc.parallel import refuse_ranks
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import refuse_all_failed, run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.console import say
 
 
-def launch_workers(
-    study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str], code: str = COMMAND
-) -> None:
+def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str]) -> None:
     """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
     them. A failed worker is reported; its trials go to the others or to the next start. Raises BaocError if all of them
     failed, and TrainingFailedError if all trials did."""
     folder = study_folder(config.hydra.sweep.dir)
-    body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra), code=code)
+    body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
     jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]
     ended = launcher.launch(jobs, initial_job_idx=0)
@@ -40,10 +37,10 @@ def launch_workers(
     refuse_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
 
 
-def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...], code: str) -> None:
+def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:
     """Body of a launched job: one trial after another, until none is waiting. Its trials start their own ranks."""
     refuse_ranks("study")
     multiprocessing.set_start_method(
         "forkserver", force=True
     )  # joblib sets a start method of its own, without a fork server
-    run_study(study, folder=folder, extra=extra, code=code, wait_for_others=False)
+    run_study(study, folder=folder, extra=extra, wait_for_others=False)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ def process_start(process: int) -> str:
 class WorkerRegistry:
     """Writes this worker's heartbeats and decides from the others' whether they are dead."""
 
-    def __init__(self, study: optuna.Study, *, clock: Callable[[], float] = time.monotonic):
-        self.study, self.clock = study, clock
+    def __init__(self, study: optuna.Study):
+        self.study = study
         self.name = f"{PREFIX}{uuid.uuid4().hex[:8]}"
         self._process = {"machine": machine_id(), "process": os.getpid(), "began": process_start(os.getpid())}
         self._beats = 0
@@ -58,9 +58,9 @@ class WorkerRegistry:
 
     def beat(self, *, running: int) -> bool:
         """Writes a heartbeat if BEAT_S have passed since the last one; returns whether it did."""
-        if self._beats and self.clock() - self._last_beat_s < BEAT_S:
+        if self._beats and time.monotonic() - self._last_beat_s < BEAT_S:
             return False
-        self._beats, self._last_beat_s = self._beats + 1, self.clock()
+        self._beats, self._last_beat_s = self._beats + 1, time.monotonic()
         self._write(running=running, ended=False)
         return True
 
@@ -75,18 +75,18 @@ class WorkerRegistry:
         entry = attributes.get(worker or "")
         if entry is None:
             others = [name for name in attributes if name.startswith(PREFIX) and name != self.name]
-            since = self._unowned.setdefault(trial, self.clock())
+            since = self._unowned.setdefault(trial, time.monotonic())
             all_dead = all(self.is_dead(other, attributes, trial=trial) for other in others)
-            return all_dead or self.clock() - since > PATIENCE_S
+            return all_dead or time.monotonic() - since > PATIENCE_S
         if entry["ended"]:
             return True
         if entry["machine"] == self._process["machine"]:
             return process_start(entry["process"]) != entry["began"]
         beat, since = self._seen.get(str(worker), (-1, 0.0))
         if entry["beat"] != beat:
-            self._seen[str(worker)] = (entry["beat"], self.clock())
+            self._seen[str(worker)] = (entry["beat"], time.monotonic())
             return False
-        return self.clock() - since > PATIENCE_S
+        return time.monotonic() - since > PATIENCE_S
 
     def _write(self, *, running: int, ended: bool) -> None:
         told = {**self._process, "beat": self._beats, "running": running, "ended": ended}

@@ -73,13 +73,13 @@ def make_loggers(
     return loggers
 
 
-def log_plan(loggers: Sequence[Logger], *, plan: Plan, key: str = "allocation") -> None:
+def log_plan(loggers: Sequence[Logger], *, plan: Plan) -> None:
     """Logs the allocation as a W&B table, one row per block."""
     rows = plan_rows(plan)
     columns = ["block", "role", "parameters", "spec", "state_bytes", "risk", "why"]
     data = [[row.block, row.role, row.num_params, row.spec, row.state_bytes, row.risk, row.why] for row in rows]
     for logger in _open_wandb_loggers(loggers):
-        logger.log_table(key, columns=columns, data=data)
+        logger.log_table("allocation", columns=columns, data=data)
 
 
 def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:

@@ -53,12 +53,11 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
     return rows
 
 
-def collapsed_rows(plan: Plan, *, above: int = COLLAPSE_ABOVE) -> list[PlanRow]:
-    """`plan_rows`; above `above` blocks, those that differ in their layer only share a row. They have the same name
-    without the layer's number, the same role and the same spec. Bytes, parameters and risks are sums; the reason is the
-    first block's, with the number of blocks."""
+def collapsed_rows(plan: Plan) -> list[PlanRow]:
+    """`plan_rows`; above COLLAPSE_ABOVE blocks, those that differ in their layer only share a row: of the same name but
+    for the layer's number, role and spec. Bytes, parameters and risks are sums; the reason is the first block's."""
     rows = plan_rows(plan)
-    if len(rows) <= above:
+    if len(rows) <= COLLAPSE_ABOVE:
         return rows
     groups: dict[tuple[str, str], list[tuple[Block, PlanRow]]] = {}
     for block, row in zip(plan.blocks, rows, strict=True):

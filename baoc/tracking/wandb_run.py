@@ -111,7 +111,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
 
 
-def close_wandb(run: Any = None, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+def close_wandb(run: Any = None) -> None:
     """Ends `run` and wandb's own process, which would otherwise end with a traceback. Runs in a thread with a timeout,
     because it waits for uploads."""
 
@@ -126,7 +126,7 @@ def close_wandb(run: Any = None, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
 
     thread = threading.Thread(target=end, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(CLOSE_TIMEOUT_S)
 
 
 def open_run(
@@ -139,7 +139,6 @@ def open_run(
     job_type: str | None,
     tags: Sequence[str],
     say: Callable[[str], None],
-    init_timeout_s: float = INIT_TIMEOUT_S,
 ) -> WandbRunLogger | None:
     """Opens the run of one job and prints its address; None if W&B is disabled or cannot start."""
     mode, why = choose_mode(settings.mode)
@@ -161,7 +160,7 @@ def open_run(
         "id": own_id(),
     }
     quiet = wandb.Settings(
-        init_timeout=init_timeout_s, finish_timeout=FINISH_TIMEOUT_S, quiet=True, silent=True, console="off"
+        init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, quiet=True, silent=True, console="off"
     )
     tries: list[Literal["online", "offline"]] = (
         ["offline", "offline"] if mode == "offline" else ["online", "offline", "offline"]
