@@ -54,7 +54,8 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     The most promising one is compared first, then whatever could beat the best so far, most gain for its seconds first;
     what leads then is tried, and what could beat it at its true rate is measured in turn. An option is left out where
     the seconds that it takes are worth more than what it may gain: a percent of the rate for each, less in a run of
-    more than WORTH_S, of which they are a smaller part. With no seconds left, the leader is tried if nothing was.
+    more than WORTH_S, of which they are a smaller part. With no seconds left, what is surest to be
+    fast is tried if nothing was.
     """
     options, measured = list(options), 0
     first = best(options, objective=objective)
@@ -92,8 +93,19 @@ def _next(options: Sequence[Option], *, objective: str, race: Race) -> Option | 
         return options[max(worth, key=lambda index: worth[index])]
     if leader.tried:
         return None
-    tried = any(option.tried and option.fits for option in options)
-    return leader if not tried or race.cost_s(leader, True) <= race.left_s() else None
+    if not any(option.tried and option.fits for option in options):
+        return _surest(options, objective=objective)
+    return leader if race.cost_s(leader, True) <= race.left_s() else None
+
+
+def _surest(options: Sequence[Option], *, objective: str) -> Option | None:
+    """The best one where each is as slow as it may be. One that was compared may be behind a promise that is far above
+    it, as small micro-batches are that were measured because they are small."""
+    slow = {
+        option.way: replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options
+    }
+    found = best(list(slow.values()), objective=objective)
+    return next((option for option in options if found and option.way == found.way), None)
 
 
 def _measured(options: Sequence[Option]) -> list[Option]:

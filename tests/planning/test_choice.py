@@ -181,6 +181,19 @@ def test_without_seconds_what_leads_is_tried_and_the_rest_is_left():
     assert [o.micro_batch for o in choice.left] == [8] and choice.gain == pytest.approx(BOUND)
 
 
+def test_without_seconds_a_promise_far_above_what_was_compared_is_tried():
+    """Within their errors a promise of 160 of 100 is above what was compared, and one of 120 is not."""
+    small, whole = (2, 0, False), (BATCH, LAYERS, False)
+    for promised, expected in ((160.0, whole), (120.0, small)):
+        options = [
+            replace(option(size, rate=1.0, risk=0.0), recomputed=number, accumulation=BATCH // size)
+            for size, number, _ in (small, whole)
+        ]
+        step_s = {small: BATCH / 100, whole: BATCH / promised}
+        late = Rehearser(options, true_s=step_s, promised_s=step_s, compared_s=step_s, compared={small}, limit_s=0.0)
+        assert late.choose().chosen.way == expected and late.tried == [expected]  # pyright: ignore[reportOptionalMemberAccess]
+
+
 def test_a_second_is_worth_a_percent_of_a_short_run_and_less_of_a_long_one():
     """What may gain half a percent for .3 s is measured only where that is less of the run."""
     rates = {1: 10.0, 8: 75.0, 64: 100.0}
