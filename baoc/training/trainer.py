@@ -21,7 +21,7 @@ from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.memory import TRACKED_STEPS, MemoryMonitor
 from baoc.callbacks.pictures import FinalPictures
 from baoc.callbacks.preemption import Preemption
-from baoc.callbacks.progress import RunProgress
+from baoc.callbacks.progress import progress_bar
 from baoc.callbacks.sources import Sources
 from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.vote import StepVote
@@ -184,6 +184,7 @@ def assemble_trainer(
     )
     validated, pictures = ValidatedAt(), FinalPictures(run_dir, track=memory.track)
     preemption = Preemption(checkpoint, vote=vote)
+    bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
         Sources(sources or {}),
@@ -196,7 +197,7 @@ def assemble_trainer(
         validated,
         pictures,
         checkpoint,
-        *([] if config.trainer.enable_progress_bar is False else [RunProgress()]),
+        *([bar] if bar is not None else []),
     ]
     trainer = L.Trainer(
         strategy=strategy,
