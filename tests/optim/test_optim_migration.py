@@ -1,14 +1,16 @@
 """Moving blocks between specs: what is inherited, how large the next update is, what memory it takes."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim import BlockwiseOptimizer
-from baoc.optim.migrate import SEED_AGE
+from baoc.optim import BlockwiseOptimizer, inherit
+from baoc.optim.migrate import SEED_AGE, rms_of
 from baoc.optim.rules import RULES
 from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments
@@ -320,3 +322,37 @@ def test_training_goes_on_the_same_after_a_copy() -> None:
         fork.step()
     assert_same({n: p.detach() for n, p in run.params.items()}, {n: p.detach() for n, p in fork.params.items()})
     assert isinstance(fork.optimizer, BlockwiseOptimizer)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_last_rms_is_of_the_elements_that_were_stepped(steps: int) -> None:
+    """Not of a tensor that has had no gradient, nor of one without elements."""
+    shapes = {"late": (5,), "matrix": (2, 3), "empty": (0,)}
+    params = make_params(shapes)
+    blocks = [one_block("all", [info(name, shape) for name, shape in shapes.items()])]
+    optimizer = build(params, {"all": "adamw"}, blocks=blocks, lr=LR, weight_decay=0.0)
+    moved = torch.zeros(())
+    for _ in range(steps):
+        for name in ("matrix", "empty"):
+            params[name].grad = torch.randn(shapes[name])
+        before = params["matrix"].detach().clone()
+        optimizer.step()
+        moved = (params["matrix"].detach() - before) / LR
+    assert optimizer.update_rms()["all"] == pytest.approx(float(moved.square().mean().sqrt()), rel=1e-4)
+
+
+@pytest.mark.parametrize("applied", [0.0, 0.5, 2.0])
+def test_the_rms_that_a_kernel_noted_is_taken_as_it_is(applied: float) -> None:
+    registry: Any = SimpleNamespace(live={"all": SimpleNamespace(applied=torch.tensor(applied))})
+    assert rms_of("all", registry=registry, param_groups=[]) == applied
+
+
+@pytest.mark.parametrize(("spec", "corrected"), [("adamw", True), ("lion", False)])
+def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> None:
+    run = Run(spec, steps=2)
+    (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "conv"]
+    given: dict[str, Any] = {"beta": 0.9, "age": 5, "ctx": slot.context(step=0, betas=(0.0, 0.0), eps=0.0)}
+    m = run.decoded("m", "conv") / (1 - 0.9**5 if corrected else 1)
+    torch.testing.assert_close(inherit.m_square(slot, run.state("conv"), **given), m.square())
+    (slot,) = [slot for slot in Run("rmsprop", steps=2).optimizer.registry.live["all"].slots if slot.name == "conv"]
+    assert inherit.m_square(slot, {}, **given) == 0
