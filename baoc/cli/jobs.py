@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
 from baoc.cli.ranks import is_other, leave, serve, together
@@ -119,8 +119,8 @@ def with_race_folder(words: Sequence[str]) -> list[str]:
 
 def as_given(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
     """Overrides with the user's own code as it was named, in place of the options that were made of it."""
-    names = {group: str(config[group].name) for group in GROUPS if group in config}
-    made = {f"{group}={own_option(name)}": f"{group}={name}" for group, name in names.items()}
+    names = {group: OmegaConf.select(config, f"{group}.name") for group in GROUPS}
+    made = {f"{group}={own_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None}
     return [made.get(word, word) for word in overrides]
 
 

@@ -46,7 +46,7 @@ from baoc.sweep.study import run_study  # noqa: E402
 from baoc.sweep.study_config import StudyConfig, read_study  # noqa: E402
 from baoc.tracking.checkpoints import load_checked  # noqa: E402
 from baoc.tracking.metrics import read_metrics  # noqa: E402
-from baoc.training.resume import find_checkpoint, kept  # noqa: E402
+from baoc.training.resume import find_checkpoint, saved_decision  # noqa: E402
 from experiments.benchmarks.kill_tries import CLOCKS  # noqa: E402
 
 KIB = 1024
@@ -142,7 +142,7 @@ def damaged(number: int, *, draw: random.Random, folder: Path, whole: Path) -> R
     given = study(n_trials=8)
     readers: dict[str, Callable[[], object]] = {
         "resume": lambda: find_checkpoint(asked, run_dir=run_dir),
-        "decision": lambda: kept(asked, checkpoint=run_dir / "checkpoints" / "last.ckpt"),
+        "decision": lambda: saved_decision(asked, checkpoint=run_dir / "checkpoints" / "last.ckpt"),
         "metrics": lambda: read_metrics(run_dir),
         "frontier": lambda: frontier_of(day, show=False),
         "study": lambda: run_study(given, folder=day / "study", code=STUB),

@@ -51,6 +51,7 @@ from baoc.config.from_hydra import from_hydra
         (["~optim.eps"], "optim.eps is missing: it was removed from the configuration"),
         (["~model.dropout"], "model.dropout is missing: it was removed from the configuration"),
         (["~risk"], "risk is missing: it was removed"),
+        (["~model"], "a value refers to what is not there: Interpolation key 'model.name' not found"),
         (["allocator=[[]]"], "allocator cannot be [[]]: choose one of its options, such as allocator=exact"),
         (["blocks=[1,2]"], "blocks cannot be [1,2]: choose one of its options, such as blocks=layer"),
         (["model=[null]"], "model cannot be [null]: choose one of its options, such as model=dit"),
