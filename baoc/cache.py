@@ -3,12 +3,15 @@
 What others could have put there is not read back where it would steer a run: `read_own` and `shared_with` tell.
 """
 
+import hashlib
+import json
 import os
 import stat
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CACHE = "BAOC_CACHE"  # the environment variable
 
@@ -23,6 +26,11 @@ def cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "baoc"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
+
+
+def hash_of(*of: Any) -> str:
+    """SHA-256 of plain values, for names of files."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
 # -- files of the user alone ------------------------------------------------------------------------------------------

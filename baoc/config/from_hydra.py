@@ -116,17 +116,6 @@ def write_config(config: RunConfig, *, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def read_config(path: Path) -> RunConfig:
-    """Reads a `config.yaml` of this version or an older one. Raises BadInputError if it is unreadable or invalid."""
-    try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInputError(f"cannot read {path}: {error}") from error
-    if not isinstance(plain, dict):
-        raise BadInputError(f"{path} holds no configuration: it must be the config.yaml of a run folder")
-    return from_plain(plain)
-
-
 def check_names(config: RunConfig) -> None:
     """Raises BadInputError for an unknown model, dataset, task, allocator, risk, term, spec, role or path."""
     from baoc.core.catalogue import removed, select

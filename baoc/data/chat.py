@@ -78,8 +78,12 @@ class ChatDataModule(NumberedDataModule):
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(JSON)]
-        if found := visible(path, files):
-            return found
+        found = visible(path, files)
+        lines = [file for file in found if not file.name.lower().endswith((".json", ".json.gz"))]
+        if lines and len(lines) < len(found):  # such as dataset_infos.json, tokenizer.json, package.json
+            log.warning("%s: %d .json files beside JSON lines are left out", path, len(found) - len(lines))
+        if found:
+            return lines or found
         raise BadInputError(f"dataset.path={path} holds no JSON lines: give FILE.jsonl, or a folder of such files")
     if not path.is_file():
         raise BadInputError(f"dataset.path={path} does not exist: give FILE.jsonl, or a folder of such files")

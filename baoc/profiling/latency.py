@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from baoc import __version__
-from baoc.cache import write_own
+from baoc.cache import hash_of, write_own
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
@@ -233,8 +233,7 @@ def _triton_version() -> str:
 
 
 def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(cache_dir) / f"latency-{digest}.json"
+    return Path(cache_dir) / f"latency-{hash_of(key)[:16]}.json"
 
 
 def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:

@@ -27,7 +27,7 @@ from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.data.batches import MadeBatch, tensors_in
 from baoc.errors import BadInputError
-from baoc.models.switches import is_compiled, set_recomputed
+from baoc.models.switches import is_compiled, recomputable_layers, set_recomputed
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -110,8 +110,8 @@ def advise(
         batch_size: Samples per optimizer step, all micro-batches together.
         precision: `32-true` or `bf16-mixed`, as a Lightning Trainer's; the search runs `loss` under its autocast.
         objective: What is preferred among options that fit: `quality`, `throughput` or `balanced`.
-        layers: Modules whose activations may be recomputed. None takes `model.checkpoint_units`, else the longest
-            ModuleList.
+        layers: Modules whose activations may be recomputed. None takes `model.checkpoint_units`, else the repeated
+            layers, as `checkpointing=` of BaocOptimizer does.
         device: Where the network will be trained; None is a GPU if there is one.
 
     Raises:
@@ -152,7 +152,7 @@ def advise(
         budget=parse_budget(budget),
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    found = _layers_of(model) if layers is None else _checked_layers(layers, model=model)
+    found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]
     config = RunConfig(
         name="advise",
@@ -270,16 +270,6 @@ def _told_by(*given: object) -> str:
         except (OSError, TypeError):  # defined in a console, or no function
             texts.append(repr(value))
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
-
-
-def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers whose activations may be recomputed: `checkpoint_units`, else the longest ModuleList."""
-    declared = getattr(model, "checkpoint_units", None)
-    if declared is not None:
-        return list(declared)
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    longest = max(lists, key=len, default=[])
-    return longest if len(longest) > 1 else []
 
 
 def _shapes(batch: Any) -> list[torch.Size]:

@@ -14,11 +14,10 @@ import yaml
 
 from baoc.cli import jobs
 from baoc.cli.main import main
-from baoc.config.from_hydra import read_config
 from baoc.config.schema import RunConfig
 from baoc.errors import InfeasibleBudgetError, TrainingFailedError
 from baoc.units import MIB
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, read_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
 

@@ -6,9 +6,10 @@ import pytest
 
 from baoc.config.compose import compose
 from baoc.config.dynamics import RelaxationConfig, ScheduleEntry
-from baoc.config.from_hydra import from_hydra, read_config, write_config
+from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
+from tests.support.paths import read_config
 
 
 def run_of(*overrides: str) -> RunConfig:

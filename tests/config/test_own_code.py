@@ -12,7 +12,7 @@ import torch
 from baoc.cli.failures import failure_of
 from baoc.cli.main import main
 from baoc.config.compose import compose
-from baoc.config.from_hydra import from_hydra, read_config, write_config
+from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.options import instantiated
 from baoc.core import own_code
 from baoc.data import build_data
@@ -20,7 +20,7 @@ from baoc.errors import BadInputError
 from baoc.models import build_model
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, OwnDataSpec
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, read_config
 from tests.support.tiny import LIGHTNING_NOISE
 
 pytestmark = LIGHTNING_NOISE

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from baoc.config.from_hydra import from_plain, read_config, to_conf, write_config
+from baoc.config.from_hydra import from_plain, to_conf, write_config
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
+from tests.support.paths import read_config
 
 
 def test_accumulation_is_the_quotient_of_the_batches():
@@ -113,17 +114,6 @@ def test_every_kind_of_budget_survives_config_yaml(spelling, tmp_path: Path):
     run = RunConfig(budget=parse_budget(spelling))
     write_config(run, path=tmp_path / "config.yaml")
     assert read_config(tmp_path / "config.yaml").budget == run.budget
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("a: [1", "cannot read .*config.yaml"), ("- 1", "holds no configuration"), ("a: 1", "unknown")],
-)
-def test_a_config_yaml_that_is_none_is_refused(content: str, message: str, tmp_path: Path):
-    file = tmp_path / "config.yaml"
-    file.write_text(content)
-    with pytest.raises(BadInputError, match=message):
-        read_config(file)
 
 
 def test_the_schema_needs_neither_torch_nor_hydra(run_python):

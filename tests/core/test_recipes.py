@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.compose import compose
-from baoc.config.from_hydra import from_hydra, read_config, write_config
+from baoc.config.from_hydra import from_hydra, write_config
 from baoc.core.blocks import part_of, partition
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, InfeasibleBudgetError
@@ -20,6 +20,7 @@ from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.training.run import session_settings
 from baoc.types import Budget, ParamInfo, Part, Plan, Role
+from tests.support.paths import read_config
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, tiny_trainer
 
 LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

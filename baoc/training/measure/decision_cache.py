@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.cache import CACHE, cache_folder, read_own, write_own
+from baoc.cache import CACHE, cache_folder, hash_of, read_own, write_own
 from baoc.config.environment import versions
 from baoc.config.options import code_of
 from baoc.config.schema import RunConfig
@@ -72,16 +72,28 @@ def key_of(
     asked = to_plain(config)
     asked = {key: value for key, value in asked.items() if key not in _RUN}
     asked["trainer"] = {key: value for key, value in asked["trainer"].items() if key not in _TRAINER}
-    tensors = [*network.named_parameters(), *network.named_buffers()]
-    return {
+    return _surroundings(network, device=device) | {
         "config": asked | {"budget": to_plain(budget)},
         "code": code_of(config) | _code_of_layers(network),
+        "batches": [_shapes(batch) for batch in batches],
+    }
+
+
+def layers_key(network: nn.Module, *, budget: Budget, settings: object, device: torch.device) -> dict[str, Any]:
+    """What the number of recomputed layers rests on that a loop of one's own asks for; its batch is not known."""
+    asked = {"layers": True, "budget": to_plain(budget), "settings": repr(settings)}
+    return _surroundings(network, device=device) | {"config": asked, "code": _code_of_layers(network)}
+
+
+def _surroundings(network: nn.Module, *, device: torch.device) -> dict[str, Any]:
+    """The network, the card, versions and switches."""
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return {
         "ranks": ranks().size,  # each of several keeps buckets of gradients
         "network": hash_of(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
-        "batches": [_shapes(batch) for batch in batches],
         "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[2]])},
         "versions": {**versions(), "python": platform.python_version()},
         "torch": [
@@ -128,10 +140,6 @@ def _shapes(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {str(key): _shapes(value) for key, value in batch.items()}
     return [_shapes(value) for value in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-
-
-def hash_of(*of: Any) -> str:
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
 def path_of(key: Mapping[str, Any]) -> Path:

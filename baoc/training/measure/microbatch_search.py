@@ -308,10 +308,11 @@ class Decision:
         if self.constant:
             return
         with self.phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
-            self.constant = {
+            constant = {
                 release: self._constant(replace(self.settings, release=release)) for release in self.axes.release
             }
-        self.table = self._table()
+        self.table = self._table()  # which may find no room: then both are made anew
+        self.constant = constant
 
     def _plan_by(self, footprint: Footprint) -> None:
         planner = self.settings.planner
