@@ -40,7 +40,5 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:
     """Body of a launched job: one trial after another, until none is waiting. Its trials start their own ranks."""
     refuse_ranks("study")
-    multiprocessing.set_start_method(
-        "forkserver", force=True
-    )  # joblib sets a start method of its own, without a fork server
+    multiprocessing.set_start_method("forkserver", force=True)  # joblib sets one of its own, without a fork server
     run_study(study, folder=folder, extra=extra, wait_for_others=False)

@@ -361,9 +361,8 @@ class Decision:
         chosen = choice.chosen
         if chosen is None:
             return None
-        unsought = compile_is_open(self) and not any(
-            option.compiled for option in choice.options
-        )  # as the run is short
+        # Compiled layers were not searched, as the run is short
+        unsought = compile_is_open(self) and not any(option.compiled for option in choice.options)
         run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left or unsought else math.inf
         return Entry(
             chosen=chosen,

@@ -183,9 +183,8 @@ class Probe:
         device = params[0].device
         devices = [device.index] if device.type == "cuda" else []
         rest_s = 0.0
-        likely = next(
-            (spec for spec in specs if spec.name == self._only), specs[0]
-        )  # the host does about the same for all
+        # One that a plan may hold, before there is a plan: the host does about the same for all
+        likely = next((spec for spec in specs if spec.name == self._only), specs[0])
         if given is None:
             with silent(self.module), self._begin(), torch.random.fork_rng(devices=devices, device_type="cuda"):
                 rest_s = rehearse(
