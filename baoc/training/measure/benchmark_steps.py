@@ -76,7 +76,7 @@ def rehearse(
             _quiet(),
             _stepping(blocks, specs=specs, release=releasing) as small,
             _interruptible(),
-            _logging_to(stand_in := _StandIn(loss, params, small=small), module=module),
+            _logging_to(stand_in := _LossModule(loss, params, small=small), module=module),
         ):
             trainer = L.Trainer(
                 accelerator="cuda" if cuda else "cpu",
@@ -94,7 +94,7 @@ def rehearse(
             )
             # Those that are there go on: Lightning's would end the run without a checkpoint.
             trainer._signal_connector.register_signal_handlers = lambda: None
-            trainer.fit(stand_in, train_dataloaders=_Batches(batch, count=(warm + MOST) * few))
+            trainer.fit(stand_in, train_dataloaders=_RepeatedBatch(batch, count=(warm + MOST) * few))
         return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
     seconds = measured()
@@ -103,7 +103,7 @@ def rehearse(
     return seconds
 
 
-class _Batches:
+class _RepeatedBatch:
     """One batch, so many times."""
 
     def __init__(self, batch: Any, *, count: int):
@@ -116,7 +116,7 @@ class _Batches:
         return repeat(self._batch, self._count)
 
 
-class _StandIn(L.LightningModule):
+class _LossModule(L.LightningModule):
     """Has no parameters of its own, so nothing is moved or converted, and `params` for an optimizer to hold."""
 
     def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, small: ProxyBlocks | None = None):
@@ -127,10 +127,10 @@ class _StandIn(L.LightningModule):
         return self._loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return _Still(self._params, small=self._small)
+        return _NoUpdate(self._params, small=self._small)
 
 
-class _Still(torch.optim.Optimizer):
+class _NoUpdate(torch.optim.Optimizer):
     def __init__(self, params: Sequence[Tensor], *, small: ProxyBlocks | None):
         super().__init__(params, {})
         self._small = small
