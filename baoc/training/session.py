@@ -27,7 +27,7 @@ from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
-from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
+from baoc.models.switches import recomputable_layers, recomputed_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
@@ -35,7 +35,7 @@ from baoc.optim.shards import is_sharded, largest_part
 from baoc.parallel import ALONE, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.candidates import applies
-from baoc.planning.microbatch import ALIKE, between, worth_recomputing
+from baoc.planning.microbatch import ALIKE, fewest
 from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
@@ -312,7 +312,6 @@ class Session:
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
         self.recomputed = ""  # how many layers are, where the settings say anything of it
-        self._looked: Footprint | None = None  # by the last look, with what is known of a step beside it
         self.planner: Planner
         self.plan: Plan
         self.profiler: GradientProfiler | None = None
@@ -402,7 +401,6 @@ class Session:
             kept_risk = self.plan.allocation.risk
             if not self.plan.binding:
                 return 0
-        kept = self._looked
         clear_cache(self.device)
         self._recompute(num_layers)
         try:
@@ -415,37 +413,20 @@ class Session:
             look()
             return 0
         risk = self.plan.allocation.risk * (1 + ALIKE) + 1e-9
-        if kept_risk <= risk:
-            self._recompute(0)
-            look()
-            return 0
-        assert kept is not None and self._looked is not None and self.module is not None
-        most, plan, looked, too_few, at = num_layers, self.plan, self._looked, 0, num_layers
-        while most - too_few > 1:
 
-            def footprint(number: int, fewer=kept, more=looked, most=most, module=self.module) -> Footprint:
-                return between(fewer, more, share=number / most, kept=kept_params(module, recomputed=number))
-
-            given = {"most": most, "footprint": footprint, "plan": plan, "least_bytes": None}
-            promised = self.ranks.from_first(lambda given=given: worth_recomputing(self.planner, **given))
-            if not promised:
-                break
-            at = promised[0] if promised[0] > too_few else (too_few + most) // 2  # where a line promised too much
+        def fits(number: int) -> bool:
             clear_cache(self.device)
-            self._recompute(at)
-            fits = False
+            self._recompute(number)
             with suppress(InfeasibleBudgetError):
                 look()
-                fits = self.plan.allocation.risk <= risk
-            if fits:
-                most, plan, looked = at, self.plan, self._looked
-            else:
-                too_few = at
-        if at != most:
-            clear_cache(self.device)
-            self._recompute(most)
-            look()
-        return most
+                return self.plan.allocation.risk <= risk
+            return False
+
+        number = 0 if kept_risk <= risk else 1 + fewest(lambda fewer: fits(fewer + 1), most=num_layers - 1)
+        assert self.module is not None
+        if recomputed_layers(self.module) != number:
+            fits(number)
+        return number
 
     def _measure(
         self,
@@ -604,7 +585,6 @@ class Session:
         planner = self._planner(footprint, budget=budget)
         given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
         profiler = _profiler_with_room(planner, self.params, **given)
-        self._looked = planner.footprint
         plan = self.ranks.from_first(planner.propose)
         for _ in range(MOST_RETIMED if measurer is not None else 0):
             used = set(map(on_device, plan.allocation.choices.values()))
