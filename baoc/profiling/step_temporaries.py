@@ -55,10 +55,14 @@ def _measured(specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor]) -> 
     moved = largest.device.type == "cuda"
     device = torch.device("cpu") if moved else largest.device
     scale = largest.numel() / (_ROWS * _COLUMNS)
-    found = {}
-    for spec in specs:
-        backend = "eager" if moved else stand_in(spec, device=device, numel=numel)
-        found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, backend))
+    found, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)  # others wait for each other longer than so little takes
+    try:
+        for spec in specs:
+            backend = "eager" if moved else stand_in(spec, device=device, numel=numel)
+            found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, backend))
+    finally:
+        torch.set_num_threads(threads)
     return found
 
 

@@ -269,7 +269,7 @@ def in_a_process(size: str, peer: str, batches: Sequence[tuple[Tensor, Tensor]],
                  folder: Path) -> Row:  # fmt: skip
     told = folder / f"{size}.json"
     told.unlink(missing_ok=True)
-    pid = os.fork()
+    pid = os.fork()  # before transformers is imported: it imports torchao where it is there, which enters CUDA
     if pid == 0:
         child(size, peer, batches, steps=steps, told=told)
         os._exit(0)
@@ -293,8 +293,6 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + asked.seconds
-    import transformers.models.llama.modeling_llama  # noqa: F401 (before any process is forked)
-
     batches, rows = tokens(asked.steps), []
     columns = ("size", "cap_gib", "peer", "tokens_per_s", "step_ms", "flops_ms", "micro_batch", "peak_gib",
                "first_loss", "last_loss", "steps", "why", "torch")  # fmt: skip

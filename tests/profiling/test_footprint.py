@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
+from baoc.profiling import step_temporaries as module
 from baoc.profiling.footprint import SCALARS_BYTES, restored
+from baoc.profiling.step_temporaries import step_temporaries
 
 F32 = 4
 
@@ -292,3 +294,18 @@ def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
     assert footprint.resident_bytes == 5 * 64 * 64 * F32
     assert footprint.forward_backward_bytes >= footprint.resident_bytes and footprint.released
     assert footprint.context_bytes == 0
+
+
+def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On a busy machine threads wait for each other longer than such a step takes."""
+    seen: list[int] = []
+    monkeypatch.setattr(module, "_on_a_small_one", lambda *_: seen.append(torch.get_num_threads()) or 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert step_temporaries([SPECS["adamw"]], params=[torch.zeros(512, 256)]) == {"adamw": 16}
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
