@@ -76,9 +76,8 @@ def _specs() -> Rows:
     from baoc.core.rule_tags import RULE_INFOS
     from baoc.planning.cost import bytes_per_parameter
 
-    rules = RULE_INFOS
     rows = [
-        (name, f"{bytes_per_parameter(spec, rule=rules[spec.rule])[0]:.2f} B  {spec.description}")
+        (name, f"{bytes_per_parameter(spec, rule=RULE_INFOS[spec.rule])[0]:.2f} B  {spec.description}")
         for name, spec in NATIVE.items()
     ]
     rows += [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]

@@ -126,7 +126,7 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
                 register_fsdp_forward_method(child, "features")
 
     def evaluator(self) -> SingleDeviceStrategy:
-        return _Staying(self.root_device)
+        return _EvaluatorInPlace(self.root_device)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:
@@ -142,11 +142,11 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
             )
 
 
-class _Staying(SingleDeviceStrategy):
+class _EvaluatorInPlace(SingleDeviceStrategy):
     """Evaluates a module that is on its device, in every rank at once, and leaves it there and in its types."""
 
     def setup(self, trainer: L.Trainer) -> None:
-        # Module.to swaps each DTensor for another, which who has a weak reference to it, as torch's engine, forbids.
+        # Converting would swap each DTensor for a new one, and torch refuses that while its engine refers to the old.
         self.precision_plugin.convert_module = lambda module: module  # pyright: ignore[reportAttributeAccessIssue]
         super().setup(trainer)
 

@@ -196,7 +196,7 @@ def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
     found = [
         f"{key}={choice[key]}, and {key}={pin} is asked for now"
         for key, pin in pins.items()
-        if pin is not None and _layers(choice.get(key, pin), of=choice) != _layers(pin, of=choice)
+        if pin is not None and _comparable(choice.get(key, pin), choice=choice) != _comparable(pin, choice=choice)
     ]
     size = choice.get("micro_batch", 1)
     devices = config.trainer.devices
@@ -210,15 +210,13 @@ def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
     return found
 
 
-def _layers(value: Any, *, of: Mapping[str, Any]) -> Any:
-    """Of `checkpointing`, true as the number of all layers of a decision, where it names them; others are as given."""
-    if value is True:
-        return of.get("num_layers") or math.inf
-    return value
+def _comparable(value: Any, *, choice: Mapping[str, Any]) -> Any:
+    """`value`, with `checkpointing=true` as the number of all layers, where `choice` names it: both recompute all."""
+    return (choice.get("num_layers") or math.inf) if value is True else value
 
 
 def write_decision(choice: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Leaves a decision in the run's folder, for runs that resume from it, be it that it was resumed itself."""
+    """Leaves a decision in the run's folder, for runs that resume from it."""
     files.write_json(run_dir / DECISION, choice)
 
 
