@@ -36,7 +36,7 @@ def test_long_and_many_lines_are_summed_in_parts(rule: str, monkeypatch: pytest.
 
     for name, value in {"LONGEST": 64, "ROWS": 32, "COLUMNS": 32, "PIECE": 64, "JOB_LENGTH": 32}.items():
         monkeypatch.setattr(means_plan, name, value)
-    shapes = ((70, 130, False), (5, 64, False), (70, 40, True), (130, 3, False))
+    shapes = ((40, 130, False), (5, 64, False), (40, 36, True), (70, 3, False))
     twin = MatrixTwin(MatrixCase(rule=rule, shapes=shapes))
     for _ in range(2):
         twin.new_gradients()

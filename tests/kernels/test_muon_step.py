@@ -149,15 +149,15 @@ def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("matching", [True, False])
 def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
     pair = Steps("muon", rms_matching=matching)
-    for step in range(4):
+    for step in range(3):
         pair.give()
         for params in pair.params:
-            if step in (1, 3):
+            if step:
                 poison(params, other="a2")
                 params["tall"].grad = None
         kept = {name: param.detach().clone() for name, param in pair.params[0].items()}
         bad = {n: ~p.grad.isfinite() for n, p in pair.params[0].items() if p.grad is not None}
-        if step == 3:
+        if step == 2:
             pair.fused.mask_nonfinite()
         params, before = pair.params[0], kept
         pair.step()

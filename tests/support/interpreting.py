@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,25 @@ INTERPRETING = find_spec("triton") is not None and (
 if INTERPRETING:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        import triton  # noqa: F401
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+    patch_language, patched = interpreter._patch_lang, set[Any]()
+
+    def patch_once(function: Any) -> Any:
+        """Once a launch for all its device functions, in each call of which Triton looks through its whole language."""
+        languages = {value for value in function.__globals__.values() if value is tl or value is tl.core}
+        if languages <= patched:
+            return SimpleNamespace(restore=lambda: None)
+        is_launch = not patched
+        patched.update(languages)
+        scope = patch_language(function)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def interpreted(test: Callable[..., None]) -> Callable[..., None]:

@@ -28,6 +28,7 @@ from tests.support.waiting import wait_until
 
 MOST_KILLS = int(os.environ.get("BAOC_KILLS", "3"))
 QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.rates=[0.5,1]", "race.workers=2")
+ONE_STAGE = ("race.seeds=2", "race.confirm_seeds=2", "race.rates=[1]", "race.rungs=[1]", "race.workers=2")
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +36,15 @@ def without_page(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(race_module, "build_report", lambda *_, **__: None)  # stubs leave no run folders to compare
 
 
-def raced(folder: Path, *words: str, cap_s: float | None = None):
-    return run_race(
-        config(folder, *QUICK, *words),
-        words=[*WORDS, *QUICK, *words],
-        folder=folder,
-        command="c",
-        code=STUB,
-        cap_s=cap_s,
-    )
+def raced(folder: Path, *words: str, cap_s: float | None = None, stages: tuple[str, ...] = ONE_STAGE):
+    words = (*stages, *words)
+    return run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=STUB, cap_s=cap_s)
 
 
 @pytest.mark.slow
 def test_a_race_leaves_a_table_a_record_and_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     leave_field(tmp_path)
-    result = raced(tmp_path)
+    result = raced(tmp_path, stages=QUICK)
     assert result is not None
     record = json.loads((tmp_path / RACE_FILE).read_text())
     assert record["choice"] == "plan" and record["rate"] == 1.0 and record["lr"] == pytest.approx(3e-3)
@@ -109,12 +104,12 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         leave_field(folder, names=("muon8_lean", "foam8_lean", "plan"))
-    command, words = [sys.executable, "-c", SCRIPT], [*QUICK, "race.rungs=[0.5,1]"]
+    command, words = [sys.executable, "-c", SCRIPT], [*ONE_STAGE, "race.rungs=[0.5,1]"]
     rng, kills, process = random.Random(3), 0, None
     for number in range(MOST_KILLS):
         if process is None or process.poll() is not None:
             process = subprocess.Popen([*command, str(killed), *words], cwd=ROOT, stdout=subprocess.DEVNULL)
-        begun = 1 + 24 * number // MOST_KILLS  # of 27 runs
+        begun = 1 + 10 * number // MOST_KILLS  # of 14 runs or more
         wait_until(lambda begun=begun: len(list(killed.glob("*/process"))) >= begun, what=f"run {begun}")
         time.sleep(rng.uniform(0.0, 0.3))
         if number % 2:
@@ -169,14 +164,14 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
 
 @pytest.mark.slow
 def test_before_a_run_the_choice_and_its_rate_are_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["model=vit", "budget=state_25", "race=1000", *QUICK, f"race.library={tmp_path / 'library'}"]
+    words = ["model=vit", "budget=state_25", "race=1000", *ONE_STAGE, f"race.library={tmp_path / 'library'}"]
     leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
     settled = race_before(from_hydra(compose(words)), words=words, folder=tmp_path / "race", command="c", code=STUB)
     assert settled.recipe is not None and settled.recipe.name == "foam8_lean"  # the fewest bytes within the margin
     assert settled.allocator.name == "recipe" and settled.optim.lr == pytest.approx(3e-3)
     later = settle_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))
     assert later.recipe == settled.recipe and "recipe=raced takes foam8_lean" in capsys.readouterr().out
-    short = ["model=vit", "budget=state_25", "race=auto", *QUICK, words[-1]]
+    short = ["model=vit", "budget=state_25", "race=auto", *ONE_STAGE, words[-1]]
     leave_field(tmp_path / "other", names=("muon8_lean", "foam8_lean"))
     taken = race_before(from_hydra(compose(short)), words=short, folder=tmp_path / "other", command="c", code=STUB)
     said = capsys.readouterr().out
@@ -188,7 +183,7 @@ def test_before_a_run_the_choice_and_its_rate_are_trained_with(tmp_path: Path, c
 def test_throughput_is_judged_at_equal_seconds(tmp_path: Path):
     leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
     slow = STUB.replace('"step_ms": 10.0', '"step_ms": 20.0 if name == "muon8_lean" else 10.0')
-    words = [*QUICK, "objective=throughput"]
+    words = ["race.seeds=2", "race.confirm_seeds=2", "race.rates=[1]", "race.workers=2", "objective=throughput"]
     result = run_race(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c", code=slow)
     assert result is not None and result.record["measured"]["equal_seconds"]
     with (tmp_path / "race.csv").open() as file:
@@ -287,9 +282,9 @@ def test_recipe_raced_without_a_race_says_what_there_is(tmp_path: Path):
 @pytest.mark.slow
 def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
     leave_field(tmp_path, names=("muon8_lean",))
-    with pytest.raises(TrainingFailedError, match="all 4 runs of the race's stage failed; the last: no such thing"):
+    with pytest.raises(TrainingFailedError, match="all 2 runs of the race's stage failed; the last: no such thing"):
         code = STUB.replace("gap =", 'fail(2, "no such thing")\ngap =')
-        run_race(config(tmp_path, *QUICK), words=[*WORDS, *QUICK], folder=tmp_path, command="c", code=code)
+        run_race(config(tmp_path, *ONE_STAGE), words=[*WORDS, *ONE_STAGE], folder=tmp_path, command="c", code=code)
 
 
 @pytest.mark.parametrize(

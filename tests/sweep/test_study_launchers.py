@@ -5,6 +5,8 @@ from pathlib import Path
 import optuna
 import pytest
 
+from tests.support.commands import start
+
 pytestmark = pytest.mark.slow
 
 WORDS = [
@@ -27,9 +29,10 @@ def test_workers_of_joblib_share_a_study_whose_failures_are_told_with_the_reason
     assert "nowhere.npz does not exist" in done.stderr and (tmp_path / "workers" / "1").is_dir()
 
 
-def test_a_worker_of_submitit_trains_a_study(tmp_path: Path, run_python):
-    done = run_python("run.py", "-m", *WORDS, "hydra/launcher=submitit_local", f"hydra.sweep.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr + done.stdout
+def test_a_worker_of_submitit_trains_a_study(tmp_path: Path):
+    words = (*WORDS, "hydra/launcher=submitit_local", f"hydra.sweep.dir={tmp_path}")
+    code, told = start("-m", *words, folder=tmp_path).done()
+    assert code == 0, told
     study = optuna.load_study(study_name="frontier_vision", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
     assert (tmp_path / "frontier.html").is_file() and (tmp_path / "workers" / "0").is_dir()

@@ -53,12 +53,11 @@ ONE_CURVE = {
 }
 OWN = {key: value for key, value in ONE_CURVE.items() if key not in ("allocator", "recipe", "budget")}
 BY_COLUMN = {**OWN, "risk": RiskConfig(name="prior")}  # which takes rules by column, too
+OFTEN = {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)}
 BEFALLS: dict[str, dict[str, Any]] = {
-    "nan": {},
-    "slow": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
-    "SIGTERM": {},
+    "nan, late": OFTEN,
     "SIGUSR1": {},
-    "in a decision": {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)},
+    "in a decision": OFTEN,
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }
@@ -96,11 +95,10 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
             (folder / "budget").write_text("state_10\n")
         loss = plain(self, batch, index)
         if mine and now == AT and self.trainer.training:
-            if kind == "slow":
-                time.sleep(0.5)
             if kind.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, kind))
-            if kind == "nan":
+            if kind == "nan, late":
+                time.sleep(0.5)
                 return loss * nan
         return loss
 
@@ -123,20 +121,17 @@ def work(rank: int, size: int, store: Path) -> dict[str, Any]:
 def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     base = store.parent / f"rank {rank}"
     shared = store.parent / "rank 0"  # whose folders are those of the run
+    kept = {**ONE_CURVE, "checkpoint": CheckpointConfig(every_n_steps=4, keep=3, export=False)}
+    export = CheckpointConfig(every_n_steps=4, keep=3, export=True)
     found: dict[str, Any] = {}
     if rank == 0:
-        found["one"] = ran(base / "one", ranks=1, **ONE_CURVE)
-        found["one_two, begun"] = ran(base / "one_two", ranks=1, steps=8, **ONE_CURVE)
+        found["one"] = ran(base / "one", ranks=1, **kept)
         ran(base / "by column", ranks=1, steps=4, **BY_COLUMN)
     with as_launched(rank, size), group(rank, size, store=store):
-        given: dict[str, Any] = {"ranks": 2, **ONE_CURVE}
-        found["two"] = ran(base / "two", **given)
-        found["one_two"] = ran(base / "one_two", resume=shared / "one_two", **given)
-        found["two_one, begun"] = ran(base / "two_one", steps=8, **given)
-        cut: dict[str, Any] = {**given, "strategy": "fsdp"}
-        export = CheckpointConfig(every_n_steps=4, export=True)
-        found["two_cut"] = ran(base / "two_cut", resume=shared / "two_one", **{**cut, "checkpoint": export})
-        found["cut_one, begun"] = ran(base / "cut_one", steps=8, **cut)
+        found["two"] = ran(base / "two", ranks=2, **kept)
+        found["one_two"] = ran(base / "one_two", ranks=2, resume=after(8, shared / "one"), **ONE_CURVE)
+        cut: dict[str, Any] = {**ONE_CURVE, "strategy": "fsdp", "checkpoint": export}
+        found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(4, shared / "two"), **cut)
         with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
             resumed = {"resume": shared / "by column", "strategy": "fsdp", "steps": AT + 2}
             found["cut, budget"] = ran(folder, ranks=2, **resumed, **BY_COLUMN)
@@ -146,8 +141,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         for kind in ("SIGUSR1", "in a decision"):
             found[f"{kind}, resumed"] = ran(base / kind, ranks=2, resume=shared / kind, **BEFALLS[kind])
     if rank == 0:
-        found["two_one"] = ran(base / "two_one", ranks=1, resume=base / "two_one", **ONE_CURVE)
-        found["cut_one"] = ran(base / "cut_one", ranks=1, resume=base / "cut_one", **ONE_CURVE)
+        found["two_one"] = ran(base / "two_one", ranks=1, resume=after(8, base / "two"), **ONE_CURVE)
+        found["cut_one"] = ran(base / "cut_one", ranks=1, resume=after(8, base / "two_cut"), **ONE_CURVE)
         found["losses"] = {name: losses(base / name) for name in ("one", *CURVES, *BEFALLS)}
         found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
         saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
@@ -155,6 +150,10 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     moves = base / "budget file" / files.REALLOCATIONS_FILE
     found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
     return found
+
+
+def after(step: int, folder: Path) -> Path:
+    return folder / "checkpoints" / f"step_{step:08d}.ckpt"
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -166,14 +165,14 @@ def found() -> list[dict[str, Any]]:
     return in_processes(work)
 
 
-CURVES = ("two", "one_two", "two_one", "two_cut", "cut_one")  # `cut` by fully_shard
+CURVES = {"two": 0, "one_two": 8, "two_one": 8, "two_cut": 4, "cut_one": 8}  # their first step; `cut` by fully_shard
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_one_curve_at_any_number_of_ranks_and_across_a_resume(name: str, found: list[dict[str, Any]]) -> None:
     assert found[0][name]["ended"] == ""
     one, other = found[0]["losses"]["one"], found[0]["losses"][name]
-    assert list(one) == list(range(STEPS)) and list(other) == [*one][8 if name == "two_cut" else 0 :]
+    assert list(one) == list(range(STEPS)) and list(other) == [*one][CURVES[name] :]
     assert max(abs(one[step] - other[step]) for step in other) <= 1e-5
 
 
@@ -199,9 +198,7 @@ def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
 
 
 ENDS = {
-    "nan": "",
-    "slow": "",
-    "SIGTERM": "PreemptedError: SIGTERM ended the run after step 7",
+    "nan, late": "",
     "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
     "in a decision": "PreemptedError: SIGTERM ended the run after step 6",
     "breach": "BudgetBreachedError: budget 60mb allows",
@@ -218,7 +215,7 @@ def test_what_befalls_one_rank_ends_or_spares_all_in_the_same_step(kind: str, fo
 
 
 def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_all(found: list[dict[str, Any]]) -> None:
-    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0]["nan"]["told"].split())
+    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0]["nan, late"]["told"].split())
 
 
 def test_a_breach_names_the_rank(found: list[dict[str, Any]]) -> None:

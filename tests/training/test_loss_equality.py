@@ -89,11 +89,18 @@ def strategy() -> BaocStrategy:
     return BaocStrategy("unlimited", device="cpu", settings=settings)
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    state = build_model("vit", spec=digits().spec, seed=0).state_dict()
+    return plain_losses({name.removeprefix("net."): value.clone() for name, value in state.items()})
+
+
 @pytest.mark.parametrize("budgeted", [False, True], ids=["lightning", "baoc"])
-def test_fifty_steps_of_a_vision_run_are_those_of_the_plain_library(budgeted: bool, tmp_path: Path):
+def test_fifty_steps_of_a_vision_run_are_those_of_the_plain_library(
+    budgeted: bool, expected: list[float], tmp_path: Path
+):
     data = digits()
     model = build_model("vit", spec=data.spec, seed=0)
-    expected = plain_losses({name.removeprefix("net."): p.clone() for name, p in model.state_dict().items()})
     losses, options = Losses(), OptimizerSettings(lr=LR, weight_decay=DECAY)
     trainer = tiny_trainer(
         max_steps=STEPS,
