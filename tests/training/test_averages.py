@@ -25,7 +25,7 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "nameless"), zip(NARROW, (False, True, False), strict=True))
+@pytest.mark.parametrize(("spec", "nameless"), list(zip(NARROW, (False, True, False), strict=True)))
 def test_an_average_that_was_there_before(spec: str, nameless: bool) -> None:
     model = network()
     average = AveragedModel(model)
