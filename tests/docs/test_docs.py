@@ -32,7 +32,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNS = "# This example runs as it is.\n"  # the first line of an example that is executed
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.")  # NAME, PATH, FOLDER, ...
 OTHER = re.compile(
-    r"hydra|n_trials=|step=|find_unused_parameters=|baselines=|automatic_optimization=|verbose=|release=|nonfinite=|fused=|trainer.devices="
+    r"hydra|n_trials=|step=|find_unused_parameters=|baselines=|automatic_optimization=|checkpointing=|verbose=|release=|nonfinite=|fused=|trainer.devices="
 )  # of studies and of Python; what is refused
 SETTING = re.compile(r"'?[a-z][a-z_.]*=[^\s=]\S*( [a-z][a-z_.]*=\S+)*'?")
 
