@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from math import log10, sqrt
-from statistics import fmean
 from typing import Any
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import HIDDEN, Recipe, recipe_from_node
+from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.types import ParamInfo, Role
 
 ASSET = "measured.json"
@@ -216,18 +215,8 @@ def families() -> Mapping[str, Family]:
 
 @cache
 def measured_recipes() -> Mapping[str, Recipe]:
-    """Recipes of the table by name: those of all families first, by their mean place, of one kind of hidden rule the
-    best before any second one. What is measured best everywhere is the best guess for a network of another kind."""
-    places: dict[str, list[int]] = {}
-    held: dict[str, Recipe] = {}
-    for family in families().values():
-        for place, one in enumerate(family.recipes):
-            places.setdefault(one.name, []).append(place)
-            held.setdefault(one.name, one.recipe)
-    ranked = sorted(places, key=lambda name: (-len(places[name]), fmean(places[name])))
-    rules = {name: SPECS[held[name].specs[HIDDEN]].rule for name in ranked if HIDDEN in held[name].specs}
-    first = {rule: name for name, rule in reversed(rules.items()) if len(places[name]) == len(families())}
-    return {name: held[name] for name in sorted(ranked, key=lambda name: name not in first.values())}
+    """Recipes of all families by name."""
+    return {one.name: one.recipe for family in families().values() for one in family.recipes}
 
 
 def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:

@@ -11,11 +11,11 @@ from itertools import islice
 
 import numpy as np
 
-from baoc.core.catalogue import WEIGHTS
-from baoc.core.measured import measured_recipes
-from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning
+from baoc.core.catalogue import SPECS, WEIGHTS
+from baoc.core.measured import families
+from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ranked, streamed
+from baoc.planning.measured import ADAMW, ranked, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -106,15 +106,20 @@ def proposals(
 
 
 def _known(planner: Planner) -> list[Recipe]:
-    if planner.family is None or planner.extrapolates:  # what measured best on networks of other kinds goes first
-        others = [recipe for name, recipe in measured_recipes().items() if name not in RECIPES]
-        fits = (recipe for recipe in others if next(_variants(planner, recipe), None) is not None)
-        more = {recipe.name: recipe for recipe in islice(fits, MOST_MEASURED)}
-        known = {name: recipe for name, recipe in measured_recipes().items() if name in RECIPES or name in more}
-        return list((known | RECIPES).values())
-    measured = [one.recipe for one in ranked(planner, family=planner.family) if one.name not in RECIPES]
-    fits = (recipe for recipe in measured if next(_variants(planner, recipe), None) is not None)
-    return [*islice(fits, MOST_MEASURED), *RECIPES.values()]
+    """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits and
+    was not worse than fp32 AdamW, a few more measured ones, the catalogue's. What was measured for language stands for
+    kinds that have no nearest."""
+    family = planner.family or families()["language"]
+    fitting = [one for one in ranked(planner, family=family) if next(_variants(planner, one.recipe), None) is not None]
+    adamw = family.recipe(ADAMW).change.mean
+    first: dict[str, Recipe] = {}
+    for one in fitting:
+        hidden = one.recipe.specs.get(HIDDEN) or one.recipe.specs["mlp_in"]  # of a mixture, the part that is largest
+        if one.change.mean <= adamw:
+            first.setdefault(SPECS[hidden].rule, one.recipe)
+    known = {recipe.name: recipe for recipe in first.values()}
+    more = (one.recipe for one in fitting if one.name not in known and one.name not in RECIPES)
+    return list((known | {recipe.name: recipe for recipe in islice(more, MOST_MEASURED)} | RECIPES).values())
 
 
 def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]:

@@ -37,6 +37,7 @@ class Measured:
     num_params: int
     steps: int
     equal_seconds: bool = False
+    one_rate: bool = False  # for all entrants
 
     def epochs(self, field: Field) -> float:
         """How often a run of these steps sees its data; 0 for a stream."""
@@ -82,6 +83,7 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     where = f"{measured.num_params:,} parameters and {steps:,} steps"
     if field.num_train:
         where += f" ({epochs(steps, field):.1f} epochs)"
+    where += ", each at one learning rate" if measured.one_rate else ""
     beyond = ""
     if (measured.size, steps) != (field.size, field.steps):
         beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps, which the run has"

@@ -10,10 +10,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
@@ -58,6 +58,7 @@ from baoc.units import format_bytes
 
 TAKEN_FILE = "taken.json"  # the earlier race that a run took, where nothing was raced before it
 SEEDS, FRESH_SEEDS = 100, 200  # added to the run's own seed
+TIMED = "timed"  # stage of runs that only tell seconds
 TIMED_STEPS = 40  # of a run that is only timed
 LEAST_STEPS = 100  # of a race's last rung, where it is shorter than the run
 CHECKED = 6  # runs between two looks at the clock, under a cap
@@ -161,6 +162,7 @@ class _Race:
         self.asked: list[tuple[Run, tuple[str, ...]]] = []
         self.study: optuna.Study | None = None
         self.field: Field
+        self.pace = (0.0, 0.0)  # seconds of a step, and of a run's start and end
         self.began = time.time()
         self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
 
@@ -187,15 +189,15 @@ class _Race:
             planned = self._within(cap_s)
             if planned is None:
                 return None
-            measured, racers, cap_s = planned
+            measured, racers, rates, cap_s = planned
             self.field = replace(self.field, racers=tuple(racers))
         else:
-            measured, racers = self._own_size(), self.field.racers
+            measured, racers, rates = self._own_size(), self.field.racers, race.rates
             self._check_epochs(measured)
         steps = self._equal_seconds(racers, measured) if self.config.objective == "throughput" else {}
-        measured = replace(measured, equal_seconds=bool(steps))
+        measured = replace(measured, equal_seconds=bool(steps), one_rate=len(rates) == 1)
         settings = Settings(
-            rates=race.rates,
+            rates=rates,
             rungs=race.rungs,
             seeds=tuple(self.config.seed + SEEDS + i for i in range(race.seeds)),
             fresh_seeds=tuple(self.config.seed + FRESH_SEEDS + i for i in range(race.confirm_seeds)),
@@ -207,7 +209,7 @@ class _Race:
         seen = f", {measured.epochs(self.field):.1f} epochs" if self.field.num_train else ""
         say(
             f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
-            f"{measured.steps:,} steps{seen}, {len(race.rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
+            f"{measured.steps:,} steps{seen}, {len(rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
         )
         if not any(one.entrant.control for one in racers):
             say("no permutation races as a control: blocks of equal shapes run one spec in the plan, or time is short")
@@ -385,10 +387,14 @@ class _Race:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def _within(self, cap_s: float | None) -> tuple[Measured, list[Racer], float] | None:
-        """The largest network and horizon, and the most entrants, with which a race is predicted to end within the cap;
-        None where there is none, which is said."""
+    def _within(self, cap_s: float | None) -> tuple[Measured, Sequence[Racer], tuple[float, ...], float] | None:
+        """The largest network and horizon, and the most entrants and rates, with which a race is predicted to end
+        within the cap; None where there is none, which is said."""
         race, found = self.config.race, self.field
+        rivals = [one.name for one in found.racers if not one.entrant.control]
+        if len(rivals) == 1:
+            say(f"nothing is raced: {rivals[0]} alone fits the budget")
+            return None
         pace = self._pace(*self._timed(found.size))
         run_s = found.steps * pace[0]
         if cap_s is None:
@@ -397,12 +403,17 @@ class _Race:
                 return None
             cap_s = race.share * run_s
         least = math.inf
-        for measured, (step_s, start_s) in self._smaller_races(pace, cap_s=cap_s):
-            for racers in self._smaller_fields():
-                predicted = self._cost_s(len(racers), steps=measured.steps, step_s=step_s, start_s=start_s)
-                least = min(least, predicted)
-                if self._spent_s() + predicted <= cap_s:
-                    return measured, racers, cap_s
+        going, seen = self._smaller_races(pace, cap_s=cap_s), list[tuple[Measured, tuple[float, float]]]()
+        for rates in (race.rates, (self.middle_rate,)):
+            for measured, (step_s, start_s) in chain(seen.copy(), going):
+                seen.append((measured, (step_s, start_s)))
+                for racers in self._smaller_fields():
+                    runs = self._runs(len(racers), rates=len(rates))
+                    predicted = sum(n * (start_s + share * measured.steps * step_s) for share, n in runs) / race.workers
+                    least = min(least, predicted)
+                    if self._ran_s() + predicted <= cap_s:
+                        self.pace = (step_s, start_s)
+                        return measured, racers, rates, cap_s
         told = "" if math.isinf(least) else f": the smallest one is predicted to take {least:.0f} s"
         say(f"nothing is raced within {cap_s:.0f} s{told}")
         return None
@@ -418,7 +429,7 @@ class _Race:
         narrower = names[: names.index(found.size)][::-1] if found.size in names else []
         sizes = [found.size, *narrower] if race.size is None else [race.size]
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
-            if self._spent_s() > cap_s / 4:
+            if self._ran_s() > cap_s / 4:
                 break
             if size == found.size:
                 measured, its_pace = own, pace
@@ -442,32 +453,35 @@ class _Race:
         say(f"not raced on {where}: it would see its data {raced:.1f} times, and the run {run:.1f} times")
         return False
 
-    def _smaller_fields(self) -> list[list[Racer]]:
+    def _smaller_fields(self) -> list[Sequence[Racer]]:
         """All entrants, or the first few of the candidates, which come in order of merit."""
-        racers = list(self.field.racers)
-        few = [[one for one in racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
-        return [racers, *(some for some in few if any(one.entrant.uniform for one in some))]
+        few = [[one for one in self.field.racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
+        return [self.field.racers, *(some for some in few if any(one.entrant.uniform for one in some))]
 
-    def _cost_s(self, entrants: int, *, steps: int, step_s: float, start_s: float) -> float:
-        """Predicted seconds of a race of which half the entrants leave at each rung."""
+    @property
+    def middle_rate(self) -> float:
+        """Of the multiples of the learning rate, the one that all entrants run where there is time for no more."""
+        return sorted(self.config.race.rates)[len(self.config.race.rates) // 2]
+
+    def _runs(self, entrants: int, *, rates: int) -> list[tuple[float, int]]:
+        """Shares of the steps, and how many runs have them, of a race of which half the entrants leave at each rung."""
         race = self.config.race
-        runs = [(race.rungs[0], entrants * race.seeds * len(race.rates))]
+        runs = [(race.rungs[0], entrants * race.seeds * rates)]
         for rung in race.rungs[1:]:
             entrants = max(math.ceil(entrants / 2), 2)
             runs.append((rung, entrants * race.seeds))
         if entrants > FEW:  # of so few the rungs decide, where there is no time for more seeds
             runs.append((1.0, entrants * race.confirm_seeds))
-        return sum(count * (start_s + share * steps * step_s) for share, count in runs) / race.workers
+        return runs
 
     def _predicted_s(self, runs: Sequence[Run]) -> float:
-        """Seconds of a stage, by what the runs so far took."""
-        done = [(run.steps, self._seconds(number)) for number, (run, _) in enumerate(self.asked)]
-        if not done:
-            return 0.0
-        steps, seconds = np.array(done).T
-        line = np.polyfit(steps, seconds, 1) if np.ptp(steps) else (seconds.mean() / steps[0], 0.0)
-        step_s, start_s = (max(float(part), 0.0) for part in line)
-        return sum(start_s + step_s * run.steps for run in runs) / min(self.config.race.workers, max(len(runs), 1))
+        """Seconds of a stage: by the pace of the timed runs, times how much slower the race's runs were than that."""
+        step_s, start_s = self.pace
+        numbers = [at for at, (run, _) in enumerate(self.asked) if not str(run.stage).startswith(TIMED)]
+        predicted = sum(start_s + step_s * self.asked[at][0].steps for at in numbers)
+        slower = sum(map(self._seconds, numbers)) / predicted if predicted else 1.0
+        asked_s = sum(start_s + step_s * run.steps for run in runs)
+        return slower * asked_s / min(self.config.race.workers, max(len(runs), 1))
 
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
         """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
@@ -478,13 +492,17 @@ class _Race:
         had_ended = len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials)
         return had_ended or self._spent_s() + self._predicted_s(stage) <= cap_s
 
-    def _spent_s(self) -> float:
-        """Seconds of the race so far, of processes that were killed those of their runs."""
+    def _ran_s(self, *, until: float = math.inf) -> float:
+        """Seconds of the runs so far, or of those that had ended by then: the same after a kill."""
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)[: len(self.asked)]
-        ended = [trial.datetime_complete.timestamp() if trial.datetime_complete else math.inf for trial in trials]
-        before = sum(self._seconds(number) for number, at in enumerate(ended) if at < self.began)
-        return before / self.config.race.workers + time.time() - self.began
+        ended = [trial.datetime_complete for trial in trials]
+        own = [self._seconds(at) for at, when in enumerate(ended) if when is not None and when.timestamp() < until]
+        return sum(own) / self.config.race.workers
+
+    def _spent_s(self) -> float:
+        """Seconds on the clock since the race began; of processes that were killed those of their runs."""
+        return self._ran_s(until=self.began) + time.time() - self.began
 
     def _seconds(self, number: int) -> float:
         assert self.study is not None
@@ -500,7 +518,7 @@ class _Race:
     def _time(self, racers: Sequence[Racer], *, size: str, seeds: int = 1) -> list[tuple[int, Mapping[str, Any]]]:
         measured, first = Measured(size=size, num_params=0, steps=TIMED_STEPS), self.config.seed + SEEDS
         runs = {
-            Run(entrant=one.name, rate=1.0, seed=seed, stage=f"timed {size}", steps=TIMED_STEPS): one
+            Run(entrant=one.name, rate=1.0, seed=seed, stage=f"{TIMED} {size}", steps=TIMED_STEPS): one
             for one in racers
             for seed in range(first, first + seeds)
         }

@@ -51,8 +51,8 @@ def test_a_budget_that_nothing_meets_is_refused_as_ever():
 
 def test_a_network_of_no_measured_kind_is_offered_first_what_measured_best_of_each_rule_elsewhere():
     names = [one.name for one in proposals(at(1.0))]
-    assert names[:2] == ["muon8_m90", "foam8_lean"] and {"muon8_lean_m90", "adamw8"} <= set(names)
-    assert names.index("adamw") < names.index("muon8_lean")
+    assert names[0].startswith("muon8") and names[1].startswith("foam8_lean")
+    assert {"adafactor_m8", "adamw8", "muon8_lean"} <= set(names)
 
 
 # -- with a measured table ---------------------------------------------------------------------------------------------
@@ -62,9 +62,7 @@ def test_the_table_s_best_recipes_come_first_where_the_network_is_of_a_measured_
     budget = Budget(name="some", state_fraction=0.25)
     settings = PlannerSettings(risk="measured", family="language")
     names = [one.name for one in proposals(Planner(llama(), budget=budget, settings=settings))]
-    assert names[0] == "muon8_lean_m90" and names[2].endswith("_m90"), (
-        "what is chosen is among what is raced, at its betas"
-    )
+    assert names[0] == "muon8_lean_m90" and names[1].startswith("foam8_lean")  # a race of few compares rules
     assert "muon8_lean" in names and "foam8_lean" in names and len(names) <= 14
 
 

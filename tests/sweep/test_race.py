@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from baoc.cli.jobs import with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
+from baoc.racing.course import Run
 from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
 from baoc.sweep import race as race_module
 from baoc.sweep.race import kept_words, race_before, run_race
@@ -160,6 +163,35 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
     ended = attempts(tmp_path)
     assert raced(tmp_path, "race.seeds=3", cap_s=1000.0) is not None
     assert ended.items() <= attempts(tmp_path).items()  # what had ended is not run again
+
+
+def test_a_stage_is_predicted_by_starts_and_steps_apart():
+    """Two timed runs of equal steps do not tell them apart, and a start is not to count as steps."""
+    race = object.__new__(race_module._Race)
+    race.pace, race.config = (0.01, 5.0), SimpleNamespace(race=SimpleNamespace(workers=1))  # pyright: ignore
+    run = Run(entrant="muon8_lean", rate=1.0, seed=0, stage=0.25, steps=100)
+    race.asked = [(replace(run, stage="timed tiny", steps=40), ())]
+    assert race._predicted_s([run, run]) == 12.0
+    race.asked.append((run, ()))
+    race._seconds = lambda number: 12.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert race._predicted_s([run, run]) == 24.0
+
+
+@pytest.mark.slow
+def test_a_recipe_that_alone_fits_is_not_raced_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_field(tmp_path, names=("muon8_lean",))
+    assert raced(tmp_path, cap_s=1000.0) is None
+    assert "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_time_is_short_all_run_one_rate_and_the_claim_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    monkeypatch.setattr(race_module._Race, "_pace", lambda *_: (1e-3, 10.0))  # 16 runs of 10 s by two, 12 at one rate
+    monkeypatch.setattr(race_module._Race, "_ran_s", lambda *_, **__: 0.0)
+    result = raced(tmp_path, cap_s=70.0)
+    assert result is not None and "each at one learning rate" in result.record["claim"]
+    assert set(result.outcome.rates.values()) == {1.0}
 
 
 @pytest.mark.slow
