@@ -53,7 +53,9 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
     files: list[Path] = []
     labels: list[int] = []
-    left_out = len(loose)
+    if stray := visible(folder, loose):
+        log.warning("%s: %d images beside the folders of classes are of no class and left out", folder, len(stray))
+    left_out = len(loose) - len(stray)
     for entry in folders:
         held = [file for file in entry.rglob("*") if not file.is_dir()]
         found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES and file.is_file()]
@@ -61,8 +63,14 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
         if not found:
             allowed = " ".join(sorted(SUFFIXES))
             raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
+        if len(below := sorted({file.parent.name for file in found if file.parent != entry})) > 1:
+            log.warning("%s: images of %d folders below it (%s, ...) are one class", entry, len(below), below[0])
         files += found
         labels += [names.index(entry.name)] * len(found)
+    by_spelling = {name.casefold(): name for name in names}
+    if len(by_spelling) < len(names):
+        other = next(name for name in names if by_spelling[name.casefold()] != name)
+        log.warning("%s: %s and %s are two classes, by case alone", folder, other, by_spelling[other.casefold()])
     if left_out:
         log.warning("%s: %d hidden files, files that are no images and links to nothing are left out", folder, left_out)
     return Listing(files=tuple(files), labels=tuple(labels), classes=names)

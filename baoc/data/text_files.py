@@ -231,6 +231,8 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
     except BadInputError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
+        if "BatchSize must be greater than 0" in str(error):
+            raise BadInputError(f"{file} holds no rows: leave it out, or give one with texts") from error
         raise BadInputError(f"{file} cannot be read as parquet ({first_line(error)})") from error
 
 

@@ -158,6 +158,17 @@ class TestStrayFiles:
         assert data.spec.num_train + data.spec.num_val == 24 and data.spec.num_classes == 2
         assert "4 hidden files, files that are no images and links to nothing are left out" in caplog.text
 
+    def test_what_may_not_have_been_meant_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Images of no class, classes in classes, and two that differ by case alone."""
+        write_folder(tmp_path, size=(8, 8))
+        for name in ("stray.png", "Cat/0.png", "dog/big/0.png", "dog/small/0.png"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            picture(size=(8, 8)).save(tmp_path / name)
+        assert images(tmp_path).spec.num_classes == 3
+        assert "1 images beside the folders of classes are of no class and left out" in caplog.text
+        assert f"{tmp_path / 'dog'}: images of 2 folders below it (big, ...) are one class" in caplog.text
+        assert "Cat and cat are two classes, by case alone" in caplog.text
+
     def test_of_tables_texts_and_latents_too(self, tmp_path: Path) -> None:
         rows = [{"image": {"bytes": encoded(picture(size=(8, 8))), "path": None}, "label": n % 2} for n in range(6)]
         write_parquet(tmp_path / "tables" / "a.parquet", rows=rows)

@@ -290,6 +290,9 @@ def test_parquet_that_cannot_be_used_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(BadInputError, match=r"rows.parquet cannot be read as parquet \("):
         data(path)
+    Dataset.from_dict({"text": ["a"]}).select([]).to_parquet(str(path))
+    with pytest.raises(BadInputError, match=r"rows.parquet holds no rows"):
+        data(path)
 
 
 def test_torn_archive_is_named(tmp_path):
