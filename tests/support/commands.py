@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from baoc.cli.main import main
+from baoc.models import MODELS
 from baoc.sweep import forkserver
 from tests.support.waiting import PATIENCE_S
 
+NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # by runs, of which most train a ViT
+
 
 def with_server() -> None:
-    """Has the server of this process, if it is still to start, import what trials need."""
-    forkserver.preload(forkserver.PRELOAD)
+    """Has the server of this process, if it is still to start, import what runs need."""
+    forkserver.preload(*NEEDED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,6 +254,7 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     assert sorted(map(int, drawn)) == list(range(16))
 
 
+@pytest.mark.usefixtures("server_is_up")
 def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):
     """Once: its second attempt goes on. Always, deaf to SIGTERM even: it fails, and the others finish."""
     monkeypatch.setattr(study_module, "END_PATIENCE_S", 1.0)
@@ -273,6 +274,7 @@ def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: 
     assert "trial 1 hangs: it wrote nothing for 7 s" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("server_is_up")
 def test_a_trial_that_writes_does_not_hang(tmp_path: Path):
     talks = STUB.replace("time.sleep(0.3)", "[(print('on', flush=True), time.sleep(0.5)) for _ in range(12)]")
     study = run_study(config(n_trials=1, stall_s=4, fixed=["mode=slow"]), folder=tmp_path, code=talks)
