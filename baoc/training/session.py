@@ -384,13 +384,17 @@ class Session:
             self._recompute(number)
             look()
             pages = PAGES_BYTES if self.device.type == "cuda" else 0
-            if self._looked is not None and abs(self._looked.forward_backward_bytes - num_bytes) <= pages:
+            if abs(self._looked_bytes() - num_bytes) <= pages:
                 return number
         clear_cache(self.device)
         number = self._fewest(look, num_layers=num_layers)
-        assert self._looked is not None
-        write_own(path, json.dumps({"number": number, "bytes": self._looked.forward_backward_bytes}))
+        write_own(path, json.dumps({"number": number, "bytes": self._looked_bytes()}))
         return number
+
+    def _looked_bytes(self) -> int:
+        """Of forward and backward, by the look that the plan rests on."""
+        assert self.planner.footprint is not None
+        return self.planner.footprint.forward_backward_bytes
 
     def _fewest(self, look: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
