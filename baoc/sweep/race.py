@@ -475,13 +475,10 @@ class _Race:
         return runs
 
     def _predicted_s(self, runs: Sequence[Run]) -> float:
-        """Seconds of a stage: by the pace of the timed runs, times how much slower the race's runs were than that."""
-        step_s, start_s = self.pace
-        numbers = [at for at, (run, _) in enumerate(self.asked) if not str(run.stage).startswith(TIMED)]
-        predicted = sum(start_s + step_s * self.asked[at][0].steps for at in numbers)
-        slower = sum(map(self._seconds, numbers)) / predicted if predicted else 1.0
-        asked_s = sum(start_s + step_s * run.steps for run in runs)
-        return slower * asked_s / min(self.config.race.workers, max(len(runs), 1))
+        """Seconds of a stage."""
+        raced = [(run.steps, self._seconds(at)) for at, (run, _) in enumerate(self.asked) if not is_timed(run)]
+        seconds = predicted_s([run.steps for run in runs], pace=self.pace, ran=raced)
+        return seconds / min(self.config.race.workers, max(len(runs), 1))
 
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
         """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
@@ -595,6 +592,20 @@ class _Race:
         runs = [run for run in runs if (run / "result.json").is_file()]
         build_report(runs, out=self.folder, show=False, race=content)
         say(f"compare its runs in {self.folder / 'frontier.html'}; one row a run in {self.folder / records.RUNS_FILE}")
+
+
+def is_timed(run: Run) -> bool:
+    """Whether a run only tells seconds."""
+    return str(run.stage).startswith(TIMED)
+
+
+def predicted_s(steps: Sequence[int], *, pace: tuple[float, float], ran: Sequence[tuple[int, float]]) -> float:
+    """Seconds of runs in turn: by `pace`, seconds of a step and of a start, times how much slower `ran`, steps
+    and seconds of others, were than that. Runs of equal steps alone do not tell starts and steps apart."""
+    step_s, start_s = pace
+    expected = sum(start_s + step_s * many for many, _ in ran)
+    slower = sum(seconds for _, seconds in ran) / expected if expected else 1.0
+    return slower * sum(start_s + step_s * many for many in steps)
 
 
 def show(content: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +19,9 @@ from baoc.cli.jobs import with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.racing.course import Run
 from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
 from baoc.sweep import race as race_module
-from baoc.sweep.race import kept_words, race_before, run_race
+from baoc.sweep.race import kept_words, predicted_s, race_before, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
@@ -149,32 +147,27 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
-    train, spent, lost = race_module._Race._train, race_module._Race._spent_s, [0.0]
+    study, calls = race_module.run_study, list[str]()
 
-    def slowly(race: race_module._Race, runs: Any):
-        lost[0] += 0.0 if str(runs[0][0].stage).startswith("timed") else 2000.0
-        return train(race, runs)
+    def counted(*args: Any, **settings: Any):
+        calls.append("timed" if not calls else "raced")
+        return study(*args, **settings)
 
-    monkeypatch.setattr(race_module._Race, "_train", slowly)
-    monkeypatch.setattr(race_module._Race, "_spent_s", lambda race: spent(race) + lost[0])
-    assert raced(tmp_path, "race.seeds=3", cap_s=1000.0) is None
-    assert "6 more runs would not end within the cap of 1000 s" in capsys.readouterr().out
-    monkeypatch.setattr(race_module._Race, "_spent_s", spent)
+    monkeypatch.setattr(race_module, "run_study", counted)
+    clock = SimpleNamespace(time=lambda: time.time() + 2e6 * calls.count("raced"))
+    monkeypatch.setattr(race_module, "time", clock)
+    many = ("race.seeds=3", "race.rates=[0.5,1]")  # 18 runs in the first stage, of which 12 go before a look
+    assert raced(tmp_path, *many, cap_s=1e6) is None
+    assert "6 more runs would not end within the cap of 1000000 s" in capsys.readouterr().out
+    monkeypatch.setattr(race_module, "time", time)
     ended = attempts(tmp_path)
-    assert raced(tmp_path, "race.seeds=3", cap_s=1000.0) is not None
+    assert raced(tmp_path, *many, cap_s=1e6) is not None
     assert ended.items() <= attempts(tmp_path).items()  # what had ended is not run again
 
 
 def test_a_stage_is_predicted_by_starts_and_steps_apart():
-    """Two timed runs of equal steps do not tell them apart, and a start is not to count as steps."""
-    race = object.__new__(race_module._Race)
-    race.pace, race.config = (0.01, 5.0), SimpleNamespace(race=SimpleNamespace(workers=1))  # pyright: ignore
-    run = Run(entrant="muon8_lean", rate=1.0, seed=0, stage=0.25, steps=100)
-    race.asked = [(replace(run, stage="timed tiny", steps=40), ())]
-    assert race._predicted_s([run, run]) == 12.0
-    race.asked.append((run, ()))
-    race._seconds = lambda number: 12.0  # pyright: ignore[reportAttributeAccessIssue]
-    assert race._predicted_s([run, run]) == 24.0
+    assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[]) == 12.0
+    assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
 
 
 @pytest.mark.slow
@@ -182,16 +175,6 @@ def test_a_recipe_that_alone_fits_is_not_raced_before_a_run(tmp_path: Path, caps
     leave_field(tmp_path, names=("muon8_lean",))
     assert raced(tmp_path, cap_s=1000.0) is None
     assert "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_where_time_is_short_all_run_one_rate_and_the_claim_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
-    monkeypatch.setattr(race_module._Race, "_pace", lambda *_: (1e-3, 10.0))  # 16 runs of 10 s by two, 12 at one rate
-    monkeypatch.setattr(race_module._Race, "_ran_s", lambda *_, **__: 0.0)
-    result = raced(tmp_path, cap_s=70.0)
-    assert result is not None and "each at one learning rate" in result.record["claim"]
-    assert set(result.outcome.rates.values()) == {1.0}
 
 
 @pytest.mark.slow
