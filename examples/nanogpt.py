@@ -3,8 +3,11 @@ of one's own, a checkpoint. `python examples/nanogpt.py state_25`."""
 
 import io
 import math
+import os
 import sys
 
+if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    del sys.path[0]  # scripts beside this one have the names of libraries
 import torch
 from torch import Tensor, nn
 

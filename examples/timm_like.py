@@ -1,8 +1,11 @@
 """An optimizer that other code builds, as timm's `create_optimizer_v2(model, opt="adamw")` does: groups without names,
 a multiple of the rate per layer. `python examples/timm_like.py state_25`."""
 
+import os
 import sys
 
+if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    del sys.path[0]  # scripts beside this one have the names of libraries
 import torch
 from torch import nn
 

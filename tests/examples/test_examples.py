@@ -19,6 +19,7 @@ def test_they_are_short_two_lines_are_ours_and_the_page_names_them():
         text = script.read_text(encoding="utf-8")
         assert len(text.splitlines()) < MOST_LINES, script.name
         assert text.count("# line ") == 2, script.name
+        assert "del sys.path[0]" in text, f"{script.name} would import the lightning.py beside it"
         assert f"## {script.name}" in page, script.name
 
 
