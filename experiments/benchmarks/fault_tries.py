@@ -216,6 +216,8 @@ def full(number: int, *, draw: random.Random, folder: Path, whole: Path) -> Row:
             faults += [f"not whole after room was made: {again}: {sentence(said)}"] if again else []
         elif code:
             resume = [f"resume={run_dir}"] if intact else []
+            if not intact:  # nothing to go on from, and a run is never overwritten
+                shutil.rmtree(run_dir)
             again = forked(started(run_dir, *resume), said=said)
             if again and not (run_dir / "result.json").is_file():
                 faults.append(f"does not go on: {again}: {sentence(said)}")
