@@ -140,7 +140,7 @@ class SafeCheckpoint(Checkpoint):
     # -- Lightning ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._ranks = ranks_of(trainer)
+        self._ranks = self._vote.ranks = ranks_of(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AsideCheckpointIO()
 

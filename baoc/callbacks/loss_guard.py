@@ -63,6 +63,9 @@ class LossGuard(L.Callback):
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._vote.ranks = ranks_of(trainer)
+
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         value = loss.detach()
         self._losses.append(value)

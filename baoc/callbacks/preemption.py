@@ -66,6 +66,9 @@ class Preemption(L.Callback):
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._vote.ranks = ranks_of(trainer)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Puts our handler back where Lightning has just wrapped it in one that ends the run without a checkpoint."""
         if self.received is not None:

@@ -15,16 +15,17 @@ class StepVote(L.Callback):
 
     Votes come before the first step, after each step and after each validation: one small message of all numbers. What
     a callback does by one it then does on all ranks in the same step. Place it before all callbacks that do. A process
-    alone is asked when the outcome is.
+    alone is asked when the outcome is, and so are ranks where the Trainer does not have it: by a message for each.
     """
 
     def __init__(self) -> None:
         self.ask: dict[str, Callable[[], float]] = {}
         self._agreed: dict[str, float] = defaultdict(float)
         self.ranks: Ranks = ALONE
+        self._placed = False
 
     def outcome(self, name: str) -> float:
-        return self.ask[name]() if self.ranks is ALONE else self._agreed[name]
+        return self._agreed[name] if self._placed else self.ranks.most(self.ask[name]())[0]
 
     def done(self, name: str) -> None:
         """What was agreed on is done, and is not to be done again before the next vote."""
@@ -32,6 +33,7 @@ class StepVote(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.ranks = ranks_of(trainer)
+        self._placed = self.ranks is not ALONE
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._vote()

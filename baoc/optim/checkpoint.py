@@ -28,7 +28,7 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
-from baoc.optim.state import LiveBlock, Slot, State, allocate, alone, new_step, slot_under, whole_slot
+from baoc.optim.state import LiveBlock, Slot, State, allocate, alone, by_column, new_step, slot_under, whole_slot
 from baoc.types import OptimizerSpec
 from baoc.types.specs import PARTS
 
@@ -118,12 +118,16 @@ def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
 def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
 
-    All ranks show the same keys, those without a row of it too.
+    All ranks show the same keys, those without a row of it too. What a rule keeps by column is the same on all.
     """
     if slot.shard is None:
         return {key: alone(value) for key, value in state.items()}
-    rows, found = slot.shard.owner.shape[0], State()
-    for part in whole_slot(slot, spec=spec).parts:
+    rows, found, whole_ = slot.shard.owner.shape[0], State(), whole_slot(slot, spec=spec)
+    alike = by_column(whole_)
+    for part in whole_.parts:
+        if part.key in alike:
+            found[part.key] = alone(state[part.key])
+            continue
         shape, own = by_row(part.shape, rows=rows), state.get(part.key)
         value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
         found[part.key] = slot.shard.shown(value, shape=shape)

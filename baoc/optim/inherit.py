@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baoc.optim.rules import RuleContext
-from baoc.optim.rules.matrix import as_matrix, from_matrix
+from baoc.optim.rules.base import finished
+from baoc.optim.rules.matrix import as_matrix, column_mean, from_matrix
 from baoc.optim.state import Slot
 from baoc.types import Moments, StateDecl, StateKind, StateLayout
 
@@ -38,14 +39,14 @@ def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple
 
 
 def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
-    """Reduces one number per element to the state that `decl` declares."""
+    """Reduces one number per element to the state that `decl` declares, by column of all ranks' rows."""
     if decl.layout is StateLayout.FULL:
         return full
     matrix = as_matrix(full, ctx)
     if decl.layout is StateLayout.PER_ROW:
         return matrix.mean(1)
     if decl.layout is StateLayout.PER_COLUMN:
-        return matrix.mean(0)
+        return finished(column_mean(matrix, finite=None, ctx=ctx), ctx)[0]
     fold = 2**decl.level
     matrix = pad(matrix, (0, -matrix.shape[1] % fold))
     folded = matrix.reshape(len(matrix), -1, fold).mean(2)

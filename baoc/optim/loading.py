@@ -27,13 +27,14 @@ from baoc.optim.state import (
     Slot,
     State,
     allocate,
+    by_column,
     make_slot,
     slot_under,
     whole_slot,
 )
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
-from baoc.planning.candidates import works_across
+from baoc.planning.candidates import cuts_rows_of
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
@@ -106,18 +107,20 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
     there = whole_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
     here = whole_slot(slot, spec=spec, sharded=slot.shard is not None)
     found = dict(given)
-    for kept, other, mine in zip(here.kept, there.kept, own.kept or here.kept, strict=True):
+    held = {kept.decl: kept for kept in own.kept}
+    for kept, other in zip(here.kept, there.kept, strict=True):
         strays = {key for _, key in kept.keys} - {key for _, key in other.keys}
         if kept.codec.info != other.codec.info and strays.isdisjoint(given) and _are(given, other, parts=there.parts):
             values = other.decode({key: whole(given[key]).reshape(_shape(there, key)) for _, key in other.keys})
             parts = kept.codec.allocate(kept.shape, values.device)
             kept.codec.encode_(parts, values)
-            found |= {key: parts[part] for part, key in mine.keys}
+            found |= {key: parts[part] for part, key in held.get(kept.decl, kept).keys}
+    alike = by_column(own)
     for part in own.parts:
         value, shape = found.get(part.key), _shape(here, part.key)
         if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=_rows(slot))):
-            taken = slot.shard.taken(value, shape=part.shape) if slot.shard is not None else value.reshape(part.shape)
-            found[part.key] = taken
+            cut = slot.shard is not None and part.key not in alike
+            found[part.key] = slot.shard.taken(value, shape=part.shape) if cut else whole(value).reshape(part.shape)
     return found
 
 
@@ -235,7 +238,7 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
 
 def _is_of_whole(slot: Slot, *, spec: OptimizerSpec) -> bool:
     """Whether the spec keeps of a tensor that is cut what no rank has a part of."""
-    return slot.shard is not None and works_across(RULES[spec.rule].info, param=slot.info)
+    return slot.shard is not None and cuts_rows_of(RULES[spec.rule].info, param=slot.info)
 
 
 def _source(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None) -> Slot:
@@ -358,7 +361,7 @@ def _convert(
 def _rows_of(slot: Slot, given: State, *, key: str, source: Slot) -> Tensor | None:
     """The slot's part of a state in the layout of `source`; None where there is none."""
     value = given.get(key)
-    if value is None or slot.shard is source.shard or slot.shard is None or key == "step":
+    if value is None or slot.shard is source.shard or slot.shard is None or key == "step" or key in by_column(slot):
         return value
     return slot.shard.taken(value, shape=slot.param.shape if key == weights.CORRECTION else _shape(slot, key))
 

@@ -68,9 +68,11 @@ def convert(
     `fresh`: no step was taken yet. `seeded` False: v of `old` still waits for its first gradient. Returns whether v of
     `new` does.
     """
-    kinds = {kept.decl.kind for kept in source.kept}
-    needs_v = any(kept.decl.kind is StateKind.V for kept in target.kept)
+    kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
+    needs_v = any(decl.kind is StateKind.V for decl in target.rule.info.states)
     step = step_of(source, old)
+    if (source.sums or target.sums) and _squares(source) != _squares(target):
+        seeded = False  # v of all ranks would be needed: it starts from the next gradient, in which they add it up
     has_v = StateKind.V in kinds and seeded
     if target.matrix is None:
         moments = None
@@ -170,6 +172,10 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
 
+def _squares(slot: Slot) -> list[tuple[Any, ...]]:
+    return [_tags(decl) for decl in slot.rule.info.states if decl.kind is StateKind.V]
+
+
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
     folded = decl.layout is StateLayout.FOLDED
     return (decl.kind, decl.layout, *((decl.level,) if folded else ()))
@@ -194,10 +200,10 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         if slot.counts_steps and step == 0:
             continue
         norm, numel = 0.0, 0
-        if slot.param.numel():
+        if slot.param.numel() or slot.sums:
             group = param_groups[slot.group]
             ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
-            states = {kept.decl.name: kept.decode(state[slot.param]) for kept in slot.kept}
+            states = slot.decoded(state[slot.param])
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)

@@ -17,8 +17,9 @@ from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import Tuned
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
-from baoc.optim.shards import Shard
+from baoc.optim.shards import Shard, largest_part
 from baoc.optim.weights import CORRECTION
+from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, StateLayout
 
@@ -64,6 +65,7 @@ class Slot:
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
     shard: Shard | None = None
     gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows
+    sums: bool = False  # its rule needs sums over the rows of all ranks
     first: int = 0  # index in the whole parameter of the first element that is stepped here
 
     @property
@@ -101,7 +103,18 @@ class Slot:
             finite=finite,
             matrix=self.matrix,
             transposed=self.info.transposed,
+            shard=self.shard if self.gathers or self.sums else None,
         )
+
+    def decoded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The states as the rule works on them, fp32; without elements where this rank has no part of them."""
+        states = {name: state[name] for name in self.direct}
+        for kept in self.coded:
+            states[kept.decl.name] = kept.decode(state)
+        for decl in self.rule.info.states if len(states) < len(self.rule.info.states) else ():
+            if decl.name not in states:
+                states[decl.name] = torch.zeros(decl.shape(self.info), device=self.param.device)
+        return states
 
 
 def betas_of(tuned: Tuned, group: Mapping[str, Any]) -> tuple[float, float]:
@@ -147,6 +160,11 @@ class LiveBlock:
     def slab_bytes(self) -> int:
         return sum(slot.slab_bytes for slot in self.slots)
 
+    @property
+    def largest_slab_bytes(self) -> int:
+        """`slab_bytes` of the rank that has most of it: the same on all ranks."""
+        return sum(slot.slab_bytes if slot.shard is None else _largest_slab(slot, self.spec) for slot in self.slots)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Bucket:
@@ -168,9 +186,12 @@ def make_slot(
     shard: Shard | None = None,
 ) -> Slot:
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
-    empty = param.numel() == 0  # it is never stepped, so it has no state but the steps of those who have a part of it
+    empty = param.numel() == 0  # it is never stepped, so it has no state but what those who have a part of it share
+    sums = shard is not None and sums_columns(rule.info)
     kept, parts = [], []
-    for decl in () if empty else rule.info.states:
+    for decl in rule.info.states:
+        if empty and not (sums and decl.layout is StateLayout.PER_COLUMN):
+            continue
         shape = decl.shape(info)
         codec = CODEC_IMPLS[storage.codec(decl, param=info)]
         tensors = codec.allocate(shape, "meta")
@@ -200,8 +221,16 @@ def make_slot(
         placement=spec.placement,
         shard=shard,
         gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.shards.size > 1,
+        sums=sums,
         first=0 if shard is None else shard.first,
     )
+
+
+def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
+    assert slot.shard is not None
+    info = largest_part(slot.info, param=slot.owner)
+    param = torch.empty(info.shape, dtype=slot.param.dtype, device="meta")
+    return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, shard=slot.shard).slab_bytes
 
 
 def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None = None) -> Slot:
@@ -220,6 +249,11 @@ def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True) -> Slot
     elif sharded and len(info.shape):
         info = replace(info, whole=info.shape)
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)
+
+
+def by_column(slot: Slot) -> set[str]:
+    """Keys of states that are the same on all ranks which have rows of the parameter, and on the others."""
+    return {key for kept in slot.kept if kept.decl.layout is StateLayout.PER_COLUMN for _, key in kept.keys}
 
 
 def _part(key: str, tensor: Tensor) -> Part:

@@ -21,7 +21,6 @@ from baoc.types import (
     LinkRates,
     OptimizerSpec,
     ParamInfo,
-    Placement,
     Profile,
     Risk,
     Role,
@@ -69,15 +68,13 @@ def stands_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
 def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
     """Why this cannot step what fully_shard cuts, as a clause to be shown; None where it can, or does not have to.
 
-    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves. Muon's
-    matrices are gathered.
+    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves. Rules that
+    work along columns add sums up over ranks, and Muon's matrices are gathered.
     """
     cut = [param for param in block.params if param.whole is not None]
     if not cut:
         return None
     name = cut[0].name
-    if spec.placement != Placement.DEVICE:
-        return f"{name} is cut by fully_shard, under which states stay on the device. Take {on_device(spec.name)}"
     wide = [param for param in cut if param.dtype != "bfloat16"]
     if spec.weights != "native" and wide:
         return (
@@ -87,20 +84,22 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
     spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
     if spectral and len(cut) < len(block.params):
         return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
-    if any(works_across(rule, param=param) for param in cut):
+    if turned := [param.name for param in cut if cuts_rows_of(rule, param=param)]:
         return (
-            f"{rule.name} works on columns of {name}, whose rows fully_shard gives to several ranks. Rules by element "
-            "or by row can, such as adamw, lion, adamw_shared_in and foam_l1, and muon"
+            f"{turned[0]} is stored (fan_in, fan_out), so that fully_shard cuts along the rows that {rule.name} works "
+            "on. Rules by element can, such as adamw and lion, and muon"
         )
     return None
 
 
-def works_across(rule: RuleInfo, *, param: ParamInfo) -> bool:
-    """Whether a step of some rows of the tensor, as it is stored, takes what the others are."""
-    if rule.scaling is Scaling.SPECTRAL:
-        return False
-    by_column = rule.scaling is Scaling.COLUMN or any(s.layout is StateLayout.PER_COLUMN for s in rule.states)
-    return by_column or (param.transposed and rule.needs_matrix)
+def cuts_rows_of(rule: RuleInfo, *, param: ParamInfo) -> bool:
+    """Whether fully_shard cuts the rows that the rule works along, as the tensor is stored the other way."""
+    return param.transposed and rule.needs_matrix and rule.scaling is not Scaling.SPECTRAL
+
+
+def sums_columns(rule: RuleInfo) -> bool:
+    """Whether a step of some rows takes sums over all of them."""
+    return rule.scaling is Scaling.COLUMN or any(s.layout is StateLayout.PER_COLUMN for s in rule.states)
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:

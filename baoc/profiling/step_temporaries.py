@@ -12,9 +12,11 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
+from baoc.optim.backends.eager import EagerBackend
 from baoc.optim.backends.exchanged import temporary_bytes as exchanged_bytes
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.shards import is_sharded, local
+from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes
 from baoc.types import OptimizerSpec, Scaling
 
@@ -33,6 +35,8 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     given, params = list(specs), list(params)
     found = _of_rows(device_rows(given), params=[local(param) for param in params])
     if any(is_sharded(param) for param in params):
+        summing = [spec for spec in device_rows(given) if sums_columns(RULE_INFOS[spec.rule])]
+        found |= _measured(summing, params=[local(param) for param in params], backend=EagerBackend.name)
         exchanged = exchanged_bytes(params)
         found |= {
             spec.name: exchanged for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
@@ -49,7 +53,10 @@ def _of_rows(specs: list[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[
     return _measured(specs, params=params)
 
 
-def _measured(specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[str, int]:
+def _measured(
+    specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor], backend: str | None = None
+) -> dict[str, int]:
+    """`backend`: what steps them; None asks for the one that steps the large ones."""
     largest = max(params, key=lambda param: param.numel())
     numel = sum(param.numel() for param in params)
     moved = largest.device.type == "cuda"
@@ -59,8 +66,8 @@ def _measured(specs: Iterable[OptimizerSpec], *, params: list[torch.Tensor]) -> 
     torch.set_num_threads(1)  # others wait for each other longer than so little takes
     try:
         for spec in specs:
-            backend = "eager" if moved else stand_in(spec, device=device, numel=numel)
-            found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, backend))
+            by = backend or (EagerBackend.name if moved else stand_in(spec, device=device, numel=numel))
+            found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, by))
     finally:
         torch.set_num_threads(threads)
     return found

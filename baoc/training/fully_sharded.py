@@ -6,6 +6,7 @@ checkpoints are the file of one device too.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -91,6 +92,7 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         **settings: Any,
     ):
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
+        self.settings = replace(self.settings, overlap=False)
         self.reshard_after_forward = reshard_after_forward
 
     def _join(self) -> None:

@@ -55,12 +55,13 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
-    folder = tmp_path / "day" / "run"
-    code, told = started(folder, fault="SIGKILL").done()
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(strategy: str, tmp_path: Path) -> None:
+    folder, on = tmp_path / "day" / "run", f"trainer.strategy={strategy}"
+    code, told = started(folder, on, fault="SIGKILL").done()
     assert code == 5 and "rank 1 was ended by SIGKILL; resume=auto goes on" in " ".join(told.split()), told
     assert max(losses(folder)) < 11 and not (folder / "result.json").exists()
-    command, before = started(folder, "trainer.max_steps=4000", "resume=auto"), len(told)
+    command, before = started(folder, on, "trainer.max_steps=4000", "resume=auto"), len(told)
     wait_until(lambda: "\nstep " in command.log.read_text()[before:], what="a step of the second attempt")
     command.signal(signal.SIGTERM)
     code, told = command.done()
@@ -70,8 +71,9 @@ def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt
     assert steps == list(range(len(steps))), "none is missing, and none there twice"
 
 
-def test_memory_that_runs_out_on_one_rank_has_its_exit_code(tmp_path: Path) -> None:
-    code, told = started(tmp_path / "day" / "run", fault="oom").done()
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_memory_that_runs_out_on_one_rank_has_its_exit_code(strategy: str, tmp_path: Path) -> None:
+    code, told = started(tmp_path / "day" / "run", f"trainer.strategy={strategy}", fault="oom").done()
     assert code == 4 and re.search("rank 1: .*has no memory left", " ".join(told.split())), told
 
 

@@ -30,6 +30,16 @@ def test_rules_by_row_and_column_need_matrices():
         assert why_not(spec, "norm") is None
 
 
+def test_a_matrix_that_is_stored_the_other_way_is_not_cut_along_the_rows_of_a_rule():
+    cut = ParamInfo(name="w", shape=(8, 4), dtype="float32", role=Role.MLP, transposed=True, whole=(8, 4))
+    block = Block(name="w", params=(cut,), role=Role.MLP)
+    for spec in ("adafactor", "foam_l1", "adamw_shared_in"):
+        assert f"w is stored (fan_in, fan_out), so that fully_shard cuts along the rows that {spec}" in str(
+            why_not(spec, block)
+        )
+    assert [why_not(spec, block) for spec in ("adamw", "muon", "lion@streamed")] == [None] * 3
+
+
 def test_a_fold_must_fit_its_axis():
     narrow = Block(name="b", params=(param("mlp.w", 300, 4),), role=Role.MLP)
     assert why_not("foam_l3", narrow) == "foam_l3 folds 8 neighbours along fan_in, mlp.w has 4"

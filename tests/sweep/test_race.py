@@ -21,6 +21,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
 from baoc.sweep import race as race_module
+from baoc.sweep.gpu_slots import Gpu
 from baoc.sweep.race import kept_words, predicted_s, race_before, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
@@ -272,6 +273,45 @@ def test_what_a_run_took_where_nothing_was_raced_stays_when_it_resumes(
     leave_field(other)
     assert race_before(given, words=[], folder=other, command="c").recipe is not None
     assert "taken from an earlier race: lion8" in capsys.readouterr().out
+
+
+NOTES = """
+import os
+with open({told!r}, "a") as file:
+    file.write(f"{{time.monotonic()}} {event} {{os.environ['CUDA_VISIBLE_DEVICES']}} {{' '.join(sys.argv[1:])}}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["race", "train"])
+def test_runs_of_a_race_have_one_of_two_gpus_each(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By itself, and before a run of two devices, which has both of them after it."""
+    two = [Gpu(name=str(index), total_bytes=80 << 30, uuid=f"GPU-{index}") for index in range(2)]
+    monkeypatch.setattr("baoc.sweep.study.find_gpus", lambda _: two)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
+    notes = {event: NOTES.format(told=str(tmp_path / "told"), event=event) for event in ("begin", "end")}
+    code = "import sys, time" + notes["begin"] + "time.sleep(0.1)\n" + STUB + notes["end"]
+    monkeypatch.setattr("baoc.sweep.study.COMMAND", code)  # whose runs have GPUs
+    own = [f"mode={mode}", *([] if mode == "race" else ["trainer.devices=2", "race=600"])]
+    words = [*WORDS[:2], *QUICK, *own]
+    given = config(tmp_path, *words[2:])
+    if mode == "race":
+        run_race(given, words=words, folder=tmp_path / "race", command="c", code=code)
+    else:
+        after = race_before(given, words=words, folder=tmp_path / "race", command="c", code=code)
+        assert after.trainer.devices == 2 and after.recipe is not None
+    held, most = set[str](), 0
+    for _, event, card, *told in sorted(line.split() for line in (tmp_path / "told").read_text().splitlines()):
+        assert card in ("0", "1") and not any(word.startswith("trainer.devices") for word in told)
+        assert (card in held) == (event == "end")
+        held ^= {card}
+        most = max(most, len(held))
+    assert most == 2 and not held
+    with pytest.raises(
+        BadInputError, match=r"a race trains each of its runs on one device, and trainer\.devices=2 was"
+    ):
+        raced(tmp_path / "refused", "trainer.devices=2")
 
 
 def _none():

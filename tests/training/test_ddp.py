@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
+from baoc.callbacks import SafeCheckpoint
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.parallel import ALONE, check_same, ranks
@@ -214,6 +215,13 @@ def by_others(size: int) -> dict[str, Any]:
     }
 
 
+def alone_with_its_clock(rank: int, size: int, *, folder: Path) -> list[str]:
+    """Checkpoints by time, of a callback without the vote of others: rank 0's clock says that each step is late."""
+    keep = SafeCheckpoint(folder, every_minutes=1e9 * rank, keep=9)
+    fit(BaocDDPStrategy("state_25"), steps=3, devices=size, plugins=[LightningEnvironment()], callbacks=[keep])
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
 def by_lightning(rank: int, size: int) -> dict[str, Any]:
     planner = PlannerSettings(keep_fp32_roles=())
     given = {"devices": size, "plugins": [LightningEnvironment()], "steps": 12}
@@ -242,12 +250,17 @@ def by_lightning(rank: int, size: int) -> dict[str, Any]:
 def work(rank: int, size: int, store: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
         found = {"probes": other_probes(rank), "clocks": other_clocks(rank), "errors": errors(rank)}
+        found["saved"] = alone_with_its_clock(rank, size, folder=store.parent / "saved")
         return {**found, "lightning": by_lightning(rank, size), "others": by_others(size)}
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     return in_processes(work)
+
+
+def test_a_checkpoint_is_due_by_the_first_clock_also_without_a_vote_of_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["saved"] == ["last.ckpt", "step_00000001.ckpt", "step_00000002.ckpt"]
 
 
 def same(tensors: list[list[Tensor]]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nan
 
+from baoc.callbacks import checkpoint
 from baoc.config.schema import (
     AllocatorConfig,
+    CatalogueConfig,
     CheckpointConfig,
     ModelConfig,
     OptimConfig,
@@ -54,21 +57,43 @@ ONE_CURVE = {
 OWN = {key: value for key, value in ONE_CURVE.items() if key not in ("allocator", "recipe", "budget")}
 BY_COLUMN = {**OWN, "risk": RiskConfig(name="prior")}  # which takes rules by column, too
 OFTEN = {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)}
+FROM_HOST = {
+    "catalogue": CatalogueConfig(specs=("adamw@streamed", "adamw_int8@streamed"), keep_fp32_roles=()),
+    "allocator": AllocatorConfig(),
+    "recipe": None,
+    "budget": parse_budget("8gb"),
+}
 BEFALLS: dict[str, dict[str, Any]] = {
     "nan, late": OFTEN,
+    "clock": {"checkpoint": CheckpointConfig(every_n_steps=None, every_minutes=0.2, keep=9, export=False)},
     "SIGUSR1": {},
     "in a decision": OFTEN,
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }
+BEFALLS |= {  # by fully_shard, under which nothing is decided in mid-run
+    f"{kind}, cut": {"strategy": "fsdp", **OWN, **{key: value for key, value in changes.items() if changes != OFTEN}}
+    for kind, changes in BEFALLS.items()
+    if kind not in ("in a decision", "budget file")  # which "cut, budget" is
+}
+
+
+RESUMED = ("SIGUSR1", "in a decision", "SIGUSR1, cut")
 
 
 def ran(
-    folder: Path, *, ranks: int, steps: int = STEPS, resume: Path | None = None, strategy: Any = "auto", **changes: Any
+    folder: Path,
+    *,
+    ranks: int,
+    steps: int = STEPS,
+    resume: Path | None = None,
+    strategy: Any = "auto",
+    precision: Any = "auto",
+    **changes: Any,
 ) -> dict[str, Any]:
     """What a run says, how it ends, and its result on rank 0."""
     given = config(**{"batch_size": 64, "checkpoint": CheckpointConfig(every_n_steps=4, export=False), **changes})
-    lasting = {"devices": ranks, "strategy": strategy, "max_steps": steps}
+    lasting = {"devices": ranks, "strategy": strategy, "max_steps": steps, "precision": precision}
     trainer = replace(given.trainer, **lasting, val_check_interval=100, limit_val_batches=1)
     given = replace(given, trainer=trainer, resume=None if resume is None else str(resume))
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,15 +114,15 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
 
     def step(self: VisionTask, batch: Any, index: int) -> Tensor:
         now, mine = self.trainer.global_step, rank == 1
-        if mine and now == 1 and kind == "breach":
+        if mine and now == 1 and kind.startswith("breach"):
             torch.zeros(MORE_BYTES, dtype=torch.uint8)
         if rank == 0 and now == AT and kind == "budget file":
             (folder / "budget").write_text("state_10\n")
         loss = plain(self, batch, index)
         if mine and now == AT and self.trainer.training:
             if kind.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, kind))
-            if kind == "nan, late":
+                os.kill(os.getpid(), getattr(signal, kind.removesuffix(", cut")))
+            if kind.startswith("nan"):
                 time.sleep(0.5)
                 return loss * nan
         return loss
@@ -107,9 +132,12 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
         return decide(self, *given, **more)
 
+    ticks = count()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(VisionTask, "training_step", step))
         stack.enter_context(mock.patch.object(Reallocator, "decide", decided))
+        if kind.startswith("clock"):  # rank 0's stands still, and by rank 1's a checkpoint is late after each step
+            stack.enter_context(mock.patch.object(checkpoint, "monotonic", lambda: rank * next(ticks) * 60.0))
         yield
 
 
@@ -132,18 +160,23 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["one_two"] = ran(base / "one_two", ranks=2, resume=after(8, shared / "one"), **ONE_CURVE)
         cut: dict[str, Any] = {**ONE_CURVE, "strategy": "fsdp", "checkpoint": export}
         found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(4, shared / "two"), **cut)
+        found["cut, hosted"] = ran(base / "hosted", ranks=2, steps=2, **{**cut, **OWN, **FROM_HOST})
+        found["cut, narrow"] = ran(base / "narrow", ranks=2, steps=2, precision="bf16-true", **cut)
         with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
             resumed = {"resume": shared / "by column", "strategy": "fsdp", "steps": AT + 2}
             found["cut, budget"] = ran(folder, ranks=2, **resumed, **BY_COLUMN)
         for kind, changes in BEFALLS.items():
             with befalling(kind, rank=rank, folder=base / kind):
                 found[kind] = ran(base / kind, ranks=2, **changes)
-        for kind in ("SIGUSR1", "in a decision"):
+        for kind in RESUMED:
             found[f"{kind}, resumed"] = ran(base / kind, ranks=2, resume=shared / kind, **BEFALLS[kind])
     if rank == 0:
         found["two_one"] = ran(base / "two_one", ranks=1, resume=after(8, base / "two"), **ONE_CURVE)
         found["cut_one"] = ran(base / "cut_one", ranks=1, resume=after(8, base / "two_cut"), **ONE_CURVE)
         found["losses"] = {name: losses(base / name) for name in ("one", *CURVES, *BEFALLS)}
+        files_of = {kind: base / kind / "checkpoints" for kind in BEFALLS}
+        names_of = {kind: [path.name for path in folder.glob("*")] for kind, folder in files_of.items()}
+        found["kept"] = {kind: sorted(name for name in names if "best" not in name) for kind, names in names_of.items()}
         found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
         saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
         found["saved"] = {name.removeprefix("model.net."): value for name, value in saved["state_dict"].items()}
@@ -185,6 +218,14 @@ def test_a_run_under_fully_shard_tells_what_a_device_holds_and_leaves_the_files_
     assert all(torch.equal(found[0]["exported"][name], value) for name, value in saved.items())
 
 
+def test_bf16_weights_under_fully_shard_are_validated_at_the_end(found: list[dict[str, Any]]) -> None:
+    assert [each["cut, narrow"]["ended"] for each in found] == ["", ""] and found[0]["cut, narrow"]["result"].metrics
+
+
+def test_states_on_the_host_under_fully_shard(found: list[dict[str, Any]]) -> None:
+    assert [each["cut, hosted"]["ended"] for each in found] == ["", ""]
+
+
 def test_a_new_budget_under_fully_shard(found: list[dict[str, Any]]) -> None:
     assert [each["cut, budget"]["ended"] for each in found] == ["", ""]
     assert found[0]["cut, budget"]["result"].budget["name"] == "state_10"
@@ -199,11 +240,13 @@ def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
 
 ENDS = {
     "nan, late": "",
+    "clock": "",
     "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
     "in a decision": "PreemptedError: SIGTERM ended the run after step 6",
     "breach": "BudgetBreachedError: budget 60mb allows",
     "budget file": "",
 }
+ENDS |= {kind: ENDS[kind.removesuffix(", cut")] for kind in BEFALLS}
 
 
 @pytest.mark.parametrize("kind", BEFALLS)
@@ -214,15 +257,22 @@ def test_what_befalls_one_rank_ends_or_spares_all_in_the_same_step(kind: str, fo
         assert list(found[0]["losses"][kind]) == list(range(STEPS))
 
 
-def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_all(found: list[dict[str, Any]]) -> None:
-    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0]["nan, late"]["told"].split())
+@pytest.mark.parametrize("kind", ["nan, late", "nan, late, cut"])
+def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_all(kind: str, found: list[dict[str, Any]]) -> None:
+    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0][kind]["told"].split())
 
 
-def test_a_breach_names_the_rank(found: list[dict[str, Any]]) -> None:
-    assert all(" bytes) on rank 1 (" in each["breach"]["ended"] for each in found)
+@pytest.mark.parametrize("kind", ["clock", "clock, cut"])
+def test_checkpoints_go_by_the_first_clock(kind: str, found: list[dict[str, Any]]) -> None:
+    assert found[0]["kept"][kind] == ["last.ckpt"]
 
 
-@pytest.mark.parametrize("kind", ["SIGUSR1", "in a decision"])
+@pytest.mark.parametrize("kind", ["breach", "breach, cut"])
+def test_a_breach_names_the_rank(kind: str, found: list[dict[str, Any]]) -> None:
+    assert all(" bytes) on rank 1 (" in each[kind]["ended"] for each in found)
+
+
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_that_a_signal_to_one_rank_has_ended_goes_on(kind: str, found: list[dict[str, Any]]) -> None:
     assert [each[f"{kind}, resumed"]["ended"] for each in found] == ["", ""]
     assert list(found[0]["losses"][kind]) == list(range(STEPS))

@@ -56,7 +56,7 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from NATIVE_FROM
     elements on; `eager` for all else, and for fp32 AdamW on the CPU, where it is torch's own step bit for bit. A named
     backend takes what it can; the rest is eager, and the log says so. Matrices that need other ranks' rows are
-    `exchanged` by kernels, else eager.
+    `exchanged` by kernels, else eager; what needs sums over other ranks' rows is eager.
 
     native agrees with eager to the tolerance in tests/kernels/test_native_*.py (a unit in the last place of an update,
     a code in thousands). A machine without a compiler trains the same only to that tolerance: name a backend where bits
@@ -65,6 +65,8 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
     if any(slot.gathers for slot in block.slots):
         candidates = (ExchangedBackend.name if name in ("auto", "fused", ExchangedBackend.name) else "eager",)
+    if any(slot.sums for slot in block.slots):
+        candidates = (EagerBackend.name,)
     refused = []
     for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)

@@ -6,16 +6,21 @@ param <- (1 - lr wd) param - lr factor update (`apply_`). A block that is matche
 torch.optim.AdamW(foreach=False, fused=False).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
-from baoc.optim.rules import Direction, RuleContext
+from baoc.optim.rules import Direction
+from baoc.optim.rules.base import Summing, SummingRule, finished
+from baoc.optim.shards import Shards
 from baoc.optim.state import LiveBlock, Slot
 
+T = TypeVar("T")
 TINY = 1e-30
 _PIECE = 2**16
 
@@ -30,14 +35,19 @@ class EagerBackend(Backend):
         return ""
 
     def __call__(self, inputs: StepInputs) -> None:
+        together: list[LiveBlock] = []
         for bucket in self.buckets:
             for block in bucket.blocks:
-                if inputs.matching and block.match is not None:
+                if any(slot.sums for slot in block.slots):
+                    together.append(block)
+                elif inputs.matching and block.match is not None:
                     _step_matched(block, inputs)
                 else:
                     for slot in block.slots:
                         if slot.param.grad is not None:
                             _step_plain(slot, inputs)
+        if together:
+            _step_together(together, inputs)
 
     @property
     def moved(self) -> bool:
@@ -94,6 +104,91 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Mea
     apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
 
 
+def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
+    """Blocks whose rules take sums over ranks: each sum of a batch of tensors is one message. A batch holds no more
+    elements than the largest tensor, so that it takes no more room."""
+    members = [(block, slot) for block in blocks for slot in block.slots if slot.param.grad is not None]
+    measures = {id(block): Measure() for block, _ in members}
+    fresh = [(block, slot) for block, slot in members if inputs.matching and block.match is not None and block.fresh]
+    for batch in _batches(fresh):
+        for (block, _), (_, norm, count) in zip(batch, _directions(batch, inputs, store=False), strict=True):
+            measures[id(block)].add(norm, factor=1.0, count=count)
+    for block in {id(block): block for block, _ in fresh}.values():
+        assert block.match is not None
+        block.match[1], block.fresh = measures[id(block)].rms()[0], False
+        measures[id(block)] = Measure()
+    for batch in _batches(members):
+        for (block, slot), (direction, norm, count) in zip(batch, _directions(batch, inputs), strict=True):
+            scale = None
+            if inputs.matching and block.match is not None:
+                scale = factor(block.match, norm=norm, count=count)
+                measures[id(block)].add(norm, factor=scale, count=count)
+                direction = Direction(numerator=_update_of(direction), divisor=direction.divisor)
+            if slot.param.numel():
+                apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
+    for block in {id(block): block for block, _ in members}.values():
+        if inputs.matching and block.match is not None:
+            block.match[1], block.applied = measures[id(block)].rms()
+
+
+def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:
+    """The same on all ranks."""
+    sizes = [-(-slot.owner.numel() // (slot.shard.shards.size if slot.shard else 1)) for _, slot in members]
+    batch: list[tuple[LiveBlock, Slot]] = []
+    held, most = 0, max(sizes, default=0)
+    for member, size in zip(members, sizes, strict=True):
+        if batch and held + size > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(member)
+        held += size
+    if batch:
+        yield batch
+
+
+def _directions(
+    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, store: bool = True
+) -> list[tuple[Direction, float | Tensor, int]]:
+    """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
+    runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
+    shards = next(slot.shard.shards for _, slot in batch if slot.shard is not None)
+    return in_lockstep(runs, shards=shards)
+
+
+def _measuring(
+    slot: Slot, inputs: StepInputs, *, matched: bool, store: bool
+) -> Summing[tuple[Direction, float | Tensor, int]]:
+    finite = inputs.masks.get(slot.param)
+    direction = yield from advancing(slot, inputs, finite=finite, store=store)
+    if not (matched and inputs.matching):
+        return direction, 0.0, 0
+    norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+    if slot.shard is None:
+        return direction, norm, count
+    held = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
+    held[0], held[1] = norm * norm, count
+    square, counted = yield held
+    whole = square.sqrt()
+    return direction, (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(counted)
+
+
+def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards) -> list[T]:
+    """What `runs` return. Sums that several ask for at once are one message."""
+    done: dict[int, T] = {}
+    sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
+    while sums:
+        asked: dict[int, Tensor] = {}
+        for index, given in sums.items():
+            try:
+                asked[index] = runs[index].send(given)
+            except StopIteration as end:
+                done[index] = end.value
+        flat = [part.to(torch.float64).flatten() for part in asked.values()]
+        parts = shards.total_(torch.cat(flat)).split([len(part) for part in flat]) if flat else ()
+        sums = {index: part.view(asked[index].shape) for index, part in zip(asked, parts, strict=True)}
+    return [done[index] for index in range(len(runs))]
+
+
 def _join(slot: Slot) -> None:
     """On a rank without rows of a tensor: takes part in the collective calls of the others."""
     if slot.gathers and slot.shard is not None:
@@ -128,38 +223,37 @@ def _update_of(direction: Direction) -> Tensor:
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
     """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
+    ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
+    return finished(advancing(slot, inputs, finite=finite, store=store), ctx)
+
+
+def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Summing[Direction]:
+    """`advance`, which stops for each sum over ranks."""
     state, options = inputs.state[slot.param], inputs.options[slot.row]
     step = 0
     if slot.counts_steps:
         count = state["step"]
-        if store:
+        step = int(count.item()) + 1
+        if store and slot.param.numel():  # else the optimizer counts
             count += 1
-        step = int(count.item()) + (not store)
     grad = slot.param.grad
     assert grad is not None
     if grad.dtype is not torch.float32:
         grad = grad.to(torch.float32)
-    states = {name: state[name] for name in slot.direct}
-    for kept in slot.coded:
-        states[kept.decl.name] = kept.decode(state)
+    states = slot.decoded(state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
-    ctx = RuleContext(
-        step=step,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        eps=options.eps,
-        finite=finite,
-        matrix=slot.matrix,
-        transposed=slot.info.transposed,
-        shard=slot.shard if slot.gathers else None,
-    )
-    direction = slot.rule.direction(grad, states=states, ctx=ctx)
+    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
+    if slot.sums:
+        assert isinstance(slot.rule, SummingRule)
+        direction = yield from slot.rule.steps(grad, states=states, ctx=ctx)
+    else:
+        direction = slot.rule.direction(grad, states=states, ctx=ctx)
     if store:
         for name, values in old.items():
             states[name][~finite] = values  # pyright: ignore[reportOptionalOperand] (old is empty without a mask)
-        for kept in slot.coded:
+        for kept in slot.coded if slot.param.numel() else ():
             kept.encode_(state, states[kept.decl.name], phase=inputs.phase, new=finite)
     return direction
 

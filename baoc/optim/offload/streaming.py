@@ -129,7 +129,9 @@ class StagingPipeline:
         self.blocks, self.home = list(blocks), home
         self.device = self.blocks[0].slots[0].param.device
         self.streams = streams or streams_for(self.device)
-        sizes = [live.slab_bytes for live in self.blocks]
+        # Those of the rank that has most: pieces are stepped by all ranks together where parameters are sharded.
+        self._sizes = {id(live): live.largest_slab_bytes for live in self.blocks}
+        sizes = list(self._sizes.values())
         capacity = capacity_bytes(sizes, piece_bytes=piece_bytes)
         self.nbytes = capacity if sum(sizes) <= capacity else num_buffers * capacity  # as `transfer.buffer_bytes`
         self._chunk_bytes = piece_bytes
@@ -160,7 +162,7 @@ class StagingPipeline:
         parts = [
             [run[index] for index in part]
             for run in runs
-            for part in cut([live.slab_bytes for live in run], piece_bytes=self._piece_bytes)
+            for part in cut([self._sizes[id(live)] for live in run], piece_bytes=self._piece_bytes)
         ]
         found: dict[Any, list[Piece]] = {}
         for piece in self.place(parts):

@@ -4,42 +4,51 @@ With momentum, m averages the gradient and is corrected as AdamW's is (the paper
 can be inherited from and by every other rule.
 """
 
+import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, Rule, RuleContext
-from baoc.optim.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean, rms
+from baoc.optim.rules.base import Direction, RuleContext, Summing, SummingRule, finished
+from baoc.optim.rules.matrix import as_matrix, average_, column_mean, finite_matrix, from_matrix, mean, rms
 
 _FLOOR = 1e-30  # added to g^2, eps1 of the paper
 _DECAY = 0.8  # beta2 of step t is 1 - t^-0.8
 _CLIP = 1.0  # largest RMS of the update
 
 
-class Adafactor(Rule):
+class Adafactor(SummingRule):
     """Update g / sqrt(v), v = row col^T / mean(row), divided by max(1, its RMS). `eps` of the group plays no part."""
 
-    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
         row, col = states["v_row"], states["v_col"]
         finite = finite_matrix(ctx)
         square = as_matrix(grad, ctx).square().add_(_FLOOR)
         weight = ctx.step**-_DECAY
-        for state, dim in ((row, 1), (col, 0)):
-            new, valid = mean(square, dim=dim, finite=finite)
-            average_(state, new, weight=weight, valid=valid)
+        new, valid = mean(square, dim=1, finite=finite)
+        average_(row, new, weight=weight, valid=valid)
+        new, valid = yield from column_mean(square, finite=finite, ctx=ctx)
+        average_(col, new, weight=weight, valid=valid)
         if "m" in states:
             states["m"].lerp_(grad, 1 - ctx.beta1)
-        return self._direction(grad, states=states, ctx=ctx)
+        return (yield from self._direction(grad, states=states, ctx=ctx))
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        return self._direction(states["m"], states=states, ctx=ctx) if "m" in states and ctx.step else None
+        if "m" not in states or not ctx.step:
+            return None
+        return finished(self._direction(states["m"], states=states, ctx=ctx), ctx)
 
     @staticmethod
-    def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+    def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
         row, col = states["v_row"], states["v_col"]
         numerator = states["m"] / (1 - ctx.beta1**ctx.step) if "m" in states else grad
-        scale = (row / row.mean()).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
+        whole = row.mean()
+        if ctx.shard is not None:
+            total, count = yield torch.stack([row.sum(), row.new_tensor(len(row))])
+            whole = (total / count).to(row.dtype)
+        scale = (row / whole).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
         update = numerator / from_matrix(scale, ctx, shape=grad.shape)
-        update.div_((rms(update, finite=ctx.finite) / _CLIP).clamp_(min=1.0))
+        size = yield from rms(update, finite=ctx.finite, ctx=ctx)
+        update.div_((size / _CLIP).clamp_(min=1.0))
         return Direction(numerator=update)
 
 

@@ -6,8 +6,8 @@ docs/methods.md#shared-second-moments has the formulas and their sources.
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, Rule, RuleContext
-from baoc.optim.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
+from baoc.optim.rules.base import Direction, Rule, RuleContext, Summing, SummingRule
+from baoc.optim.rules.matrix import as_matrix, average_, column_mean, finite_matrix, from_matrix, mean
 from baoc.types import RuleInfo, StateKind, StateLayout
 
 
@@ -36,17 +36,21 @@ class AdamW(Rule):
         return Direction(numerator=numerator, denominator=denominator, divisor=divisor)
 
 
-class SharedAdamW(Rule):
+class SharedAdamW(SummingRule):
     """AdamW with one v per row or per column: the average of the mean of g^2 over it."""
 
     def __init__(self, info: RuleInfo):
         super().__init__(info)
         self._dim = 1 if info.states[1].layout is StateLayout.PER_ROW else 0
 
-    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
         m, v = states["m"], states["v"]
         m.lerp_(grad, 1 - ctx.beta1)
-        square, valid = mean(as_matrix(grad, ctx).square(), dim=self._dim, finite=finite_matrix(ctx))
+        squares, finite = as_matrix(grad, ctx).square(), finite_matrix(ctx)
+        if self._dim == 1:
+            square, valid = mean(squares, dim=1, finite=finite)
+        else:
+            square, valid = yield from column_mean(squares, finite=finite, ctx=ctx)
         average_(v, square, weight=1 - ctx.beta2, valid=valid)
         return self._direction(m, v=v, ctx=ctx)
 

@@ -3,12 +3,17 @@
 Rules know nothing of storage, parameter groups, matching or weight decay; those belong to `baoc.optim`.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from baoc.types import RuleInfo, StateDecl
+
+T = TypeVar("T")
+Summing = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,7 +23,7 @@ class RuleContext:
     `step` is the number of this step, from 1, for a rule that counts steps; else 0. `finite` is a bool mask in the
     gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None means that all are finite.
     `matrix` is (fan_out, fan_in) where the tensor has one; `transposed` says that it is stored as (fan_in, fan_out).
-    `shard` is an `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole.
+    `shard` is an `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole, or sums.
     """
 
     step: int = 0
@@ -70,6 +75,17 @@ class UpdateRule(Protocol):
         ...
 
 
+def finished(steps: Summing[T], ctx: RuleContext) -> T:
+    """What `steps` returns, with each sum that it asks for taken over ranks by a message of its own."""
+    sums: Any = None
+    while True:
+        try:
+            asked = steps.send(sums)
+        except StopIteration as end:
+            return end.value
+        sums = ctx.shard.shards.total_(asked.to(torch.float64))
+
+
 class Rule:
     """Base of the rules in this package. It holds `info`; its `last` determines nothing."""
 
@@ -81,6 +97,18 @@ class Rule:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name!r})"
+
+
+class SummingRule(Rule):
+    """Base of rules whose step takes sums over the rows of a matrix, of which `ctx.shard` says that this has some."""
+
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+        """`direction`, which stops for each sum over ranks, so that those of many tensors are one message. Without
+        `ctx.shard` it stops for none."""
+        raise NotImplementedError
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        return finished(self.steps(grad, states=states, ctx=ctx), ctx)
 
 
 def decl_named(info: RuleInfo, name: str) -> StateDecl:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.base import Direction, RuleContext, Summing, SummingRule, finished
 from baoc.optim.rules.matrix import as_matrix, from_matrix
 
 _TINY = 1e-30
 
 
-class ColumnNorm(Rule):
+class ColumnNorm(SummingRule):
     """g_j / |g_j| for each column j of a (fan_out, fan_in) matrix, the weights that read input j.
 
     Columns, not rows, because a column's gradient has its input's size as a factor, and inputs (tokens, features)
@@ -22,30 +22,36 @@ class ColumnNorm(Rule):
     norm; a column without gradient stays. `eps` of the group plays no part.
     """
 
-    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
-        return _of_one_length(grad, ctx=ctx)
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+        return (yield from _of_one_length(grad, ctx=ctx))
 
 
-class ColumnNormMomentum(Rule):
+class ColumnNormMomentum(SummingRule):
     """m_j / |m_j| for each column, m the average of g: what SCALE (arXiv 2506.16659) runs on the head.
 
     Excluded elements of m are 0 in the norm. The length of m plays no part, and so neither does its bias.
     """
 
-    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
         m = states["m"].lerp_(grad, 1 - ctx.beta1)
-        return _of_one_length(m if ctx.finite is None else torch.where(ctx.finite, m, 0.0), ctx=ctx)
+        return (yield from _of_one_length(m if ctx.finite is None else torch.where(ctx.finite, m, 0.0), ctx=ctx))
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        return _of_one_length(states["m"], ctx=ctx)
+        return finished(_of_one_length(states["m"], ctx=ctx), ctx)
 
 
-def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Direction:
+def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Summing[Direction]:
     """`update` with each column divided by its norm."""
     assert ctx.matrix is not None
     matrix = as_matrix(update, ctx)
-    largest = matrix.abs().amax(0).clamp_(min=_TINY)  # squares of gradients far below 1 would be lost
-    norm = torch.linalg.vector_norm(matrix / largest, dim=0).mul_(largest).clamp_(min=_TINY)
+    if len(matrix):
+        largest = matrix.abs().amax(0).clamp_(min=_TINY)  # squares of gradients far below 1 would be lost
+        norm = torch.linalg.vector_norm(matrix / largest, dim=0).mul_(largest)
+    else:  # a rank without rows
+        norm = matrix.new_zeros(matrix.shape[1])
+    if ctx.shard is not None:
+        norm = (yield norm.to(torch.float64).square()).sqrt().to(torch.float32)
+    norm = norm.clamp_(min=_TINY)
     return Direction(numerator=update, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(update.shape)))
 
 

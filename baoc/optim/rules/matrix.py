@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baoc.optim.rules.base import RuleContext
+from baoc.optim.rules.base import RuleContext, Summing
 
 
 def as_matrix(tensor: Tensor, ctx: RuleContext) -> Tensor:
@@ -31,6 +31,16 @@ def mean(values: Tensor, *, dim: int, finite: Tensor | None) -> tuple[Tensor, Te
     return (values * finite).sum(dim) / count.clamp(min=1), count > 0
 
 
+def column_mean(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> Summing[tuple[Tensor, Tensor | None]]:
+    """`mean` along the rows, of all ranks."""
+    if ctx.shard is None:
+        return mean(values, dim=0, finite=finite)
+    count = torch.ones_like(values).sum(0) if finite is None else finite.sum(0)
+    total = yield torch.cat([(values if finite is None else values * finite).sum(0), count])
+    sums, counts = total.chunk(2)
+    return (sums / counts.clamp(min=1)).to(torch.float32), counts > 0
+
+
 def average_(state: Tensor, new: Tensor, *, weight: float, valid: Tensor | None) -> None:
     """state <- state + weight (new - state), in place; elements that are not valid keep their value."""
     if valid is None:
@@ -39,8 +49,13 @@ def average_(state: Tensor, new: Tensor, *, weight: float, valid: Tensor | None)
         state.copy_(torch.where(valid, state.lerp(new, weight), state))
 
 
-def rms(values: Tensor, *, finite: Tensor | None) -> Tensor:
-    """Root mean square over the finite elements, as a tensor without dimensions; 0 of nothing."""
+def rms(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> Summing[Tensor]:
+    """Root mean square over the finite elements of all ranks, as a tensor without dimensions; 0 of nothing."""
+    if ctx.shard is not None:
+        kept = values if finite is None else torch.where(finite, values, 0.0)
+        count = values.new_tensor(values.numel()) if finite is None else finite.sum()
+        square, counted = yield torch.stack([torch.linalg.vector_norm(kept, dtype=torch.float64).square(), count])
+        return (square / counted.clamp(min=1)).sqrt().to(torch.float32)
     if finite is None:
         return torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
     kept = torch.where(finite, values, 0.0)
