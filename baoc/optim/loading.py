@@ -119,8 +119,8 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
     for part in own.parts:
         value, shape = found.get(part.key), _shape(here, part.key)
         if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=_rows(slot))):
-            cut = slot.shard is not None and part.key not in alike
-            found[part.key] = slot.shard.taken(value, shape=part.shape) if cut else whole(value).reshape(part.shape)
+            shard = None if part.key in alike else slot.shard
+            found[part.key] = shard.taken(value, shape=part.shape) if shard else whole(value).reshape(part.shape)
     return found
 
 

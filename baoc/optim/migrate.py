@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import inherit, weights
-from baoc.optim.backends.eager import over_ranks, update_norm
+from baoc.optim.backends.eager import update_norm
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.planning.cost import state_bytes, weight_bytes
@@ -207,10 +207,22 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)
-        norm, numel = over_ranks(slot, norm=norm, count=numel)
+        norm, numel = _over_ranks(slot, norm=norm, count=numel)
         total += float(norm) ** 2
         count += numel
     return (total / count) ** 0.5 if count and not isnan(total) else None
+
+
+def _over_ranks(slot: Slot, *, norm: float | Tensor, count: int) -> tuple[float | Tensor, int]:
+    """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
+    if slot.shard is None or slot.shard.shards.size == 1:
+        return norm, count
+    shards, device = slot.shard.shards, slot.param.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums[0], sums[1] = norm * norm, count
+    shards.total_(sums)
+    whole = sums[0].sqrt()
+    return (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(sums[1])
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:

@@ -172,7 +172,7 @@ def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[st
     if ranks().rank == 0:
         for network_, name in dict.fromkeys((row.network, row.optimizer) for row in rows):
             found_ = [row.over_share for row in rows if (row.network, row.optimizer) == (network_, name)]
-            print(f"{network_:12} {name:20} over a share of one GPU's: {mean_interval(found_)}")
+            print(f"{network_:12} {name:20} over a share of one GPU's: {mean_interval(found_, level=0.95)}")
 
 
 def written(out: Path, rows: Sequence[Any]) -> None:

@@ -38,13 +38,13 @@ class EagerBackend(Backend):
         together: list[LiveBlock] = []
         for bucket in self.buckets:
             for block in bucket.blocks:
-                if any(slot.sums for slot in block.slots):
+                if any(slot.shard is not None for slot in block.slots):
                     together.append(block)
                 elif inputs.matching and block.match is not None:
                     _step_matched(block, inputs)
                 else:
                     for slot in block.slots:
-                        if slot.param.grad is not None:
+                        if slot.param.grad is not None and slot.param.numel():
                             _step_plain(slot, inputs)
         if together:
             _step_together(together, inputs)
@@ -62,14 +62,12 @@ def changed(slot: Slot) -> bool:
 
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     """Steps one tensor. Its temporaries are freed on return, so plans count those of one tensor."""
-    if not slot.param.numel():
-        return _join(slot)
     finite = inputs.masks.get(slot.param)
     apply_(slot, advance(slot, inputs, finite=finite), inputs=inputs, finite=finite)
 
 
 def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
-    slots = [slot for slot in block.slots if slot.param.grad is not None and (slot.param.numel() or slot.shard)]
+    slots = [slot for slot in block.slots if slot.param.grad is not None and slot.param.numel()]
     if not slots:
         return
     match = block.match
@@ -89,15 +87,9 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
 
 def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
     finite = inputs.masks.get(slot.param)
-    if not slot.param.numel():  # others have the parts of it
-        _join(slot)
-        norm, count = over_ranks(slot, norm=0.0, count=0)
-        measure.add(norm, factor=factor(match, norm=norm, count=count), count=count)
-        return
     direction = advance(slot, inputs, finite=finite)
     update = _update_of(direction)
     norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-    norm, count = over_ranks(slot, norm=norm, count=count)
     scale = factor(match, norm=norm, count=count)
     measure.add(norm, factor=scale, count=count)
     matched = Direction(numerator=update, divisor=direction.divisor)
@@ -105,20 +97,31 @@ def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Mea
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
-    """Blocks whose rules take sums over ranks: each sum of a batch of tensors is one message. A batch holds no more
-    elements than the largest tensor, so that it takes no more room."""
-    members = [(block, slot) for block in blocks for slot in block.slots if slot.param.grad is not None]
+    """Blocks of which ranks have rows: each sum over ranks of a batch of tensors is one message. A batch holds no more
+    elements than the largest tensor, so that it takes no more room. Matrices that a rule needs whole are gathered one
+    by one."""
+    slots = [(block, slot) for block in blocks for slot in block.slots]
+    shards = next(slot.shard.shards for _, slot in slots if slot.shard is not None)
+    members = [
+        (block, slot)
+        for block, slot in slots
+        if slot.param.grad is not None and (slot.param.numel() or slot.shard is not None)
+    ]
     measures = {id(block): Measure() for block, _ in members}
     fresh = [(block, slot) for block, slot in members if inputs.matching and block.match is not None and block.fresh]
     for batch in _batches(fresh):
-        for (block, _), (_, norm, count) in zip(batch, _directions(batch, inputs, store=False), strict=True):
+        for (block, _), (_, norm, count) in zip(
+            batch, _directions(batch, inputs, shards=shards, store=False), strict=True
+        ):
             measures[id(block)].add(norm, factor=1.0, count=count)
     for block in {id(block): block for block, _ in fresh}.values():
         assert block.match is not None
         block.match[1], block.fresh = measures[id(block)].rms()[0], False
         measures[id(block)] = Measure()
     for batch in _batches(members):
-        for (block, slot), (direction, norm, count) in zip(batch, _directions(batch, inputs), strict=True):
+        for (block, slot), (direction, norm, count) in zip(
+            batch, _directions(batch, inputs, shards=shards), strict=True
+        ):
             scale = None
             if inputs.matching and block.match is not None:
                 scale = factor(block.match, norm=norm, count=count)
@@ -147,22 +150,27 @@ def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[L
 
 
 def _directions(
-    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, store: bool = True
+    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: Shards, store: bool = True
 ) -> list[tuple[Direction, float | Tensor, int]]:
     """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
     runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
-    shards = next(slot.shard.shards for _, slot in batch if slot.shard is not None)
     return in_lockstep(runs, shards=shards)
 
 
 def _measuring(
     slot: Slot, inputs: StepInputs, *, matched: bool, store: bool
 ) -> Summing[tuple[Direction, float | Tensor, int]]:
-    finite = inputs.masks.get(slot.param)
-    direction = yield from advancing(slot, inputs, finite=finite, store=store)
+    finite, norm, count = inputs.masks.get(slot.param), 0.0, 0
+    if slot.param.numel() or slot.sums:
+        direction = yield from advancing(slot, inputs, finite=finite, store=store)
+    else:  # others have the parts of it
+        direction = Direction(numerator=slot.param)
+        if slot.gathers and slot.shard is not None:
+            slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
     if not (matched and inputs.matching):
-        return direction, 0.0, 0
-    norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        return direction, norm, count
+    if slot.param.numel():
+        norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
     if slot.shard is None:
         return direction, norm, count
     held = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
@@ -189,32 +197,10 @@ def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards) -> list[T]:
     return [done[index] for index in range(len(runs))]
 
 
-def _join(slot: Slot) -> None:
-    """On a rank without rows of a tensor: takes part in the collective calls of the others."""
-    if slot.gathers and slot.shard is not None:
-        slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
-
-
 def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
     finite = inputs.masks.get(slot.param)
-    if not slot.param.numel():
-        _join(slot)
-        return over_ranks(slot, norm=0.0, count=0)
     direction = advance(slot, inputs, finite=finite, store=False)
-    norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-    return over_ranks(slot, norm=norm, count=count)
-
-
-def over_ranks(slot: Slot, *, norm: float | Tensor, count: int) -> tuple[float | Tensor, int]:
-    """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
-    if slot.shard is None or slot.shard.shards.size == 1:
-        return norm, count
-    shards, device = slot.shard.shards, slot.param.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    sums[0], sums[1] = norm * norm, count
-    shards.total_(sums)
-    whole = sums[0].sqrt()
-    return (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(sums[1])
+    return update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
 
 
 def _update_of(direction: Direction) -> Tensor:
