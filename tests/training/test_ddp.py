@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
-from baoc.callbacks import SafeCheckpoint
+from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.parallel import ALONE, check_same, ranks
