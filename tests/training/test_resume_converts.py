@@ -5,12 +5,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch import nn
 
+from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.schema import BlocksConfig, CatalogueConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.tracking.checkpoints import load_checked
 from baoc.types import RunResult
+from tests.support.classifier import QUIET, Classifier, loader
 from tests.support.training_runs import EVERY_STEP, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
@@ -95,3 +100,41 @@ def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int) -> None:
     told = [json.loads(line) for line in (tmp_path / "day" / "on" / "reallocations.jsonl").read_text().splitlines()]
     assert [event["step"] for event in told[1:]] == list(range(step + 3, 15, 2)), "not before three steps were seen"
     assert result.num_steps == 14
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
+@pytest.mark.parametrize(
+    ("first", "then"), [("state_10", "unlimited"), ("state_50", "state_10"), ("state_25", "state_25")]
+)
+@pytest.mark.parametrize("door", ["loop", "strategy"])
+def test_another_budget_is_planned_for_anew_through_every_door(
+    door: str, first: str, then: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger one too, which the saved allocation would meet; run.py: `test_another_budget`."""
+
+    def optimizer(budget: str, *, steps: int, resumed: bool = False) -> Any:
+        module = Classifier()
+        if door == "strategy":
+            strategy = BaocStrategy(budget)
+            trainer = L.Trainer(strategy=strategy, max_steps=steps, **QUIET)
+            trainer.fit(module, loader(), ckpt_path=str(tmp_path / "half") if resumed else None)
+            if not resumed:
+                trainer.save_checkpoint(tmp_path / "half")
+            return strategy.reallocator.optimizer
+        made = BaocOptimizer(module, budget=budget)
+        if resumed:
+            made.load_state_dict(torch.load(tmp_path / "half", weights_only=True))
+        for inputs, labels in list(loader())[:1]:
+            nn.functional.cross_entropy(module.net(inputs), labels).backward()
+            made.step()
+        if not resumed:
+            torch.save(made.state_dict(), tmp_path / "half")
+        return made
+
+    optimizer(first, steps=1)
+    capsys.readouterr()
+    specs = optimizer(then, steps=2, resumed=True).specs
+    told = " ".join(capsys.readouterr().out.split())
+    assert (f"the budget was {first}, is {then}" in told) == (first != then)
+    (tmp_path / "half").unlink()
+    assert specs == optimizer(then, steps=1).specs
