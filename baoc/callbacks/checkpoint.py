@@ -148,7 +148,7 @@ class SafeCheckpoint(Checkpoint):
         self._last_step = trainer.global_step
         self._written = None
         self._run_dir = FolderGuard(self.folder.parent)
-        if self.folder.is_dir() and not fast_dev_run(trainer):
+        if self._ranks.rank == 0 and self.folder.is_dir() and not fast_dev_run(trainer):
             self._tidy(resumed_from=trainer.ckpt_path)
 
     def on_train_batch_end(
@@ -227,7 +227,7 @@ class SafeCheckpoint(Checkpoint):
         return self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes
 
     def _save_last(self, trainer: L.Trainer) -> None:
-        if self.keep > 1 and self.last_path.is_file() and self._last_step:
+        if self._ranks.rank == 0 and self.keep > 1 and self.last_path.is_file() and self._last_step:
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
