@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
-from baoc.core.measured import families
+from baoc.core.measured import Family, at_rate, faded, families
 from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.measured import ADAMW, ranked, streamed
@@ -79,8 +79,9 @@ def proposals(
     plain = planner if planner.settings.recipe is None else planner.with_settings(replace(own, allocator="exact"))
     plan = plain.propose()
     mixed = Proposal(name="plan", plan=plan, uniform=len(_hidden_specs(plan)) <= 1)
-    for recipe in _known(planner) if recipes is None else recipes:
-        fitting = next(_variants(planner, recipe), None)
+    family = planner.family or families()["language"]  # it stands for kinds that have no nearest
+    for recipe in _known(planner, family=family) if recipes is None else recipes:
+        fitting = next(_variants(planner, _at_measured_rate(recipe, planner=planner, family=family)), None)
         if fitting is None:  # it does not fit, or does not apply to this network
             continue
         recipe, plan = fitting
@@ -105,11 +106,17 @@ def proposals(
     return [*made[: max(most - len(beside), 0)], *beside]
 
 
-def _known(planner: Planner) -> list[Recipe]:
+def _at_measured_rate(recipe: Recipe, *, planner: Planner, family: Family) -> Recipe:
+    """The recipe with the multiple of the learning rate at which it measured best, as a plan by the table has it; as it
+    is where it was not measured. A race's own multiples come on top, so that one rate asks each at its own."""
+    runs = (recipe.specs, recipe.betas)
+    rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
+    return at_rate(recipe, faded(rate, num_params=planner.num_params, measured=family.num_params))
+
+
+def _known(planner: Planner, *, family: Family) -> list[Recipe]:
     """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits and
-    was not worse than fp32 AdamW, a few more measured ones, the catalogue's. What was measured for language stands for
-    kinds that have no nearest."""
-    family = planner.family or families()["language"]
+    was not worse than fp32 AdamW, a few more measured ones, the catalogue's."""
     fitting = [one for one in ranked(planner, family=family) if next(_variants(planner, one.recipe), None) is not None]
     adamw = family.recipe(ADAMW).change.mean
     first: dict[str, Recipe] = {}

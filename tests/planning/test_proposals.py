@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from baoc.core.measured import faded, families
 from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
@@ -27,8 +28,21 @@ def test_every_proposal_is_within_the_budget(fraction: float):
     for one in made:
         assert one.state_bytes <= fraction * planner.state_bytes_adamw
         assert set(one.choices) == {block.name for block in one.plan.blocks}
-        assert one.recipe is None or (one.tuning == one.recipe.tuning and one.recipe == find_recipe(one.name))
+        assert one.recipe is None or one.tuning == one.recipe.tuning
+        assert one.recipe is None or replace(one.recipe, lr={}) == replace(find_recipe(one.name), lr={})
     assert any(one.uniform and not one.control for one in made)
+
+
+def test_a_recipe_brings_the_multiple_of_the_rate_at_which_it_measured_best():
+    planner = at(1.0)
+    family = planner.family or families()["language"]
+    for asked in (None, [find_recipe("muon8"), find_recipe("slimadam")]):
+        made = {one.name: one for one in proposals(planner, recipes=asked)}
+        measured = family.recipe("muon8")
+        rate = faded(measured.rate, num_params=planner.num_params, measured=family.num_params)
+        assert rate > 1 and made["muon8"].tuning is not None
+        assert dict(made["muon8"].tuning.lr) == {"muon": rate, "adamw": rate}
+    assert made["slimadam"].tuning == find_recipe("slimadam").tuning  # nothing of it was measured
 
 
 def test_the_control_runs_the_plan_s_specs_in_other_places_of_the_same_shapes():
