@@ -169,7 +169,9 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
     from baoc.racing.records import settle_recipe
     from baoc.training.run import run
 
-    write_environment(run_dir / "env.json", command=command, argv=STATE.argv, device=config.device)
+    write_environment(
+        run_dir / "env.json", baoc=baoc.__version__, command=command, argv=STATE.argv, device=config.device
+    )
     if config.mode == "race":
         import_module(RACES).race_command(config, words=overrides, folder=run_dir, command=command)
         return

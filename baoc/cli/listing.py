@@ -86,8 +86,7 @@ def _specs() -> Rows:
 
 def _recipes() -> Rows:
     """Recipes, and their state on Llama 130M as a share of fp32 AdamW's."""
-    from baoc.core.measured import measured_recipes
-    from baoc.core.recipes import RECIPES, recipe_node
+    from baoc.core.recipes import RECIPES, measured_recipes, recipe_node
 
     rows = [(name, f"{row.share:6.1%}  {row.description} ({row.source})") for name, row in RECIPES.items()]
     for name, recipe in measured_recipes().items():

@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import baoc
 from baoc.config import assets
 
 SCHEMA = 1
@@ -21,11 +20,11 @@ PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def write_environment(path: Path, *, command: str, argv: Sequence[str], device: str) -> None:
-    """Writes `env.json`. `device` is the configured one, stored beside the devices present."""
+def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str], device: str) -> None:
+    """Writes `env.json`. `baoc` is the version; `device` is the configured one, stored beside the devices present."""
     content = {
         "schema": SCHEMA,
-        "baoc": baoc.__version__,
+        "baoc": baoc,
         "commit": commit(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

@@ -6,19 +6,16 @@ from a named recipe in the unit of the family's loss; below 0 is better. Each va
 and predicts nothing for other sizes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from math import log10, sqrt
 from typing import Any
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import Recipe, recipe_from_node
+from baoc.core.recipes import Recipe, measured_table, recipe_from_node
 from baoc.types import ParamInfo, Role
 
-ASSET = "measured.json"
 AUTO = "auto"  # the family follows from the network
 TRANSFORMER = 0.5  # share of the elements that attention and mlp have at least
 FEW_CHANNELS = 4  # of images: a convolution with more is none that cuts patches
@@ -209,14 +206,7 @@ def nearest(params: Sequence[ParamInfo]) -> str | None:
 @cache
 def families() -> Mapping[str, Family]:
     """Every family of the shipped table, by name."""
-    held = json.loads((files("baoc.core") / ASSET).read_text(encoding="utf-8"))
-    return {name: family_from_plain(name, node) for name, node in held["families"].items()}
-
-
-@cache
-def measured_recipes() -> Mapping[str, Recipe]:
-    """Recipes of all families by name."""
-    return {one.name: one.recipe for family in families().values() for one in family.recipes}
+    return {name: family_from_plain(name, node) for name, node in measured_table().items()}
 
 
 def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:

@@ -4,8 +4,11 @@ A recipe gives a spec to each role, and to rules and roles a multiple of the lea
 rows of RECIPES are published methods, as their authors run them and with cheap states on embedding and head (`_lean`).
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -293,8 +296,6 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         with own_code.faults("recipe", str(given)):
             found: Any = point.load()
         return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))
-    from baoc.core.measured import measured_recipes  # which is made of recipes
-
     if (measured := measured_recipes().get(str(given))) is not None:
         return measured
     close = did_you_mean(given, [*RECIPES, *measured_recipes()])
@@ -319,6 +320,19 @@ def read_recipe(path: Path) -> Recipe:
     if not isinstance(node, dict):
         raise BadInputError(f"recipe={path} must hold roles and specs, such as `hidden: muon_int8`")
     return recipe_from_node(cast("dict[str, Any]", node), name=path.stem)
+
+
+@cache
+def measured_table() -> Mapping[str, Mapping[str, Any]]:
+    """The shipped measurements of each family of networks, which `baoc.core.measured` reads."""
+    return json.loads((files("baoc.core") / "measured.json").read_text(encoding="utf-8"))["families"]
+
+
+@cache
+def measured_recipes() -> Mapping[str, Recipe]:
+    """Recipes of all families by name."""
+    nodes = [held["recipe"] for family in measured_table().values() for held in family["recipes"]]
+    return {node["name"]: recipe_from_node(node) for node in nodes}
 
 
 # -- the catalogue ----------------------------------------------------------------------------------------------------

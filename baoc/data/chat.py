@@ -15,8 +15,9 @@ from torch import Tensor
 from baoc.data.base import NumberedDataModule, check_fraction, held_out
 from baoc.data.parts import visible
 from baoc.data.sources import TensorRows
-from baoc.data.text import check_sizes, spread
+from baoc.data.text import spread
 from baoc.data.text_files import JSON, json_lines
+from baoc.data.token_arrays import check_sizes
 from baoc.errors import BadInputError
 from baoc.models.chat import ChatTokenizer, Conversation
 from baoc.types import TextDataSpec

@@ -7,16 +7,15 @@ concatenated and each sequence begins where the last one ended, so every token i
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from baoc.data.base import DataModule, NumberedDataModule, check_fraction
-from baoc.data.loader import Batch
 from baoc.data.python_library import read_python_library
 from baoc.data.text_files import HeldText, TextChunk, TextFiles, after_cut, before_cut, find, measure
-from baoc.data.token_arrays import Encoded, encode
-from baoc.data.tokens import Tokens, load_tokenizer
+from baoc.data.text_stream import build_stream
+from baoc.data.token_arrays import Encoded, PackedTokens, check_sizes, encode
+from baoc.data.tokens import load_tokenizer
 from baoc.errors import BadInputError
 from baoc.types import TextDataSpec
 
@@ -32,8 +31,6 @@ def build_text(*, path: str | None = None, hub: str | None = None, **options: An
         return _of_files(find(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
     if hub is None:
         raise BadInputError("dataset text needs dataset.path=FILE_OR_FOLDER, or dataset.hub=OWNER/NAME to stream one")
-    from baoc.data.text_stream import build_stream
-
     return build_stream(hub, **options)
 
 
@@ -88,34 +85,6 @@ class TextDataModule(NumberedDataModule):
 
     def contents(self) -> tuple[str, ...]:
         return (self.spec.sha256,)
-
-
-class PackedTokens:
-    """Numbered sequences of `length` tokens of an array of all tokens (N,), in memory or mapped from disk."""
-
-    def __init__(self, tokens: Tokens, *, length: int):
-        self.tokens = tokens
-        self._length = length
-
-    def __len__(self) -> int:
-        """The last token is only a target, so that every sequence has one more token after it."""
-        return max(0, len(self.tokens) - 1) // self._length
-
-    def gather(self, rows: Tensor) -> Batch:
-        return batch_of(self.tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
-
-
-def batch_of(windows: Tokens) -> Batch:
-    """(B, T + 1) tokens of any integer type -> tokens and targets (B, T)."""
-    read = torch.from_numpy(windows.astype(np.int64))
-    return {"tokens": read[:, :-1].contiguous(), "targets": read[:, 1:].contiguous()}
-
-
-def check_sizes(*, sequence_length: int, max_val_sequences: int | None) -> None:
-    if sequence_length < 1:
-        raise BadInputError(f"dataset.sequence_length must be at least 1 token, not {sequence_length}")
-    if max_val_sequences is not None and max_val_sequences < 1:
-        raise BadInputError(f"dataset.max_val_sequences must be at least 1, or null for all, not {max_val_sequences}")
 
 
 def spread(count: int, *, at_most: int | None) -> Tensor:

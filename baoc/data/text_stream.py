@@ -18,9 +18,8 @@ from baoc.data.base import DataModule, rank_of
 from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
 from baoc.data.tables import require_datasets, share_of
-from baoc.data.text import PackedTokens, batch_of, check_sizes
 from baoc.data.text_files import TextChunk
-from baoc.data.token_arrays import Encoded, encode_chunks, token_dtype
+from baoc.data.token_arrays import Encoded, PackedTokens, batch_of, check_sizes, encode_chunks, token_dtype
 from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer
 from baoc.errors import BadInputError, TrainingFailedError, first_line
 from baoc.types import TextDataSpec

@@ -1,4 +1,5 @@
-"""Tokenizes text into an array of the smallest fitting dtype (uint8, uint16, int32), mapped from disk if large."""
+"""Tokenizes text into an array of the smallest fitting dtype (uint8, uint16, int32), mapped from disk if large, and
+cuts the array into sequences."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -6,9 +7,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from baoc.data.loader import Batch
 from baoc.data.text_files import CHUNK_BYTES, TextChunk
 from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens, cached, write_whole
+from baoc.errors import BadInputError
 
 IN_MEMORY_BYTES = 256 << 20  # larger token arrays stay on disk
 _HEADER_BYTES = 8  # at the start of a cached array: the number of bytes of its text
@@ -90,3 +95,31 @@ def _read_tokens(path: Path, *, dtype: Any) -> Encoded:
     if size > IN_MEMORY_BYTES:
         return Encoded(tokens=np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES), num_bytes=num_bytes)
     return Encoded(tokens=np.fromfile(path, dtype=dtype, offset=_HEADER_BYTES), num_bytes=num_bytes)
+
+
+class PackedTokens:
+    """Numbered sequences of `length` tokens of an array of all tokens (N,), in memory or mapped from disk."""
+
+    def __init__(self, tokens: Tokens, *, length: int):
+        self.tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        """The last token is only a target, so that every sequence has one more token after it."""
+        return max(0, len(self.tokens) - 1) // self._length
+
+    def gather(self, rows: Tensor) -> Batch:
+        return batch_of(self.tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
+
+
+def batch_of(windows: Tokens) -> Batch:
+    """(B, T + 1) tokens of any integer type -> tokens and targets (B, T)."""
+    read = torch.from_numpy(windows.astype(np.int64))
+    return {"tokens": read[:, :-1].contiguous(), "targets": read[:, 1:].contiguous()}
+
+
+def check_sizes(*, sequence_length: int, max_val_sequences: int | None) -> None:
+    if sequence_length < 1:
+        raise BadInputError(f"dataset.sequence_length must be at least 1 token, not {sequence_length}")
+    if max_val_sequences is not None and max_val_sequences < 1:
+        raise BadInputError(f"dataset.max_val_sequences must be at least 1, or null for all, not {max_val_sequences}")

@@ -1,7 +1,7 @@
 """The optimizer that runs an allocation: `BlockwiseOptimizer(params, specs)`."""
 
-from baoc.optim.backward import GradientRelease
+from baoc.optim.backward import BeforeStep, GradientRelease
 from baoc.optim.loading import LoadReport
-from baoc.optim.optimizer import BeforeStep, BlockwiseOptimizer
+from baoc.optim.optimizer import BlockwiseOptimizer
 
 __all__ = ["BeforeStep", "BlockwiseOptimizer", "GradientRelease", "LoadReport"]

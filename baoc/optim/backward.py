@@ -23,10 +23,10 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,13 +35,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
-from baoc.optim.backends import HostedBackend, Options, StepUnit
+from baoc.optim.backends import HostedBackend, Options, StepInputs, StepUnit
+from baoc.optim.nonfinite import NonFiniteFilter
+from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import LiveBlock, Slot
 from baoc.parallel import refuse_ranks
 from baoc.planning.cost import grouped_bytes
-
-if TYPE_CHECKING:
-    from baoc.optim.optimizer import BlockwiseOptimizer
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
@@ -76,6 +75,20 @@ class GradientRelease:
                 raise BadInputError(f"{key} of gradient release is {value}: give a positive number, or None")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeStep:
+    """A subscriber to `BlockwiseOptimizer.before_step`.
+
+    Attributes:
+        call: Called in each step, when gradients are final and their non-finite elements are 0. It may change
+            parameter groups.
+        wanted: Returns False while `call` does not need the coming step's gradients: backward may then step blocks.
+    """
+
+    call: Callable[[], object]
+    wanted: Callable[[], bool] = lambda: True
+
+
 class PartObserver(Protocol):
     """An observer of a step's final gradients, which come block by block."""
 
@@ -90,6 +103,34 @@ class PartObserver(Protocol):
     def finish_parts(self) -> None:
         """The step ends; parameters that were not seen had no gradient."""
         ...
+
+
+class SteppedOptimizer(Protocol):
+    """What steppers use of `BlockwiseOptimizer`, which says what each is."""
+
+    before_check: list[Callable[[], object]]
+    before_step: list[BeforeStep]
+    after_step: list[Callable[[], object]]
+    finite_check: NonFiniteFilter
+    num_steps: int
+
+    @property
+    def registry(self) -> BlockRegistry: ...
+
+    @property
+    def nonfinite(self) -> str: ...
+
+    @property
+    def releaser(self) -> "DropGradients | None": ...
+
+    @property
+    def _optimizer_step_pre_hooks(self) -> Mapping[int, Any]: ...
+
+    def options(self) -> list[Options]: ...
+
+    def seed(self, blocks: Iterable[LiveBlock], /) -> None: ...
+
+    def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs: ...
 
 
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
@@ -119,12 +160,12 @@ class BackwardStepper:
     late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
     stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
 
-    def __init__(self, owner: "BlockwiseOptimizer"):
+    def __init__(self, owner: SteppedOptimizer):
         self._told_late = False
         self._reset()
         self._adopt(owner)
 
-    def _adopt(self, owner: "BlockwiseOptimizer") -> None:
+    def _adopt(self, owner: SteppedOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -133,7 +174,7 @@ class BackwardStepper:
         self._options: list[Options] | None = None  # of the step in progress
 
     @property
-    def owner(self) -> "BlockwiseOptimizer":
+    def owner(self) -> SteppedOptimizer:
         owner = self._owner()
         assert owner is not None, "hooks hold the stepper weakly, and the stepper is held by its owner"
         return owner
@@ -209,7 +250,7 @@ class DropGradients(BackwardStepper):
     late_text = "with gradient release it acts from the next backward on"
     stepped_text = "with gradient release some blocks are a step ahead of what the optimizer counts. Call step() first"
 
-    def __init__(self, owner: "BlockwiseOptimizer", settings: GradientRelease):
+    def __init__(self, owner: SteppedOptimizer, settings: GradientRelease):
         self.settings = settings
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None
@@ -224,7 +265,7 @@ class DropGradients(BackwardStepper):
                 settings.clip_norm,
             )
 
-    def _adopt(self, owner: "BlockwiseOptimizer") -> None:
+    def _adopt(self, owner: SteppedOptimizer) -> None:
         refuse_ranks("release")
         super()._adopt(owner)
         gradients = sum(param.nbytes for param in owner.registry.names if param.requires_grad)
@@ -249,7 +290,7 @@ class DropGradients(BackwardStepper):
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
         return {**kept, "observer": None, "before_block": None, "sizes": {}}
 
-    def adopt(self, owner: "BlockwiseOptimizer") -> None:
+    def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
         self._reset()
         self._adopt(owner)
@@ -626,7 +667,7 @@ class KeepGradients(BackwardStepper):
     late_text = "blocks that were stepped in backward take it in the next step"
     stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_NO_CHANGE}"
 
-    def __init__(self, owner: "BlockwiseOptimizer"):
+    def __init__(self, owner: SteppedOptimizer):
         self._on = False
         self._finals: list[Tensor] = []  # parameters, in the order in which their gradients became final
         self._learned: set[str] = set()  # blocks when the registry last learned their order

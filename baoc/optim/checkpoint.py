@@ -13,7 +13,6 @@ optimizer from what was read is `optim.loading`.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -28,52 +27,13 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
-from baoc.optim.state import LiveBlock, Slot, State, allocate, alone, by_column, new_step, slot_under, whole_slot
+from baoc.optim.state import LiveBlock, Saved, Slot, State, allocate, alone, by_column, new_step, slot_under, whole_slot
 from baoc.types import OptimizerSpec
 from baoc.types.specs import PARTS
 
 SCHEMA = 2
 _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A checkpoint of either kind, read and checked for form."""
-
-    states: Mapping[str, State]
-    specs: Mapping[str, OptimizerSpec]  # by parameter name
-    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
-    matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
-    unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
-    tuned: Mapping[str, Tuned] = field(default_factory=dict)  # by parameter name, of blocks with settings of their own
-    num_steps: int = 0
-
-    def renamed(self, owners: Mapping[str, str]) -> "Saved":
-        """A copy with parameters renamed as `owners` says."""
-
-        def own(name: str) -> str:
-            return owners.get(name, name)
-
-        return replace(
-            self,
-            states={own(name): state for name, state in self.states.items()},
-            specs={own(name): spec for name, spec in self.specs.items()},
-            groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
-            matches={own(block): (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
-            unseeded=frozenset(map(own, self.unseeded)),
-            tuned={own(name): tuned for name, tuned in self.tuned.items()},
-        )
-
-    def of(self, names: Collection[str]) -> "Saved":
-        """The saved states of some parameters, copied to the CPU."""
-        states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
-        matches = {
-            block: (own, match.detach().to("cpu", copy=True))
-            for block, (own, match) in self.matches.items()
-            if not set(own).isdisjoint(names)
-        }
-        return replace(self, states=states, specs={n: self.specs[n] for n in names}, groups=(), matches=matches)
 
 
 def save(

@@ -7,34 +7,32 @@ whether other weights came is decided by their bits at the next step (`arrival.d
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from baoc.optim.registry import BlockRegistry
 from baoc.parallel import unwrapped
 
-if TYPE_CHECKING:
-    from baoc.optim.optimizer import BlockwiseOptimizer
 
-
-def watch_loads(module: nn.Module, optimizer: "BlockwiseOptimizer") -> None:
-    """Makes `optimizer` compare its corrected weights with those that `module`, or a part of it, loads."""
+def watch_loads(module: nn.Module, registry: BlockRegistry) -> None:
+    """Makes the optimizer of `registry` compare its corrected weights with those that `module`, or a part of it, loads."""
     for part in unwrapped(module).modules():
         if part._parameters:
-            part.register_load_state_dict_pre_hook(_BeforeLoad(optimizer))
+            part.register_load_state_dict_pre_hook(_BeforeLoad(registry))
 
 
 class _BeforeLoad:
     """The hook. It does not keep the optimizer alive, and copies and pickles of the module come without it: a model
     that is saved whole is read where there is no baoc."""
 
-    def __init__(self, optimizer: "BlockwiseOptimizer"):
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, registry: BlockRegistry):
+        self._registry = weakref.ref(registry)
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.registry.note_bits()
+        registry = self._registry()
+        if registry is not None:
+            registry.note_bits()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return getattr, ("", "format")  # takes any arguments and does nothing

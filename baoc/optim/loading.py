@@ -14,7 +14,7 @@ from baoc.core.recipes import Tuned
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
-from baoc.optim.checkpoint import Saved, alike, by_row
+from baoc.optim.checkpoint import alike, by_row
 from baoc.optim.codecs import Kept
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
@@ -24,6 +24,7 @@ from baoc.optim.state import (
     FIRST_BETAS,
     LiveBlock,
     Part,
+    Saved,
     Slot,
     State,
     allocate,

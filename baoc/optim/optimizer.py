@@ -15,7 +15,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -29,7 +28,14 @@ from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
-from baoc.optim.backward import DropGradients, GradientRelease, KeepGradients, release_settings, take_from_others
+from baoc.optim.backward import (
+    BeforeStep,
+    DropGradients,
+    GradientRelease,
+    KeepGradients,
+    release_settings,
+    take_from_others,
+)
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new
@@ -40,20 +46,6 @@ from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
 # Attributes that copies leave out: schedulers wrap `step`, and the optimizer's owner sets the others.
 _UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step", "late_planner", "network")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeforeStep:
-    """A subscriber to `BlockwiseOptimizer.before_step`.
-
-    Attributes:
-        call: Called in each step, when gradients are final and their non-finite elements are 0. It may change
-            parameter groups.
-        wanted: Returns False while `call` does not need the coming step's gradients: backward may then step blocks.
-    """
-
-    call: Callable[[], object]
-    wanted: Callable[[], bool] = lambda: True
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -148,7 +140,7 @@ class BlockwiseOptimizer(Optimizer):
             self._step_supports_amp_scaling = True  # so that a GradScaler calls `step`, which refuses it
         self._warn_of_stalling(registry.live)
         if isinstance(params, torch.nn.Module):
-            watch_loads(params, self)
+            watch_loads(params, registry)
         watch_averages(self)
 
     @property

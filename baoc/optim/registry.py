@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +38,23 @@ from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, part_of, shard_of, twin_of
-from baoc.optim.state import LiveBlock, Slot, State, allocate, make_slot, new_match, packed, tensor_bytes, whole_slot
+from baoc.optim.state import (
+    LiveBlock,
+    Saved,
+    Slot,
+    State,
+    allocate,
+    make_slot,
+    new_match,
+    packed,
+    tensor_bytes,
+    whole_slot,
+)
 from baoc.optim.wrappers import refuse_averages, refuse_casts, refuse_shard
 from baoc.parallel import refusal
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo
 from baoc.units import format_bytes
-
-if TYPE_CHECKING:
-    from baoc.optim.checkpoint import Saved
 
 log = logging.getLogger(__name__)
 FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all

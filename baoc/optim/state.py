@@ -6,7 +6,7 @@ step are views of one slab of bytes per block and device. A matched block has fp
 the host have their slab there, in the optimizer's arena.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -353,6 +353,45 @@ def to_buckets(blocks: Iterable[LiveBlock]) -> list[Bucket]:
         bucket = buckets.setdefault(block.spec, Bucket(spec=block.spec, rule=block.rule))
         bucket.blocks.append(block)
     return list(buckets.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint of either kind, read and checked for form."""
+
+    states: Mapping[str, State]
+    specs: Mapping[str, OptimizerSpec]  # by parameter name
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
+    matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
+    unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
+    tuned: Mapping[str, Tuned] = field(default_factory=dict)  # by parameter name, of blocks with settings of their own
+    num_steps: int = 0
+
+    def renamed(self, owners: Mapping[str, str]) -> "Saved":
+        """A copy with parameters renamed as `owners` says."""
+
+        def own(name: str) -> str:
+            return owners.get(name, name)
+
+        return replace(
+            self,
+            states={own(name): state for name, state in self.states.items()},
+            specs={own(name): spec for name, spec in self.specs.items()},
+            groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
+            matches={own(block): (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
+            unseeded=frozenset(map(own, self.unseeded)),
+            tuned={own(name): tuned for name, tuned in self.tuned.items()},
+        )
+
+    def of(self, names: Collection[str]) -> "Saved":
+        """The saved states of some parameters, copied to the CPU."""
+        states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
+        matches = {
+            block: (own, match.detach().to("cpu", copy=True))
+            for block, (own, match) in self.matches.items()
+            if not set(own).isdisjoint(names)
+        }
+        return replace(self, states=states, specs={n: self.specs[n] for n in names}, groups=(), matches=matches)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from baoc import __version__
 from baoc.cache import hash_of, write_own
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
@@ -207,7 +206,6 @@ def machine(device: torch.device) -> dict[str, str]:
         "host": "" if cuda else f"{platform.node()} {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "baoc": __version__,
         "source": source_hash(Path(__file__).parents[1] / name for name in _SOURCES),
         "schema": str(_SCHEMA),
     }

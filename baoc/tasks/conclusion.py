@@ -2,20 +2,19 @@
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.models.switches import recomputable_layers, recomputed_layers
 from baoc.profiling.tracker import untracked
+from baoc.tasks.base import Task
 from baoc.tasks.frechet import frechet_distance
 from baoc.tracking.console import say
-
-if TYPE_CHECKING:
-    from baoc.tasks.diffusion import DiffusionTask
 
 NUM_SAMPLES = 80
 LEAST_PIXELS = 32  # an image is enlarged to at least this many pixels a side, as 8 x 8 ones are hard to see
@@ -32,11 +31,13 @@ class Pictures:
     why: str = ""
 
 
-def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int | None) -> Pictures:
+def conclude(
+    task: Task, data: Any, *, sample: Callable[..., Tensor], folder: Path, num_samples: int | None
+) -> Pictures:
     """Writes `samples.png` to `folder`, with one column per class if they fit.
 
     On digits it also draws one sample per held-out image, with the same labels, and returns their Frechet distance.
-    `num_samples` None means 80, or none for a large network on a CPU.
+    `sample` is `DiffusionTask.sample`. `num_samples` None means 80, or none for a large network on a CPU.
     """
     num_params = sum(parameter.numel() for parameter in task.parameters())
     if num_samples is None and task.device.type == "cpu" and num_params > AFFORDABLE_ON_CPU:
@@ -53,18 +54,18 @@ def conclude(task: "DiffusionTask", data: Any, *, folder: Path, num_samples: int
     at_once = samples_at_once(task, micro_batch=data.batch_size)
     num_measured = 0 if held_out is None else len(held_out[1])
     say(f"drawing {count + num_measured} samples, {at_once} at once; task.num_samples=0 leaves them out")
-    images = task.sample(labels, shape=shape, batch_size=at_once)
+    images = sample(labels, shape=shape, batch_size=at_once)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
     if held_out is None:
         return Pictures(path=path)
     real, real_labels = held_out
     # Without guidance, which makes images of a class alike: the distance also measures variety.
-    made = task.sample(real_labels, shape=shape, batch_size=at_once, guidance=1.0, seed=1)
+    made = sample(real_labels, shape=shape, batch_size=at_once, guidance=1.0, seed=1)
     return Pictures(path=path, metrics={"val/frechet": frechet_distance(made, real)})
 
 
-def samples_at_once(task: "DiffusionTask", *, micro_batch: int) -> int:
+def samples_at_once(task: Task, *, micro_batch: int) -> int:
     """Number of samples that take no more memory at once than a micro-batch in training.
 
     Sampling keeps the activations of one layer at a time; training keeps those of all layers, unless it recomputes

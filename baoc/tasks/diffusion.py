@@ -162,7 +162,7 @@ class DiffusionTask(Task):
 
     def conclude(self, data: Any, *, folder: Path) -> Pictures:
         """Writes samples.png to `folder` after a run; on digits its metrics hold the Frechet distance, val/frechet."""
-        return conclude(self, data, folder=folder, num_samples=self.hparams["num_samples"])
+        return conclude(self, data, sample=self.sample, folder=folder, num_samples=self.hparams["num_samples"])
 
     def _null_label(self) -> int:
         if isinstance(self.spec, ImageDataSpec):

@@ -213,7 +213,7 @@ class BudgetedStrategy(Strategy):
                 count_steps_for_schedulers(one.optimizer)
         self.optimizers = [one.optimizer for one in self.reallocators]
         for one in self.reallocators:
-            watch_loads(module, one.optimizer)
+            watch_loads(module, one.optimizer.registry)
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -168,7 +168,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 leave(session.narrow)
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
             if module is not None:
-                watch_loads(module, self)
+                watch_loads(module, self.registry)
                 self.network = weakref.ref(module)
         except BaseException:
             if first_step is not None:

@@ -45,7 +45,7 @@ from baoc.profiling.step_time import soon_timed, with_link
 from baoc.racing.entrants import network_of
 from baoc.racing.records import find_raced_network, is_asked
 from baoc.tracking.console import say
-from baoc.training.measure.decision_cache import layers_key
+from baoc.training.decision_cache import layers_key
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
 

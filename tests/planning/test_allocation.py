@@ -9,9 +9,9 @@ from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact
+from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact, program
 from baoc.planning.allocators.base import make_problem
-from baoc.planning.allocators.exact import ExactAllocator, Undecided
+from baoc.planning.allocators.exact import ExactAllocator
 from baoc.planning.allocators.moves import fill, repair, swap
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
@@ -123,9 +123,9 @@ def test_exact_out_of_time_falls_back_and_says_how_far_it_is(monkeypatch: pytest
     lagrangian = ALLOCATORS["lagrangian"](options, limits=limits)
 
     def out_of_time(*_: Any, **__: Any) -> Any:
-        raise Undecided("time limit reached")
+        raise program.Undecided("time limit reached")
 
-    monkeypatch.setattr(exact, "solve", out_of_time)
+    monkeypatch.setattr(program, "solve", out_of_time)
     allocation = ExactAllocator(time_limit_s=0.0)(options, limits=limits)
     assert allocation.allocator == "exact"
     assert (allocation.choices, allocation.gap) == (lagrangian.choices, lagrangian.gap)
@@ -137,9 +137,9 @@ def test_exact_takes_the_better_of_an_unproven_answer_and_the_lagrangian_s(monke
     limits = Limits(state_bytes=(least + most) // 2)
     proven = ALLOCATORS["exact"](options, limits=limits)
 
-    def poor(problem: Any, **_: Any) -> exact.Solved:
+    def poor(problem: Any, **_: Any) -> program.Solved:
         choice = problem.least(problem.num_bytes)
-        return exact.Solved(choice=choice, bound=0.5 * proven.risk)
+        return program.Solved(choice=choice, bound=0.5 * proven.risk)
 
     monkeypatch.setattr(exact, "minimise", poor)
     allocation = ALLOCATORS["exact"](options, limits=limits)

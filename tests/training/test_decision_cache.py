@@ -18,8 +18,8 @@ from torch import nn
 from baoc.cache import CACHE, read_own, write_own
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core.budgets import parse_budget
-from baoc.training.measure import decision_cache
-from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
+from baoc.training import decision_cache
+from baoc.training.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.types import LatencyTable
 from tests.support.planners import footprint, option
 from tests.support.training_runs import config

@@ -1,9 +1,10 @@
 """Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
 
 from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
-from baoc.planning.allocators.exact import ExactAllocator, least_bytes
+from baoc.planning.allocators.exact import ExactAllocator
 from baoc.planning.allocators.feasible import possible
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
+from baoc.planning.allocators.program import least_bytes
 from baoc.planning.allocators.random import RandomAllocator
 from baoc.planning.allocators.recipe import RecipeAllocator
 from baoc.planning.allocators.uniform import UNIFORM

@@ -1,48 +1,24 @@
-"""The oracle: the allocation as a mixed-integer program, solved by HiGHS to a proven gap.
+"""The oracle: the allocation of least risk, proven by a mixed-integer program."""
 
-Blocks whose candidates are equal are counted instead of told apart: twelve equal layers are one row of integers, not
-twelve rows of choices that a solver would have to prove equivalent.
-"""
-
-import ctypes
-import os
-import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from baoc.planning.allocators.base import (
     CHOOSES,
     AllocatorTraits,
-    Floats,
     Ints,
-    NoFeasibleAllocation,
     Problem,
     least_risk,
     make_allocation,
     make_problem,
-    unmet,
 )
 from baoc.planning.allocators.lagrangian import LagrangianAllocator
 from baoc.planning.allocators.moves import effort_problem, reduce_effort
+from baoc.planning.allocators.program import Undecided, minimise, no_feasible
 from baoc.types import Allocation, Candidate, Limits
 
 PROVEN = 1e-6
-_ROW_UNITS = 1e5  # a limit in solver units: HiGHS meets rows to 1e-6, so limits to 1e-11
-_COST_UNITS = 1e3  # the widest risk difference in solver units: HiGHS stops at an absolute gap of 1e-6
-
-
-class Undecided(Exception):
-    """The solver ran out of time before it found a feasible choice or proved that none exists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    choice: Ints
-    bound: float  # lower bound of the objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,138 +65,3 @@ class ExactAllocator:
             if solved is not None and effort.total_risk(solved.choice) < effort.total_risk(by_moves):
                 return solved.choice
         return by_moves
-
-
-def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:
-    """The candidates of fewest charged bytes within the limits, one per block; None where nothing is within them."""
-    problem = make_problem(candidates, limits=limits)
-    solved = minimise(problem, objective=np.where(problem.valid, problem.num_bytes, np.inf))
-    if solved is None:
-        return None
-    return [row[int(index)] for row, index in zip(problem.candidates, solved.choice, strict=True)]
-
-
-def no_feasible(problem: Problem) -> NoFeasibleAllocation:
-    """The error with the least of each limited total under the other limits."""
-    return unmet(problem, [_least(problem, kind) for kind in range(len(problem.kinds))])
-
-
-def _least(problem: Problem, kind: int) -> float:
-    """Least total of one kind while the other limits are met, as far as they can be met at all."""
-    rows = np.arange(len(problem.names))
-    values = problem.spent[kind]
-    attainable = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1) <= problem.limits
-    limits = np.where(attainable, problem.limits, np.inf)
-    limits[kind] = np.inf
-    relaxed = replace(problem, limits=limits)
-    others = [spent for other, spent in enumerate(problem.spent) if other != kind]
-    free = problem.least(values, *others)
-    if not relaxed.feasible(free):
-        try:
-            solved = minimise(relaxed, objective=np.where(problem.valid, values, np.inf))
-        except Undecided:
-            solved = None
-        if solved is not None:
-            return float(values[rows, solved.choice].sum())
-    return float(values[rows, free].sum())
-
-
-def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0) -> Solved | None:
-    """The feasible choice of least `objective` [blocks, specs]; None if there is none. Raises Undecided.
-
-    If HiGHS' answer is over a limit by its tolerance, the limit is tightened by as much and the program solved again,
-    while the bound stays that of the first.
-    """
-    classes = _classes(problem, objective)
-    tightened, bound = problem, None
-    for _ in range(8):
-        counts, lower = solve(tightened, classes, objective, time_limit_s=time_limit_s)
-        bound = lower if bound is None else bound
-        if counts is None:
-            return None
-        choice = _spread(problem, classes, counts)
-        if problem.feasible(choice):
-            return Solved(choice=choice, bound=bound)
-        over = np.maximum(problem.used(choice) - problem.limits, 0.0)
-        tightened = replace(tightened, limits=tightened.limits - over)
-    return None
-
-
-def _classes(problem: Problem, objective: Floats) -> list[Ints]:
-    """Blocks with equal rows in every array, in order of first appearance."""
-    found: dict[bytes, list[int]] = {}
-    for index in range(len(problem.names)):
-        key = b"".join(a[index].tobytes() for a in (objective, problem.risk, *problem.spent, problem.effort))
-        found.setdefault(key, []).append(index)
-    return [np.array(blocks) for blocks in found.values()]
-
-
-def solve(
-    problem: Problem, classes: list[Ints], objective: Floats, *, time_limit_s: float
-) -> tuple[Ints | None, float]:
-    """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""
-    optimize, sparse = _scipy()
-    first = np.array([blocks[0] for blocks in classes])
-    sizes = np.array([len(blocks) for blocks in classes], dtype=float)
-    row, column = np.nonzero(problem.valid[first])
-    costs = objective[first][row, column]
-    cost_unit = (float(np.ptp(costs)) or 1.0) / _COST_UNITS
-    one_each = sparse.csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(classes), len(row)))
-    constraints = [optimize.LinearConstraint(one_each, sizes, sizes)]
-    for values, limit in zip(problem.spent, problem.limits.tolist(), strict=True):
-        if np.isfinite(limit):
-            unit = (abs(limit) or 1.0) / _ROW_UNITS
-            weights = sparse.csr_array(values[first][row, column][None] / unit)
-            constraints.append(optimize.LinearConstraint(weights, -np.inf, limit / unit))
-    with _quiet():
-        result = optimize.milp(
-            costs / cost_unit,
-            integrality=np.ones(len(row)),
-            bounds=optimize.Bounds(0, sizes[row]),
-            constraints=constraints,
-            options={"mip_rel_gap": 1e-9, "time_limit": time_limit_s},
-        )
-    if result.x is None:
-        if result.status == 2:  # proven infeasible
-            return None, np.inf
-        raise Undecided(result.message)
-    counts = np.zeros((len(classes), problem.risk.shape[1]), dtype=np.int64)
-    counts[row, column] = np.rint(result.x).astype(np.int64)
-    bound = result.mip_dual_bound
-    return counts, float(result.fun if bound is None else bound) * cost_unit
-
-
-def _scipy() -> tuple[Any, Any]:
-    """scipy.optimize and scipy.sparse: they take 0.3 s to import, which a command that allocates nothing saves."""
-    from scipy import optimize, sparse  # pyright: ignore[reportMissingTypeStubs]
-
-    return optimize, sparse
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Drops what is written to descriptor 1: HiGHS leaves debug lines there that no option of scipy's turns off."""
-    sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-    except OSError:  # the process has no standard output
-        yield
-        return
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            yield
-            if os.name == "posix":
-                ctypes.CDLL(None).fflush(None)  # what C still buffers belongs to the same lines
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _spread(problem: Problem, classes: list[Ints], counts: Ints) -> Ints:
-    """One choice per block: within a class the dearer candidates (in bytes) go to the earlier blocks."""
-    choice = np.zeros(len(problem.names), dtype=np.int64)
-    for blocks, count in zip(classes, counts, strict=True):
-        order = np.argsort(-problem.num_bytes[blocks[0]], kind="stable")
-        choice[blocks] = np.repeat(order, count[order])
-    return choice

@@ -7,6 +7,7 @@ import numpy as np
 
 from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem
 from baoc.planning.allocators.moves import repair
+from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Candidate, Limits
 
 MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact program is asked
@@ -14,11 +15,9 @@ MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact progr
 
 def find_feasible(problem: Problem) -> Ints:
     """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none."""
-    from baoc.planning.allocators import exact
-
     choice = search(problem)
     if choice is None:
-        raise exact.no_feasible(problem)
+        raise no_feasible(problem)
     return choice
 
 
@@ -37,8 +36,6 @@ def search(problem: Problem) -> Ints | None:
         choice = problem.least(problem.spent[kind], *others, problem.risk)
         if problem.feasible(choice):
             return choice
-    from baoc.planning.allocators import exact
-
     least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
     if not (least <= problem.limits).all():
         return None
@@ -55,7 +52,7 @@ def search(problem: Problem) -> Ints | None:
         repaired = repair(problem, choice)
         if repaired is not None:
             return repaired
-    solved = exact.minimise(problem, objective=np.where(problem.valid, 0.0, np.inf))
+    solved = minimise(problem, objective=np.where(problem.valid, 0.0, np.inf))
     return None if solved is None else solved.choice
 
 

@@ -46,8 +46,8 @@ from baoc.profiling.step_time import soon_timed, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
+from baoc.training.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
-from baoc.training.measure.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes

@@ -94,7 +94,7 @@ def _surroundings(network: nn.Module, *, device: torch.device) -> dict[str, Any]
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
-        "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[2]])},
+        "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[1]])},
         "versions": {**versions(), "python": platform.python_version()},
         "torch": [
             torch.get_float32_matmul_precision(),
