@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from baoc import __version__
 from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
 from baoc.cli.ranks import is_other, leave, serve, together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
@@ -169,9 +170,7 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
     from baoc.racing.records import settle_recipe
     from baoc.training.run import run
 
-    write_environment(
-        run_dir / "env.json", baoc=baoc.__version__, command=command, argv=STATE.argv, device=config.device
-    )
+    write_environment(run_dir / "env.json", baoc=__version__, command=command, argv=STATE.argv, device=config.device)
     if config.mode == "race":
         import_module(RACES).race_command(config, words=overrides, folder=run_dir, command=command)
         return

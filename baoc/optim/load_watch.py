@@ -16,7 +16,7 @@ from baoc.parallel import unwrapped
 
 
 def watch_loads(module: nn.Module, registry: BlockRegistry) -> None:
-    """Makes the optimizer of `registry` compare its corrected weights with those that `module`, or a part of it, loads."""
+    """Makes `registry` compare its corrected weights with those that `module`, or a part of it, loads."""
     for part in unwrapped(module).modules():
         if part._parameters:
             part.register_load_state_dict_pre_hook(_BeforeLoad(registry))
