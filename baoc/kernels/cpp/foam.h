@@ -1,6 +1,9 @@
 // FOAM: states are [rows, cols / fold], rounded up. A chunk is a run of states
-// with all elements that fold into them; its averages are used before they are rounded for storage. Part of step.cpp.
+// with all elements that fold into them; its averages are used before they are rounded for storage.
 #pragma once
+#include "job.h"
+
+namespace {
 
 int64_t states_per_chunk(int64_t fold) { return std::max<int64_t>(PACKED, CHUNK / fold / PACKED * PACKED); }
 
@@ -150,3 +153,5 @@ void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chun
     encode_v(v_kept, begin + i, n, v, s.s, job.thresholds);
   }
 }
+
+}  // namespace

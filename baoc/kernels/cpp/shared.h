@@ -1,6 +1,12 @@
 // v shared along an axis of the matrix [rows, cols] as it is stored: SHARED_IN along cols, one per row; SHARED_OUT along
-// rows, one per column. Made before the step, with the denominators that follow from it. Part of step.cpp.
+// rows, one per column. Made before the step, with the denominators that follow from it.
 #pragma once
+#include "job.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int SLABS = 16;  // a mean over rows is the sum of this many partial ones
 
 void average(const Job& job, const Tensor& t, const Settings& k, int64_t index, double sum, int64_t count) {
   float* kept = at<float>(t.v) + index;
@@ -90,3 +96,5 @@ void share_v(const Job& job) {
       if (t.grad) share_along_rows(job, t, job.settings[i], sums.data() + sums_at[size_t(i)]);
     });
 }
+
+}  // namespace

@@ -1,83 +1,11 @@
 // One optimizer step of all tensors of one spec on the CPU: a table of addresses, chunks of it shared out to threads.
 //
 // Every chunk is worked on alone and sums are added up by chunk, so the bits do not depend on the number of threads.
-// Threads are std::thread and live for one call: a second OpenMP runtime beside torch's would leave two sets of threads
-// spinning on the same cores, and threads that outlive the call would not survive a fork.
-#include <algorithm>
-#include <atomic>
-#include <system_error>
-#include <thread>
-#include <vector>
-
-#include "rules.h"
-#include "states.h"
-#include "weights.h"
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
-
-// A row of the table, as baoc.kernels.cpp.table writes it: addresses (0 where there is none), the matrix as it is
-// stored, the tensor's first chunk, where its denominators begin, what its noise starts from, bytes of its gradient.
-struct Tensor {
-  int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
-};
-
-// All tensors have one rule, codecs and weights. `store` 0 only measures; `whole` makes the update before it is added,
-// and sums its squares.
-struct Job {
-  int32_t rule, m, v, weights, store, whole, fold, threads;
-  int64_t num_tensors, num_chunks;
-  const Tensor* tensors;
-  const Settings* settings;  // [tensors]
-  const float* thresholds;   // [10, 32]: see Lanes
-  float* den;                // of shared v
-  double* sums;              // [tensors]: of the squares of the update, over the elements that count
-  int64_t* counts;           // [tensors]: elements that count
-};
+#include "foam.h"
+#include "shared.h"
+#include "threads.h"
 
 namespace {
-
-constexpr int64_t CHUNK = 8192, LEAST = 4;  // elements per chunk; chunks that are worth a thread
-constexpr int SLABS = 16;  // a mean over rows is the sum of this many partial ones
-
-template <class Work>
-void share_out(int threads, int64_t tasks, const Work& work) {
-  std::atomic<int64_t> next{0};
-  auto loop = [&] {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(task);
-  };
-#if defined(__SSE__)
-  const unsigned mode = _mm_getcsr();  // whether subnormals count, as the caller has it
-  auto helper = [&] { _mm_setcsr(mode); loop(); };
-#else
-  auto helper = loop;
-#endif
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < std::min<int64_t>(threads, tasks / LEAST); ++i) others.emplace_back(helper);
-  } catch (const std::system_error&) {
-    // No more threads are to be had: the ones there are do the work.
-  }
-  loop();
-  for (auto& other : others) other.join();
-}
-
-template <class T>
-T* at(int64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-Kept kept_m(const Job& job, const Tensor& t) {
-  return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale)};
-}
-
-Param param_of(const Job& job, const Tensor& t) {
-  return {job.weights, at<void>(t.param), at<void>(t.correction), uint32_t(t.noise)};
-}
-
-Kept kept_v(const Job& job, const Tensor& t) {
-  return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale)};
-}
 
 // Where a state can be worked on: in place if it is fp32 and may be written, else decoded into `scratch`, which gets
 // zeros up to a whole group.
@@ -97,22 +25,6 @@ void denominators(const Job& job, const Tensor& t, int64_t start, int n, float* 
     else std::copy_n(den + col, count, out + i);
     i += count;
   }
-}
-
-struct Total {
-  double sum = 0;
-  int64_t count = 0;
-};
-
-// Counts the update in u, of which excluded elements are no part.
-void add(Total& total, float* u, const uint8_t* finite, int n, bool whole) {
-  int left = n;
-  if (finite) {
-    left = 0;
-    for (int i = 0; i < n; ++i) left += finite[i] != 0, u[i] = finite[i] ? u[i] : 0.f;
-  }
-  if (whole) total.sum += sum_of_squares(u, n);
-  total.count += left;
 }
 
 void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total) {
@@ -153,9 +65,6 @@ void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t star
   }
   if (!direct) store_param(param_of(job, t), start, n, p, at_.held_p, job.thresholds);
 }
-
-#include "foam.h"
-#include "shared.h"
 
 const Tensor& tensor_of(const Job& job, int64_t chunk) {
   const Tensor* end = job.tensors + job.num_tensors;

@@ -62,7 +62,7 @@ class Settings:
 
 
 class _Job(ctypes.Structure):
-    """Field by field the `Job` of step.cpp."""
+    """Field by field the `Job` of job.h."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "threads")),

@@ -1,0 +1,65 @@
+// What a step works on: the job, its tensors, and where their states and weights lie.
+#pragma once
+#include <algorithm>
+
+#include "rules.h"
+#include "states.h"
+#include "weights.h"
+
+// A row of the table, as baoc.kernels.cpp.table writes it: addresses (0 where there is none), the matrix as it is
+// stored, the tensor's first chunk, where its denominators begin, what its noise starts from, bytes of its gradient.
+struct Tensor {
+  int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
+};
+
+// All tensors have one rule, codecs and weights. `store` 0 only measures; `whole` makes the update before it is added,
+// and sums its squares.
+struct Job {
+  int32_t rule, m, v, weights, store, whole, fold, threads;
+  int64_t num_tensors, num_chunks;
+  const Tensor* tensors;
+  const Settings* settings;  // [tensors]
+  const float* thresholds;   // [10, 32]: see Lanes
+  float* den;                // of shared v
+  double* sums;              // [tensors]: of the squares of the update, over the elements that count
+  int64_t* counts;           // [tensors]: elements that count
+};
+
+namespace {
+
+constexpr int64_t CHUNK = 8192;  // elements per chunk
+
+template <class T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Kept kept_m(const Job& job, const Tensor& t) {
+  return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale)};
+}
+
+Param param_of(const Job& job, const Tensor& t) {
+  return {job.weights, at<void>(t.param), at<void>(t.correction), uint32_t(t.noise)};
+}
+
+Kept kept_v(const Job& job, const Tensor& t) {
+  return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale)};
+}
+
+struct Total {
+  double sum = 0;
+  int64_t count = 0;
+};
+
+// Counts the update in u, of which excluded elements are no part.
+void add(Total& total, float* u, const uint8_t* finite, int n, bool whole) {
+  int left = n;
+  if (finite) {
+    left = 0;
+    for (int i = 0; i < n; ++i) left += finite[i] != 0, u[i] = finite[i] ? u[i] : 0.f;
+  }
+  if (whole) total.sum += sum_of_squares(u, n);
+  total.count += left;
+}
+
+}  // namespace
