@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import sqrt
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from baoc.core.catalogue import SPECS, WEIGHTS, select
 from baoc.core.measured import Change, Family, MeasuredRecipe, added, at_rate, faded
@@ -19,6 +18,7 @@ from baoc.core.statistics import LEVEL, student_quantile
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator
+from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.risk import entry_of
 from baoc.types import (
     Basis,
@@ -30,9 +30,6 @@ from baoc.types import (
     Risk,
     Role,
 )
-
-if TYPE_CHECKING:
-    from baoc.planning.planner import Planner
 
 MIXED = "mixed"
 ADAMW = "adamw"
@@ -59,7 +56,7 @@ class Choice:
     measured: MeasuredRecipe | None = None
 
 
-def choose(planner: "Planner", *, family: Family) -> Choice | None:
+def choose(planner: BudgetedBlocks, *, family: Family) -> Choice | None:
     """The measured choice of the planner's budget; None where no measured recipe fits.
 
     Where all that fits on the device measured worse than fp32 AdamW, states go to the host if that is allowed, as they
@@ -93,7 +90,7 @@ def picked_of(family: Family) -> float:
     return NormalDist().inv_cdf(1 - (1 - LEVEL) / max(tried, 1)) / NormalDist().inv_cdf(LEVEL)
 
 
-def ranked(planner: "Planner", *, family: Family) -> list[MeasuredRecipe]:
+def ranked(planner: BudgetedBlocks, *, family: Family) -> list[MeasuredRecipe]:
     """Measured recipes by mean + kappa sd."""
     return sorted(family.recipes, key=lambda one: (one.change.bound(planner.kappa), one.change.mean))
 
@@ -104,13 +101,15 @@ def is_worse_than_adamw(choice: Choice, *, family: Family) -> bool:
     return adamw is not None and choice.change.mean > adamw.change.mean
 
 
-def formats(planner: "Planner") -> list[str]:
+def formats(planner: BudgetedBlocks) -> list[str]:
     """Formats of the weights that are offered, native first: others only where a recipe fits by them alone."""
     held = {spec.weights for spec in select(planner.settings.specs).values()}
     return sorted(held, key=list(WEIGHTS).index)
 
 
-def whole(planner: "Planner", *, family: Family, weights: Sequence[str] = (), hosted: bool = False) -> Iterator[Choice]:
+def whole(
+    planner: BudgetedBlocks, *, family: Family, weights: Sequence[str] = (), hosted: bool = False
+) -> Iterator[Choice]:
     """Measured recipes that fit, the best first; with the first of `weights` that lets one fit, by default of those
     that are offered. `hosted`: with their states on the host."""
     if hosted and not planner.places:
@@ -136,7 +135,7 @@ def on_host(spec: str) -> str:
     return named if named in SPECS else spec  # of no state there is nothing to place
 
 
-def fitting(planner: "Planner", recipe: Recipe, *, weights: Sequence[str]) -> tuple[Recipe, Plan] | None:
+def fitting(planner: BudgetedBlocks, recipe: Recipe, *, weights: Sequence[str]) -> tuple[Recipe, Plan] | None:
     """The recipe with the first format of the weights that lets it fit, and its plan."""
     for name in weights:
         held = replace(recipe, weights=name)
@@ -146,7 +145,7 @@ def fitting(planner: "Planner", recipe: Recipe, *, weights: Sequence[str]) -> tu
     return None
 
 
-def useful_bytes(planner: "Planner", *, family: Family) -> int:
+def useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
     """Bytes of the best measured recipe in the budget's own measure: from there on a budget does not bind."""
     for one in ranked(planner, family=family):
         sub = recipe_planner(planner, one.recipe)
@@ -155,7 +154,7 @@ def useful_bytes(planner: "Planner", *, family: Family) -> int:
     return 0
 
 
-def recipe_planner(planner: "Planner", recipe: Recipe) -> "Planner | None":
+def recipe_planner(planner: BudgetedBlocks, recipe: Recipe) -> BudgetedBlocks | None:
     """The planner of a recipe on the same blocks; None where it tells parts that these do not, does not apply, or
     runs rows that are not offered."""
     if recipe.tells_parts and planner.settings.blocks_by != "layer_part":
@@ -168,7 +167,7 @@ def recipe_planner(planner: "Planner", recipe: Recipe) -> "Planner | None":
     return sub if runs <= set(planner.specs) else None
 
 
-def recipe_plan(planner: "Planner", recipe: Recipe) -> Plan | None:
+def recipe_plan(planner: BudgetedBlocks, recipe: Recipe) -> Plan | None:
     """The plan of a recipe under the planner's budget; None where it does not fit."""
     sub = recipe_planner(planner, recipe)
     if sub is not None:
@@ -177,7 +176,7 @@ def recipe_plan(planner: "Planner", recipe: Recipe) -> Plan | None:
     return None
 
 
-def mixture(planner: "Planner", *, family: Family) -> Choice | None:
+def mixture(planner: BudgetedBlocks, *, family: Family) -> Choice | None:
     """The base with some roles replaced, of least mean + kappa sd under the budget; None where the table has no better.
 
     One role may run whatever was measured in it. Several are changed only by specs whose entries are shown to add up.

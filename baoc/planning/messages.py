@@ -5,20 +5,16 @@ A refusal names what the budget allows, the least feasible amount, and what woul
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
 from baoc.planning.allocators.base import allocated
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.limits import Attempt, least_of
+from baoc.planning.attempts import Attempt, least_of
+from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
 from baoc.units import format_bytes
-
-if TYPE_CHECKING:
-    from baoc.planning.planner import Planner
-
 
 SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
 MOST_RECIPES = 4  # that a refusal names
@@ -43,7 +39,7 @@ def more_specs(specs: Collection[str]) -> str:
 
 
 def last_resort(
-    planner: "Planner",
+    planner: BudgetedBlocks,
     attempts: Sequence[Attempt],
     *,
     refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
@@ -106,7 +102,11 @@ def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> int
 
 
 def _refusal(
-    planner: "Planner", limits: Limits, *, least_bytes: int, refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]
+    planner: BudgetedBlocks,
+    limits: Limits,
+    *,
+    least_bytes: int,
+    refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
 ) -> InfeasibleBudgetError:
     budget = planner.budget
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes
@@ -129,7 +129,7 @@ def _refusal(
 
 
 def recipe_too_large(
-    planner: "Planner", *, allowed_bytes: int, least_bytes: int, room_bytes: int
+    planner: BudgetedBlocks, *, allowed_bytes: int, least_bytes: int, room_bytes: int
 ) -> InfeasibleBudgetError:
     """A recipe needs what it needs: its bytes, and recipes of the catalogue that would fit in its place."""
     recipe, budget = planner.settings.recipe, planner.budget

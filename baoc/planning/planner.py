@@ -4,375 +4,44 @@ A Planner holds what does not change during a run (blocks, catalogue, budget, fo
 start with priors by role, and again for each new gradient profile; `mode=plan` runs it alone.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from baoc.core.blocks import partition
-from baoc.core.catalogue import STORAGES, removed, select
-from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest
-from baoc.core.recipes import RECIPES, Recipe
-from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocated
-from baoc.planning.allocators.recipe import RecipeAllocator, pick
-from baoc.planning.candidates import build_candidates, undominated
-from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.limits import Attempt, Savings, all_attempts, charged, least_of, saved_by, savings, spend
+from baoc.planning.allocators.recipe import RecipeAllocator
+from baoc.planning.attempts import Attempt, all_attempts, least_of, spend
+from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, read_by
+from baoc.planning.candidates import undominated
 from baoc.planning.measured import basis_of, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
-from baoc.planning.placement import Way, placed, staging_bytes, with_host
-from baoc.planning.risk import RISKS, RiskModel, risk_of
-from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
+from baoc.planning.placement import Way
+from baoc.planning.risk import RISKS
 from baoc.types import (
     Allocation,
     Basis,
-    Block,
-    Budget,
     Candidate,
-    Footprint,
-    LatencyTable,
     Limits,
-    LinkRates,
-    OptimizerSpec,
-    ParamInfo,
     Plan,
     Profile,
     Reason,
-    Role,
     StateKind,
 )
 
-MEASURED = "measured"
-MOST_MADE = 64  # sets of candidates that are kept
 FEW_BLOCKS = 64  # with more, every level is tried by prices, and only the best one proven
+__all__ = ["Planner", "PlannerSettings"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """A user's choices about planning; defaults are those of `conf/`.
-
-    `risk="measured"` chooses by measurements of the `family`, or of the nearest one where nothing was measured of the
-    network's kind; where it has no hidden matrices it is `prior`.
-
-    A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
-    has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
-    """
-
-    specs: tuple[str, ...] = ("*",)
-    keep_fp32_roles: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD, Role.NORM)
-    blocks_by: str = "layer_role"
-    patterns: tuple[tuple[str, str], ...] = ()
-    risk: str = "prior"
-    risk_weights: Mapping[str, float] = field(default_factory=dict)
-    allocator: str = "exact"
-    seed: int = 0
-    measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
-    recipe: Recipe | None = None
-    family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
-
-    @property
-    def rows(self) -> dict[str, OptimizerSpec]:
-        """Every row of the catalogue that a plan may run, by name; host placement apart."""
-        return select((*self.specs, *self.measured_specs))
-
-    def __post_init__(self) -> None:
-        if self.recipe is None:
-            if self.allocator == "recipe":
-                raise BadInputError(
-                    f"allocator=recipe needs a recipe: name one with recipe=NAME, such as {', '.join(RECIPES)}, or a "
-                    "FILE.yaml"
-                )
-            return
-        if self.allocator not in ("exact", "recipe"):
-            raise BadInputError(
-                f"recipe={self.recipe.name} and allocator={self.allocator} exclude each other: a recipe says what "
-                "every block runs, so that nothing is left to an allocator. Leave one out"
-            )
-        own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.rows, "keep_fp32_roles": ()}
-        own["measured_specs"] = ()
-        if self.blocks_by == "layer_role" and self.recipe.tells_parts:
-            own["blocks_by"] = "layer_part"
-        for key, value in own.items():
-            object.__setattr__(self, key, value)
-
-
-def known(name: str, options: Mapping[str, object], what: str) -> str:
-    """`name` if it is one of `options`, else BadInputError that lists them."""
-    if name not in options:
-        if told := removed(name):
-            raise BadInputError(told)
-        raise BadInputError(f"unknown {what} {name!r}: choose one of {', '.join(options)}")
-    return name
-
-
-def may_place(settings: PlannerSettings, *, budget: Budget) -> bool:
-    """Whether some spec that is offered keeps its states on the host."""
-    named = any(map(placed, select(settings.specs).values()))
-    return named or budget.host_memory_bytes is not None
-
-
-class Planner:
+class Planner(BudgetedBlocks):
     """Turns parameters, a budget and (later) a profile into a Plan.
 
     Raises BadInputError for unknown names, InfeasibleBudgetError from `propose` where no allocation meets the budget.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ParamInfo],
-        *,
-        budget: Budget,
-        settings: PlannerSettings | None = None,
-        declared: Mapping[str, Sequence[str]] | None = None,
-        footprint: Footprint | None = None,
-        latency: LatencyTable | None = None,
-    ):
-        self.settings = settings = settings or PlannerSettings()
-        known(settings.risk, RISKS, "risk")
-        known(settings.allocator, ALLOCATORS, "allocator")
-        self.params = tuple(params)
-        self.declared = declared
-        self.budget = budget
-        self.footprint = footprint
-        self.latency = latency
-        self.rules = RULE_INFOS
-        self.allocator = ALLOCATORS[settings.allocator]
-        chosen = select(settings.specs)
-        self.offered = with_host(chosen) if budget.host_memory_bytes is not None else chosen
-        self.blocks: tuple[Block, ...] = partition(
-            self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
-        )
-        if settings.recipe is not None:
-            absent = [name for name in settings.recipe.blocks if name not in {block.name for block in self.blocks}]
-            if absent:
-                some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
-                raise BadInputError(
-                    f"recipe {settings.recipe.title} names blocks that this network does not have ({some}): it is a "
-                    "plan of another network or another blocks.by. Use it there, or give specs by role"
-                )
-            self.allocator = RecipeAllocator(picks={b.name: pick(b, recipe=settings.recipe) for b in self.blocks})
-        self.state_bytes_adamw = adamw_state_bytes(self.blocks)
-        self.num_params = sum(block.numel for block in self.blocks)
-        named = family_of(self.params) if settings.family == AUTO else settings.family
-        # Nothing was measured of this kind: whole recipes of the nearest one are a guess, its entries by role are not.
-        self.extrapolates = named is None and settings.family == AUTO
-        named = nearest(self.params) if self.extrapolates else named
-        self.family = families().get(named or "") if settings.risk == MEASURED else None
-        if self.family is not None and self.extrapolates:
-            self.family = replace(self.family, roles={}, rules={})
-        more = settings.measured_specs if self.family is not None and self._chooses else ()
-        self.specs = {**self.offered, **select(more)} if more else self.offered
-        self.kappa = settings.risk_weights.get("kappa", KAPPA)
-        self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
-        if budget.memory_bytes is not None and footprint is None:
-            raise BadInputError(
-                f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that "
-                "runs one forward and backward), or use a state fraction such as state_25"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
-
-    def with_settings(self, settings: PlannerSettings) -> "Planner":
-        """The same network under the same budget, planned otherwise."""
-        return Planner(
-            self.params,
-            budget=self.budget,
-            settings=settings,
-            declared=self.declared,
-            footprint=self.footprint,
-            latency=self.latency,
-        )
-
-    def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
-        """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up.
-
-        `temporary_bytes`: what it holds for a moment when it samples.
-        """
-        if self.footprint is not None:
-            self.footprint = replace(self.footprint, profile_bytes=num_bytes, profile_temporary_bytes=temporary_bytes)
-
-    # -- limits ---------------------------------------------------------------------------------------------------
-
-    @property
-    def places(self) -> bool:
-        """Whether some spec keeps its states on the host."""
-        return any(map(placed, self.specs.values()))
-
-    @property
-    def host_counts(self) -> bool:
-        """Whether the device is the host, so that what is kept there counts in its memory."""
-        return self.footprint is not None and self.footprint.device.startswith("cpu")
-
-    def limits(self, *, base_peak: int | None = None, way: Way | None = None) -> Limits:
-        """The budget as totals over the blocks: what is left of it for charged bytes, for seconds, and on the host.
-
-        `base_peak` is the predicted peak without state, with native weights; by default that of forward and backward.
-        `way`: how far host placement goes, for which staging has its room.
-        """
-        way = way or Way()
-        state_bytes = None
-        if self.budget.memory_bytes is not None:
-            assert self.footprint is not None
-            base_peak = self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak
-            state_bytes = self.budget.memory_bytes - base_peak
-        elif self.budget.state_fraction is not None:
-            state_bytes = int(self.budget.state_fraction * self.state_bytes_adamw)
-        step_s = None
-        if self.budget.step_time is not None and self.latency is not None:
-            fixed_s = self.latency.base_step_s + self.latency.step_s
-            step_s = self.budget.step_time * self.latency.reference_step_s - fixed_s
-        host_bytes, beside_s = None, None
-        if self.budget.host_memory_bytes is not None:
-            host_bytes = pinned_room(self.budget.host_memory_bytes)
-        if step_s is not None and self.latency is not None and self.places:
-            piece = max(way.slab_bytes and PIECE_BYTES, way.slab_bytes)
-            beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
-        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s)
-
-    @property
-    def link(self) -> LinkRates:
-        """Rates of this machine where seconds are limited, else stored ones, which decide between equals."""
-        measured = self.latency.link if self.latency is not None and self.budget.step_time is not None else None
-        return measured or STORED
-
-    @property
-    def counts(self) -> tuple[Savings, ...]:
-        """How savings on weights may be counted, boldest first."""
-        weighted = any(spec.weights != "native" for spec in self.specs.values())
-        if not weighted or self.budget.memory_bytes is None or self.footprint is None:
-            return ("none",)
-        return ("copies", "gradients", "weights")
-
-    def measure(self, charged_bytes: int, *, base_peak: int | None = None) -> int:
-        """Charged bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
-        if self.budget.memory_bytes is None or self.footprint is None:
-            return charged_bytes
-        return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
-
-    def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
-        """Predicted peak of an allocation; its state bytes where no footprint is known.
-
-        `state_bytes` are those on the device; staging comes to them.
-        """
-        if self.footprint is None:
-            return state_bytes
-        used = tuple(sorted(set(choices.values())))
-        less = saved_by(choices, blocks=self.blocks, specs=self.specs)
-        held = state_bytes + self.staging_bytes(choices)
-        return self.footprint.peak_bytes(state_bytes=held, specs=used, saved=less)
-
-    def staging_bytes(self, choices: Mapping[str, str]) -> int:
-        """Bytes of the device's buffers, through which states pass that are kept on the host."""
-        return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
-
-    def host_bytes(self, allocation: Allocation) -> int:
-        """Pinned host memory of an allocation's states there."""
-        return pinned_bytes(allocation.host_bytes)
-
-    def taken(self, chosen: Collection[Candidate]) -> int:
-        """Bytes of one candidate per block in the budget's own measure."""
-        state_bytes = sum(c.cost.state_bytes + c.cost.shared_bytes for c in chosen)
-        if self.budget.memory_bytes is None:
-            return state_bytes
-        return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
-
     def least_bytes(self) -> int:
         """What the allocation of fewest bytes takes in the budget's own measure."""
         return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None)))
-
-    def step_seconds(self, choices: Mapping[str, str]) -> float:
-        """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
-        if self.latency is None:
-            return math.nan
-        seconds = whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
-        return max(seconds, self._beside_seconds(choices, latency=self.latency)) if self.places else seconds
-
-    def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
-        """Predicted seconds of a whole step whose device never waits: see `baoc.planning.transfer`."""
-        link_s, largest = 0.0, 0
-        for block in self.blocks:
-            spec = self.specs[choices[block.name]]
-            if placed(spec):
-                spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED)
-                link_s, largest = link_s + spent.link_s, max(largest, spent.streamed_bytes)
-        if not largest:
-            return 0.0
-        drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED)
-        return latency.base_step_s - latency.hidden_s + link_s + drain_s
-
-    @property
-    def _lines(self) -> Mapping[str, float] | None:
-        """The part of the latency table that candidates depend on; None where seconds are not limited."""
-        return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
-
-    # -- proposing ------------------------------------------------------------------------------------------------
-
-    def candidates(
-        self, *, risk: str, profile: Profile | None, count: Savings | None = None, stand_ins: bool = True
-    ) -> dict[str, tuple[Candidate, ...]]:
-        """Every spec that applies to each block, dominated ones included, cheapest first.
-
-        `stand_ins`: with momentum in 8 bits on roles that keep fp32, which run it only where they would lose it.
-        """
-        count = self.counts[0] if count is None else count
-        profile = _read_by(risk, profile)
-        picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
-        base = self._once(
-            ("candidates", risk, self.host_counts, stand_ins),
-            (profile, self._lines, self.budget),
-            lambda: build_candidates(
-                self.blocks,
-                specs=self.specs if risk == MEASURED else self.offered,
-                rules=self.rules,
-                storages=STORAGES,
-                risk=self._risk_model(risk),
-                profile=profile,
-                weights=self.settings.risk_weights,
-                latency=self.latency if self.budget.step_time is not None else None,
-                link=self.link,
-                shared=self.host_counts,
-                keep_fp32_roles=self.settings.keep_fp32_roles if risk != MEASURED else (),
-                stand_ins=stand_ins,
-                only={} if picks is None else {block: one.spec for block, one in picks.items()},
-            ),
-        )
-        footprint = self.footprint
-        if count == "none" or footprint is None:
-            return base
-        saved = self._once(
-            ("savings", count),
-            (footprint.intervals, footprint.gradient_order),
-            lambda: savings(self.blocks, specs=self.specs, count=count, footprint=footprint),
-        )
-        # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
-        return self._once(
-            ("charged", risk, saved, stand_ins),
-            (base,),
-            lambda: charged(base, blocks=self.blocks, specs=self.specs, saved=saved),
-        )
-
-    def _risk_model(self, name: str) -> RiskModel:
-        return risk_of(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
-
-    def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
-        """The risk to judge a saved plan by: its own, the settings' where this version lacks it, `prior` without the
-        profile that it needs."""
-        name = name if name in RISKS else self.settings.risk
-        return "prior" if RISKS[name].needs and profile is None else name
-
-    def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
-        """The cached result of `make` for the very same values of `basis`."""
-        made = self._made.get(name)
-        if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
-            if len(self._made) >= MOST_MADE:  # of footprints and profiles of long ago
-                self._made.clear()
-            made = self._made[name] = (basis, make())
-        return made[1]
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -383,7 +52,7 @@ class Planner:
         name = risk or self.settings.risk
         if name == MEASURED:
             basis = (self.budget, self.footprint, self.latency)  # no profile: a later decision mostly finds it made
-            plan = self._once((MEASURED, "plan"), basis, self._measured)
+            plan = self.once((MEASURED, "plan"), basis, self._measured)
             if plan is not None:
                 return plan
             name = "prior"
@@ -394,7 +63,7 @@ class Planner:
 
     def _keeps_momentum(self, plan: Plan) -> bool:
         """Whether roles that keep fp32 did not lose their momentum by it, where the allocator had a choice."""
-        if not self._chooses:
+        if not self.chooses:
             return True
         kept = [block for block in self.blocks if block.role in self.settings.keep_fp32_roles]
         rules = {self.rules[self.specs[plan.allocation.choices[block.name]].rule] for block in kept}
@@ -438,19 +107,15 @@ class Planner:
             )
         return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
 
-    @property
-    def _chooses(self) -> bool:
-        return not self.allocator.traits.every_candidate
-
     def _measured(self) -> Plan | None:
         """The plan of the measured choice, among the planner's own candidates and with its own range of budgets; None
         where nothing that was measured fits, or there is no choice."""
         family = self.family
-        choice = choose(self, family=family) if family is not None and self._chooses else None
+        choice = choose(self, family=family) if family is not None and self.chooses else None
         if family is None or choice is None:
             return None
         plan = self.adopted(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
-        useful = self._once(
+        useful = self.once(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: useful_bytes(self, family=family)
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else plan.limits.state_bytes
@@ -475,11 +140,6 @@ class Planner:
         everything = self.candidates(risk=risk, profile=profile)
         by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
         return [by_spec[block][spec] for block, spec in choices.items()]
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
-        memory, host = self.budget.memory_bytes, self.budget.host_memory_bytes
-        return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     def _attempt(self, one: Attempt, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
         """The plan of one try, which need not fit: savings may have been counted too boldly."""
@@ -547,9 +207,9 @@ class Planner:
     ) -> Plan:
         """A plan with its range of budgets over all levels: one that does without a spec is bound by that."""
         everything = self.candidates(risk=risk, profile=profile, stand_ins=False)
-        least, useful = self._once(
+        least, useful = self.once(
             ("range", risk),
-            (_read_by(risk, profile), self._lines, self.budget, self.footprint),
+            (read_by(risk, profile), self.lines, self.budget, self.footprint),
             lambda: (
                 self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
@@ -587,9 +247,9 @@ class Planner:
         if recipe is not None:
             text = f"{recipe.title}: the recipe that was asked for"
             return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
-        if not self._chooses:
+        if not self.chooses:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
-        text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
+        text = f"risk={risk} ({self.risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:
             unknown = self.family is None or self.extrapolates
             why = "nothing was measured of this kind of network" if unknown else "no measured recipe fits"
@@ -598,11 +258,6 @@ class Planner:
             tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""
             text = f"{why}, so by {text}{tried}"
         return Basis(by=risk, text=text)
-
-
-def _read_by(risk: str, profile: Profile | None) -> Profile | None:
-    """The profile where the risk reads one: others give the same whatever is newest, and need not be asked again."""
-    return profile if RISKS[risk].needs else None
 
 
 def _by_risk(candidate: Candidate) -> tuple[float, float, int]:

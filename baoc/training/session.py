@@ -34,9 +34,10 @@ from baoc.optim.offload import arrival_bytes
 from baoc.optim.shards import is_sharded, largest_part
 from baoc.parallel import ALONE, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
+from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
 from baoc.planning.candidates import applies
 from baoc.planning.microbatch import ALIKE, fewest
-from baoc.planning.planner import MEASURED, Planner, PlannerSettings, may_place
+from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
