@@ -153,7 +153,7 @@ class BudgetedBlocks(ABC):
         self.family = families().get(named or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={}, rules={})
-        more = settings.measured_specs if self.family is not None and self.chooses else ()
+        more = settings.measured_specs if self.family is not None and self._chooses else ()
         self.specs = {**self.offered, **select(more)} if more else self.offered
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
         self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
@@ -291,7 +291,7 @@ class BudgetedBlocks(ABC):
         return latency.base_step_s - latency.hidden_s + link_s + drain_s
 
     @property
-    def lines(self) -> Mapping[str, float] | None:
+    def _lines(self) -> Mapping[str, float] | None:
         """The part of the latency table that candidates depend on; None where seconds are not limited."""
         return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
 
@@ -307,15 +307,15 @@ class BudgetedBlocks(ABC):
         count = self.counts[0] if count is None else count
         profile = read_by(risk, profile)
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
-        base = self.once(
+        base = self._once(
             ("candidates", risk, self.host_counts, stand_ins),
-            (profile, self.lines, self.budget),
+            (profile, self._lines, self.budget),
             lambda: build_candidates(
                 self.blocks,
                 specs=self.specs if risk == MEASURED else self.offered,
                 rules=self.rules,
                 storages=STORAGES,
-                risk=self.risk_model(risk),
+                risk=self._risk_model(risk),
                 profile=profile,
                 weights=self.settings.risk_weights,
                 latency=self.latency if self.budget.step_time is not None else None,
@@ -329,19 +329,19 @@ class BudgetedBlocks(ABC):
         footprint = self.footprint
         if count == "none" or footprint is None:
             return base
-        saved = self.once(
+        saved = self._once(
             ("savings", count),
             (footprint.intervals, footprint.gradient_order),
             lambda: savings(self.blocks, specs=self.specs, count=count, footprint=footprint),
         )
         # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
-        return self.once(
+        return self._once(
             ("charged", risk, saved, stand_ins),
             (base,),
             lambda: charged(base, blocks=self.blocks, specs=self.specs, saved=saved),
         )
 
-    def risk_model(self, name: str) -> RiskModel:
+    def _risk_model(self, name: str) -> RiskModel:
         return risk_of(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
     def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
@@ -350,7 +350,7 @@ class BudgetedBlocks(ABC):
         name = name if name in RISKS else self.settings.risk
         return "prior" if RISKS[name].needs and profile is None else name
 
-    def once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
+    def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
         """The cached result of `make` for the very same values of `basis`."""
         made = self._made.get(name)
         if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
@@ -365,7 +365,7 @@ class BudgetedBlocks(ABC):
         return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     @property
-    def chooses(self) -> bool:
+    def _chooses(self) -> bool:
         return not self.allocator.traits.every_candidate
 
     # -- plans ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Planner(BudgetedBlocks):
         name = risk or self.settings.risk
         if name == MEASURED:
             basis = (self.budget, self.footprint, self.latency)  # no profile: a later decision mostly finds it made
-            plan = self.once((MEASURED, "plan"), basis, self._measured)
+            plan = self._once((MEASURED, "plan"), basis, self._measured)
             if plan is not None:
                 return plan
             name = "prior"
@@ -63,7 +63,7 @@ class Planner(BudgetedBlocks):
 
     def _keeps_momentum(self, plan: Plan) -> bool:
         """Whether roles that keep fp32 did not lose their momentum by it, where the allocator had a choice."""
-        if not self.chooses:
+        if not self._chooses:
             return True
         kept = [block for block in self.blocks if block.role in self.settings.keep_fp32_roles]
         rules = {self.rules[self.specs[plan.allocation.choices[block.name]].rule] for block in kept}
@@ -111,11 +111,11 @@ class Planner(BudgetedBlocks):
         """The plan of the measured choice, among the planner's own candidates and with its own range of budgets; None
         where nothing that was measured fits, or there is no choice."""
         family = self.family
-        choice = choose(self, family=family) if family is not None and self.chooses else None
+        choice = choose(self, family=family) if family is not None and self._chooses else None
         if family is None or choice is None:
             return None
         plan = self.adopted(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
-        useful = self.once(
+        useful = self._once(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: useful_bytes(self, family=family)
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else plan.limits.state_bytes
@@ -207,9 +207,9 @@ class Planner(BudgetedBlocks):
     ) -> Plan:
         """A plan with its range of budgets over all levels: one that does without a spec is bound by that."""
         everything = self.candidates(risk=risk, profile=profile, stand_ins=False)
-        least, useful = self.once(
+        least, useful = self._once(
             ("range", risk),
-            (read_by(risk, profile), self.lines, self.budget, self.footprint),
+            (read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
                 self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
@@ -247,9 +247,9 @@ class Planner(BudgetedBlocks):
         if recipe is not None:
             text = f"{recipe.title}: the recipe that was asked for"
             return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
-        if not self.chooses:
+        if not self._chooses:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
-        text = f"risk={risk} ({self.risk_model(risk).description}): argued for, not shown to predict quality"
+        text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:
             unknown = self.family is None or self.extrapolates
             why = "nothing was measured of this kind of network" if unknown else "no measured recipe fits"

@@ -145,7 +145,7 @@ def peak(recipe: str, *, weights: str) -> int:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planners that a planner makes know the same family."""
-    monkeypatch.setattr("baoc.planning.planner.families", lambda: {"language": ONE_BEATS_ADAMW})
+    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": ONE_BEATS_ADAMW})
 
 
 @pytest.mark.usefixtures("known")
