@@ -286,14 +286,14 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
             raise unknown_spec(spec)
         spec = SPECS[spec]
     base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
-    if told := removed(spec.name) or removed(f"{base}+{spec.weights}"):
-        raise BadInputError(told)
-    if spec.rule not in RULES:
-        raise unknown_name(spec.rule, what="update rule", allowed=RULES)
-    if spec.storage not in STORAGES:
-        raise unknown_name(spec.storage, what="storage", allowed=STORAGES)
-    if spec.weights not in WEIGHTS:
-        raise unknown_name(spec.weights, what="kind of weights", allowed=WEIGHTS)
+    for name, what, allowed in (
+        (spec.rule, "update rule", RULES),
+        (spec.storage, "storage", STORAGES),
+        (spec.weights, "kind of weights", WEIGHTS),
+    ):
+        if name not in allowed:
+            told = removed(spec.name) or removed(f"{base}+{spec.weights}")
+            raise BadInputError(told) if told else unknown_name(name, what=what, allowed=allowed)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in PLACEMENTS:
         raise unknown_name(spec.placement, what="placement", allowed=PLACEMENTS)

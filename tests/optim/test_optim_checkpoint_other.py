@@ -5,6 +5,7 @@ import copy
 import logging
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ class TestAnotherPlan:
             run_steps(optimizer, fresh, gradients=Gradients(fresh), steps=2)
             assert all(p.isfinite().all() for p in fresh.values())
         assert f"block w: {source} -> " in caplog.text
+
+    @pytest.mark.parametrize("name", ["adamw@updated", "greedy", "mine_int8_log"])
+    def test_a_block_is_read_by_what_it_keeps_whatever_its_spec_is_called(self, name: str) -> None:
+        """Steps on the CPU were removed and kept the states of those on the device; users name rows as they like."""
+        params = make_params({"w": (17, 64)})
+        own = replace(NATIVE["adamw"], name=name)
+        saved, loaded = (build(of, "adamw" if "@" in name else own) for of in (params, twin_of(params)))
+        run_steps(saved, params, gradients=Gradients(params), steps=2)
+        checkpoint = through_file(saved.state_dict())
+        checkpoint["blocks"]["w"]["spec"] = name
+        loaded.load_state_dict(checkpoint)
+        assert_same(state_tensors(loaded), state_tensors(saved))
 
     def test_states_of_a_row_that_was_removed_are_told(self) -> None:
         for spec, was, instead in (
