@@ -54,12 +54,13 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     The most promising one is compared first, then whatever could beat the best so far, most gain for its seconds first;
     what leads then is tried, and what could beat it at its true rate is measured in turn. An option is left out where
     the seconds that it takes are worth more than what it may gain: a percent of the rate for each, less in a run of
-    more than WORTH_S, of which they are a smaller part. With no seconds left, what is surest to be
-    fast is tried if nothing was.
+    more than WORTH_S, of which they are a smaller part. With no seconds left and nothing tried, one option at most is
+    compared, if it is surest to be fast, and what leads then is tried.
     """
-    options, measured = list(options), 0
+    options, measured, late = list(options), 0, False
     first = best(options, objective=objective)
-    while (following := _next(options, objective=objective, race=race)) is not None:
+    while (following := _next(options, objective=objective, race=race, late=late)) is not None:
+        late = race.left_s() <= 0
         options, measured = race.measure(following), measured + 1
     chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
@@ -74,8 +75,8 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     return Choice(options=marks, chosen=marked, left=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won))
 
 
-def _next(options: Sequence[Option], *, objective: str, race: Race) -> Option | None:
-    """The option to measure next; None if none is left."""
+def _next(options: Sequence[Option], *, objective: str, race: Race, late: bool) -> Option | None:
+    """The option to measure next; None if none is left. `late`: the last one was measured with no seconds left."""
     measured = _measured(options)
     leader = best(measured, objective=objective)
     if leader is None:
@@ -94,7 +95,7 @@ def _next(options: Sequence[Option], *, objective: str, race: Race) -> Option | 
     if leader.tried:
         return None
     if not any(option.tried and option.fits for option in options):
-        return _surest(options, objective=objective)
+        return leader if late else _surest(options, objective=objective)
     return leader if race.cost_s(leader, True) <= race.left_s() else None
 
 

@@ -194,6 +194,15 @@ def test_without_seconds_a_promise_far_above_what_was_compared_is_tried():
         assert late.choose().chosen.way == expected and late.tried == [expected]  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_without_seconds_one_promise_at_most_is_followed():
+    """All promise far more than the one that was compared, and none keeps it."""
+    sizes = [2**power for power in range(8)]
+    promised = {size: 100.0 if size == 1 else 160.0 for size in sizes}
+    rehearser = three(promised, {**promised, **{size: 90.0 for size in sizes[1:]}}, limit_s=0.0)
+    rehearser.compared = {(1, 0, False)}
+    assert rehearser.choose().measured == 2 and rehearser.tried == [(1, 0, False)]
+
+
 def test_a_second_is_worth_a_percent_of_a_short_run_and_less_of_a_long_one():
     """What may gain half a percent for .3 s is measured only where that is less of the run."""
     rates = {1: 10.0, 8: 75.0, 64: 100.0}
