@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 
-if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
     del sys.path[0]  # scripts beside this one have the names of libraries
 import torch
 from accelerate import Accelerator

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+if os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
     del sys.path[0]  # scripts beside this one have the names of libraries
 import torch
 from torch import Tensor, nn

@@ -81,8 +81,9 @@ def _files(path: Path) -> list[Path]:
         files = [file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(JSON)]
         found = visible(path, files)
         lines = [file for file in found if not file.name.lower().endswith((".json", ".json.gz"))]
-        if lines and len(lines) < len(found):  # such as dataset_infos.json, tokenizer.json, package.json
-            log.warning("%s: %d .json files beside JSON lines are left out", path, len(found) - len(lines))
+        left = [file.relative_to(path) for file in found if file not in lines]
+        if lines and left:  # such as dataset_infos.json, tokenizer.json, package.json
+            log.warning("%s: %d .json files beside JSON lines are left out, such as %s", path, len(left), left[0])
         if found:
             return lines or found
         raise BadInputError(f"dataset.path={path} holds no JSON lines: give FILE.jsonl, or a folder of such files")

@@ -4,11 +4,11 @@
     python -m experiments.analysis.claims --write  # renders the tables of README.md and docs/results.md
 
 One row of claims.csv is one figure. `rows` names a file of experiments/results, `where` selects rows of it
-(`key=value;key=value`), and `column` and `statistic` say how the figure follows from them:
+(`key=value;key!=value`), and `column` and `statistic` say how the figure follows from them:
 
     value   the column of the one row selected; `interval_column` holds its interval
     any     the same of several rows, which agree
-    mean    the mean, with the standard deviation as its interval
+    mean    the mean, with its 95 % interval, or the standard deviation, as its interval
     paired  the mean of the differences by seed to the rows that `against` selects
     excess  how far the mean is above the mean of the rows that `against` selects, in percent
 
@@ -78,6 +78,8 @@ def remade(claim: Claim) -> tuple[float, float | None]:
         assert len(set(values)) == 1, f"{claim['figure']}: {claim['where']} selects rows that differ"
         return values[0], None
     if statistic == "mean":
+        if claim["interval"].startswith("95 %"):
+            return mean(values), mean_interval(values, level=0.95).half
         return mean(values), stdev(values)
     rivals = selected(claim["rows"], where=claim["against"])
     if statistic == "excess":
@@ -91,7 +93,11 @@ def remade(claim: Claim) -> tuple[float, float | None]:
 
 def selected(table: str, *, where: str) -> list[dict[str, str]]:
     wanted = dict(condition.split("=", 1) for condition in where.split(";"))
-    return [row for row in read_table(RESULTS / table) if all(row[key] == value for key, value in wanted.items())]
+    return [
+        row
+        for row in read_table(RESULTS / table)
+        if all((row[key.removesuffix("!")] == value) != key.endswith("!") for key, value in wanted.items())
+    ]
 
 
 def rendered(page: str, claims: Sequence[Claim]) -> str:
@@ -149,6 +155,7 @@ def stale() -> list[str]:
         "allocation_pairs.csv": allocation_pairs.pairs(allocation_pairs.baselines(raw)),
         "peak_predictions.csv": peak_predictions.summary(peak_predictions.tables()),
         "peak_excesses.csv": peak_predictions.above(),
+        "peak_campaign_ends.csv": peak_predictions.ends(),
     }
     return [
         f"{name} is older than the tables that it is made of"

@@ -144,7 +144,7 @@ def damaged(number: int, *, draw: random.Random, folder: Path, whole: Path) -> R
         "resume": lambda: find_checkpoint(asked, run_dir=run_dir),
         "decision": lambda: saved_decision(asked, checkpoint=run_dir / "checkpoints" / "last.ckpt"),
         "metrics": lambda: read_metrics(run_dir),
-        "frontier": lambda: frontier_of(day, show=False),
+        "frontier": lambda: frontier_of(run_dir, show=False),
         "study": lambda: run_study(given, folder=day / "study", code=STUB),
     }
     outcomes, faults = [], []
