@@ -31,7 +31,7 @@ EXCHANGED = (
     "not told: the peak alone was recorded of Muon's batches and messages, which the probe of a step does not run"
 )
 ROUNDED = "Muon's room beside weights rounded at random was not counted; mended, not run again"
-TRACKED = "statistics at a decision made float64 copies, and some looks before the plan were uncounted; 25 tries after are below"
+TRACKED = "statistics of a decision made float64 copies; 25 tries after the mend are below (peak_campaign_cpu.csv)"
 # Table and commit -> why a run was above. "Below at" names a run of the same case in the same table.
 CAUSES = {
     ("ddp_steps_h200.csv", ""): BUCKET,
