@@ -251,6 +251,9 @@ class _Race:
                     sent |= self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in runs])
                     files.write_csv(self.folder / records.RUNS_FILE, self._rows())
                 else:
+                    if sent and all(end.status == FAILED for end in sent.values()):
+                        told = list(sent.values())[-1].message
+                        raise TrainingFailedError(f"all {len(sent)} runs of the race's stage failed; the last: {told}")
                     asked = going.send(sent)
         except StopIteration as ended:
             return ended.value
@@ -278,12 +281,7 @@ class _Race:
             for checkpoint in (self.folder / f"{number:04d}").rglob("*.ckpt"):
                 checkpoint.unlink()
         trials = self.study.get_trials(deepcopy=False)[first : len(self.asked)]  # a resumed study may have later ones
-        ended = {run: self._ended(trial) for (run, _), trial in zip(runs, trials, strict=True)}
-        if ended and all(end.status == FAILED for end in ended.values()):
-            raise TrainingFailedError(
-                f"all {len(ended)} runs of the race's stage failed; the last: {list(ended.values())[-1].message}"
-            )
-        return ended
+        return {run: self._ended(trial) for (run, _), trial in zip(runs, trials, strict=True)}
 
     def _ended(self, trial: FrozenTrial) -> Ended:
         text = str(trial.user_attrs.get("text", ""))

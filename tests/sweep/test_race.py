@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,10 @@ from baoc.cli.jobs import with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
+from baoc.racing.course import DONE, FAILED, Ended, Settings, course
+from baoc.racing.entrants import FILE, read_field
+from baoc.racing.records import RACE_FILE, Measured, family_of, find_raced, settle_recipe
+from baoc.racing.rules import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
 from baoc.sweep.race import kept_words, predicted_s, race_before, run_race
@@ -339,6 +343,44 @@ def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
     with pytest.raises(TrainingFailedError, match="all 2 runs of the race's stage failed; the last: no such thing"):
         code = STUB.replace("gap =", 'fail(2, "no such thing")\ngap =')
         run_race(config(tmp_path, *ONE_STAGE), words=[*WORDS, *ONE_STAGE], folder=tmp_path, command="c", code=code)
+
+
+@pytest.mark.parametrize("cap_s", [None, 1000.0])
+def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_others_is_an_error(
+    cap_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Under a cap a stage goes in parts, of which the last one may be of one entrant alone."""
+    leave_field(tmp_path)
+    names = [f"e{number}" for number in range(5)]
+    racers: list[Any] = [SimpleNamespace(name=name) for name in names]
+    entrants = [Entrant(name=name, state_bytes=100, uniform=True, control=False) for name in names]
+    settings = Settings(
+        rates=(0.3, 1.0, 3.0), rungs=(1.0,), seeds=(1, 2, 3), fresh_seeds=(),
+        steps=dict.fromkeys(names, 100), margin=0.01, level=0.9,
+    )  # fmt: skip
+
+    def outcome(failing: Collection[str]):
+        race = race_module._Race(config(tmp_path, "race.workers=1"), words=[], folder=tmp_path, command="c", code="")
+        race.field = read_field(tmp_path / FILE)
+
+        def ended(number: int) -> Ended:
+            run = race.asked[number][0]
+            if run.entrant in failing:
+                return Ended(status=FAILED, message="crashed")
+            return Ended(status=DONE, score=1.0 + names.index(run.entrant) + 0.001 * run.seed)
+
+        trials = SimpleNamespace(get_trials=lambda **_: list(range(len(race.asked))))
+        monkeypatch.setattr(race_module, "run_study", lambda *_, **__: trials)
+        for name, stub in {"_ended": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
+            monkeypatch.setattr(race, name, stub)
+        monkeypatch.setattr(race, "_words", lambda *_: ())
+        measured = Measured(size="tiny", num_params=1000, steps=100)
+        return race._drive(course(entrants, settings=settings), measured, racers, cap_s)
+
+    found = outcome({"e4"})
+    assert found.verdict.choice == "e0" and found.left["e4"] == "failed (crashed)"
+    with pytest.raises(TrainingFailedError, match="all 45 runs of the race's stage failed; the last: crashed"):
+        outcome(names)
 
 
 @pytest.mark.parametrize(
