@@ -164,8 +164,8 @@ def at_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None 
 def family_of(params: Sequence[ParamInfo]) -> str | None:
     """The family of a network, by its shapes and roles; None where it is no transformer of a measured kind.
 
-    Language: a token embedding whose shape the head shares. Diffusion: modulated layers. Vision: patches cut by a
-    convolution of images, and a head.
+    Language: a token embedding whose shape the head shares, and no images beside it that untied classes would explain
+    as well. Diffusion: modulated layers. Vision: patches cut by a convolution of images, and a head.
     """
     total = sum(param.numel for param in params)
     hidden = sum(param.numel for param in params if param.role in (Role.ATTENTION, Role.MLP))
@@ -178,16 +178,26 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
         return None
     if modulated:
         return "diffusion"
-    shapes = {head.shape for head in heads}
-    if any(table.shape in shapes or table.aliases for table in tables):
-        return "language"
     patches = (param.shape for param in params if param.role is Role.EMBEDDING and len(param.shape) == 4)
-    return "vision" if heads and any(shape[1] <= FEW_CHANNELS for shape in patches) else None
+    images = any(shape[1] <= FEW_CHANNELS for shape in patches)
+    if _of_tokens(tables, heads=heads):
+        return None if images and not any(table.aliases for table in tables) else "language"
+    return "vision" if images and any(len(head.shape) == 2 for head in heads) else None
 
 
-def nearest(params: Sequence[ParamInfo]) -> str | None:
-    """The measured family nearest to a network of another kind, by what it reads: tokens by a table, images by
-    convolutions.
+def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bool:
+    """Whether a table has what a head has, as where tokens are read and told."""
+    shapes = {head.shape for head in heads}
+    return any(table.shape in shapes or table.aliases for table in tables)
+
+
+def nearest(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:
+    """The measured family nearest to a network of another kind: the task's where that is known, else by what it reads,
+    images by convolutions or tokens by a table.
+
+    Convolutions come first, as networks for images have tables, too, of classes. What ends with a convolution to as
+    many channels as its first one takes, such as a U-Net, makes images and is nearest to diffusion. Beside
+    convolutions over one dimension a table is of tokens where a head has its shape.
 
     None where neither is seen, as in a perceptron or of parameters without names, and where there are less than two
     hidden matrices, in whose rules recipes differ: a single one is a head.
@@ -195,9 +205,17 @@ def nearest(params: Sequence[ParamInfo]) -> str | None:
     outer = (Role.EMBEDDING, Role.HEAD, Role.NORM)
     if sum(param.role not in outer and param.matrix_shape is not None for param in params) < 2:
         return None
-    if any(param.role is Role.EMBEDDING and len(param.shape) == 2 for param in params):
-        return "language"
-    return "vision" if any(param.role is Role.CONV for param in params) else None
+    if task is not None:
+        return task
+    tables = [param for param in params if param.role is Role.EMBEDDING and len(param.shape) == 2]
+    heads = [param for param in params if param.role is Role.HEAD and len(param.shape) == 2]
+    convs = [param.shape for param in params if param.role is Role.CONV]
+    if any(len(shape) > 3 for shape in convs):
+        shapes = [p.shape for p in params if p.role in (Role.CONV, Role.EMBEDDING, Role.HEAD) and len(p.shape) > 3]
+        return "diffusion" if shapes[0][1] == shapes[-1][0] and not heads else "vision"
+    if not tables:
+        return "vision" if convs else None
+    return "language" if not convs or _of_tokens(tables, heads=heads) else None
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

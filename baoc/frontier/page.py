@@ -55,12 +55,15 @@ def page_data(runs: Sequence[RunFolder], *, title: str, race: Mapping[str, Any] 
 
 
 def race_table(race: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a race.json as text, those first who were in most stages, and its sentences."""
+    """The table of a race.json as text, and its sentences. Those who were in most stages stand first, of them who was
+    best in the last one."""
     stages = list(dict.fromkeys(stage for row in race["entrants"] for stage in row["stages"]))
+
+    sign = -1 if race["higher_is_better"] else 1
 
     def rank(row: Mapping[str, Any]) -> tuple[int, float]:
         means = [stage["mean"] for stage in row["stages"].values()]
-        return -len(means), inf if not means or means[-1] is None else means[-1]
+        return -len(means), inf if not means or means[-1] is None else sign * means[-1]
 
     rows = []
     for row in sorted(race["entrants"], key=rank):

@@ -45,7 +45,10 @@ class PlannerSettings:
     """A user's choices about planning; defaults are those of `conf/`.
 
     `risk="measured"` chooses by measurements of the `family`, or of the nearest one where nothing was measured of the
-    network's kind; where it has no hidden matrices it is `prior`.
+    network's kind; where it has no hidden matrices it is `prior`. `task`: the family of the task, where it is known; a
+    network that looks like another family's is then of no measured kind. `from_conf`: run.py plans, which knows whether
+    it trains from scratch, and has race=auto. At other doors weights may be pretrained, so a guess from the nearest
+    family raises no learning rate there.
 
     A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
     has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
@@ -62,6 +65,8 @@ class PlannerSettings:
     measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
     recipe: Recipe | None = None
     family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
+    task: str | None = None
+    from_conf: bool = False
 
     @property
     def rows(self) -> dict[str, OptimizerSpec]:
@@ -123,6 +128,8 @@ class BudgetedBlocks(ABC):
         self.settings = settings = settings or PlannerSettings()
         known(settings.risk, RISKS, "risk")
         known(settings.allocator, ALLOCATORS, "allocator")
+        if settings.task is not None:
+            known(settings.task, families(), "task_family")
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget
@@ -147,9 +154,11 @@ class BudgetedBlocks(ABC):
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = sum(block.numel for block in self.blocks)
         named = family_of(self.params) if settings.family == AUTO else settings.family
+        if settings.family == AUTO and settings.task is not None and named != settings.task:
+            named = None
         # Nothing was measured of this kind: whole recipes of the nearest one are a guess, its entries by role are not.
         self.extrapolates = named is None and settings.family == AUTO
-        named = nearest(self.params) if self.extrapolates else named
+        named = nearest(self.params, task=settings.task) if self.extrapolates else named
         self.family = families().get(named or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={}, rules={})

@@ -36,6 +36,7 @@ ADAMW = "adamw"
 ROUNDED = "bf16_sr"  # weights
 # Of the loss: what rounding may cost at most by experiments/results/product_runs.csv (not told from native there).
 ROUNDING_COST = 0.02
+PRIOR = "settings=SessionSettings(planner=PlannerSettings())"  # what risk=prior is where settings are Python values
 FAR = 10.0  # times the measured size, from which on a plan says that nothing was measured there
 
 
@@ -116,6 +117,8 @@ def whole(
         return
     for one in ranked(planner, family=family):
         rate = faded(one.rate, num_params=planner.num_params, measured=family.num_params)
+        if planner.extrapolates and not planner.settings.from_conf:
+            rate = min(rate, 1.0)
         recipe = at_rate(one.recipe, rate)
         recipe = streamed(recipe) if hosted else recipe
         made = fitting(planner, recipe, weights=weights or formats(planner))
@@ -264,9 +267,10 @@ def _joined(role: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidat
 # -- what is told of it -----------------------------------------------------------------------------------------------
 
 
-def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int, extrapolates: bool = False) -> Basis:
+def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlocks) -> Basis:
     """The basis of the choice, as values and as a sentence."""
-    one, recipe = choice.measured, choice.recipe
+    one, recipe, num_params = choice.measured, choice.recipe, planner.num_params
+    in_run = planner.settings.from_conf
     hosted = plan.allocation.host_bytes
     share = (plan.allocation.state_bytes + hosted) / max(plan.state_bytes_adamw, 1)
     held = f"{recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
@@ -287,6 +291,8 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int, ext
     far = f"; not measured at {_count(num_params)}" if num_params > FAR * family.num_params else ""
     narrow = "" if recipe.weights == "native" else f"; weights {_format_told(recipe.weights, family=family)}"
     rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
+    if choice.rate > 1:
+        rate += f", as in training from scratch: for pretrained weights {'risk=prior' if in_run else PRIOR}"
     worse = (
         "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
         "choose was not measured: a larger budget or a race may do better"
@@ -294,11 +300,15 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int, ext
         else ""
     )
     text = f"{held}; {told}, {where}{far}{narrow}{rate}{worse}"
-    if extrapolates and one is not None:
+    if planner.extrapolates and one is not None:
+        theirs = faded(one.rate, num_params=num_params, measured=family.num_params)
+        kept = "; the learning rate stays as given, as weights may be pretrained "
+        kept += f"(there it was {theirs:.3g} times AdamW's)"
         text = (
-            f"{held}{rate}: an extrapolation from transformers for {family.name}, as nothing was measured of this kind "
+            f"{held}; an extrapolation from transformers for {family.name}, as nothing was measured of this kind "
             f"of network; there it was the best that fits, with {one.value:.4g} against fp32 AdamW's "
-            f"{family.recipe(ADAMW).value:.4g} {family.unit}, n {change.n}; race=auto checks it"
+            f"{family.recipe(ADAMW).value:.4g} {family.unit}, n {change.n}{kept if choice.rate < theirs else rate}"
+            + ("; race=auto checks it" if in_run else f"; {PRIOR} plans without it")
         )
     return Basis(
         by="measured",

@@ -124,9 +124,7 @@ class Planner(BudgetedBlocks):
             reasons=choice.plan.reasons,
             most_useful_bytes=useful,
             binding=allowed is not None and useful > allowed,
-            basis=basis_of(
-                choice, family=family, plan=plan, num_params=self.num_params, extrapolates=self.extrapolates
-            ),
+            basis=basis_of(choice, family=family, plan=plan, planner=self),
         )
 
     def adopted(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:

@@ -146,6 +146,7 @@ def record(
         "network": field.network,
         "budget": config.budget.name,
         "quality": field.quality,
+        "higher_is_better": field.higher_is_better,
         "measured": {
             "size": measured.size,
             "num_params": measured.num_params,

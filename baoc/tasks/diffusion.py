@@ -31,6 +31,7 @@ class DiffusionTask(Task):
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/mse", False)
+    task_family = "diffusion"
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class LanguageTask(Task):
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/bpb", False)
+    task_family = "language"
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class MaskedTask(Task):
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
+    task_family = "language"
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ class VisionTask(Task):
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
+    task_family = "vision"
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ def in_own_words(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except BaocError as error:
-            if not getattr(getattr(self, "settings", None), "from_conf", False):
+            settings = getattr(self, "settings", None)
+            if settings is None or not settings.planner.from_conf:
                 error.args = tuple(reworded(arg) if isinstance(arg, str) else arg for arg in error.args)
                 if advice := getattr(error, "advice", ()):
                     cast(Any, error).advice = tuple(map(reworded, advice))

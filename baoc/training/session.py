@@ -64,8 +64,7 @@ class SessionSettings:
     `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients.
     `checkpointing`: how many layers of the module recompute their activations in backward, see
     `baoc.models.switches.recomputable_layers`: all, none, or so many, the first ones; auto takes the fewest with which
-    the plan is as good as with all; None leaves the module as it is. `from_conf`: they were read from conf/, so that
-    refusals name its keys.
+    the plan is as good as with all; None leaves the module as it is.
     """
 
     planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
@@ -76,7 +75,6 @@ class SessionSettings:
     checkpointing: bool | int | Literal["auto"] | None = None
     release: bool | GradientRelease = False
     overlap: bool = True
-    from_conf: bool = False
 
     def __post_init__(self) -> None:
         check(self.reallocation, path="reallocation")
@@ -298,6 +296,9 @@ class Session:
     ):
         self.ranks = ranks
         self.infos, self.params, self.module = tuple(infos), params, module
+        task = getattr(module, "task_family", None)  # of `baoc.tasks.base.Task`
+        if task is not None:
+            settings = replace(settings, planner=replace(settings.planner, task=task))
         self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
         declared = None if module is None else declared_blocks(module)
         if declared is not None:

@@ -85,10 +85,10 @@ def session_settings(config: RunConfig) -> SessionSettings:
         seed=config.seed,
         recipe=config.recipe,
         family=None if config.model.pretrained or config.model.lora.rank else AUTO,  # trained from scratch, as measured
+        from_conf=True,
     )
     matching = traits.matching if config.recipe is None else config.recipe.matching
     return SessionSettings(
-        from_conf=True,
         planner=planner,
         reallocation=config.reallocation,
         backend=config.optim.backend,

@@ -12,9 +12,10 @@ import pytest
 
 from baoc.frontier.build import build_report, frontier_of
 from baoc.frontier.comparable_runs import family_of
-from baoc.frontier.page import MAX_CURVE_POINTS, page_data
+from baoc.frontier.page import MAX_CURVE_POINTS, page_data, race_table
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
+from baoc.sweep.race import show
 from baoc.tracking.files import write_json
 from tests.support.paths import ROOT
 from tests.support.sweep_jobs import error, job, three_families
@@ -213,6 +214,7 @@ def test_a_race_stands_at_the_head_of_its_page(tmp_path: Path):
     row = {"name": "muon8_lean", "state_share": 0.149, "rate": 3.0, "left": "", "control": False, "stages": stages}
     other = {**row, "name": "lion8", "rate": None, "left": "it diverged", "stages": {}}
     race = {"choice": "muon8_lean", "told": "a", "verdict": {"reason": "b"}, "claim": "c", "entrants": [other, row]}
+    race["higher_is_better"] = False
     build_report([tmp_path / "0"], out=tmp_path, show=False, race=race)
     told = data_in(tmp_path / "frontier.html")["race"]
     assert told["head"] == ["recipe", "state", "rate", "25%", "fresh", ""] and told["lines"] == ["a", "b", "c"]
@@ -220,6 +222,25 @@ def test_a_race_stands_at_the_head_of_its_page(tmp_path: Path):
         ["muon8_lean", "14.9%", "3", "1.25 (0.5)", "diverged", "chosen"],
         ["lion8", "14.9%", "", "", "", "it diverged"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("higher", "order"), [(True, ["high", "low", "diverged"]), (False, ["low", "high", "diverged"])]
+)
+def test_a_race_s_best_entrant_stands_first_on_page_and_terminal(
+    higher: bool, order: list[str], capsys: pytest.CaptureFixture[str]
+):
+    means = {"diverged": None, "low": 0.25, "high": 0.75}
+    common = {"state_share": 0.1, "state_bytes": 1, "rate": 1.0, "left": "", "control": False}
+    rows = [
+        {**common, "name": name, "stages": {"100%": {"mean": mean, "sd": None, "n": 1}}} for name, mean in means.items()
+    ]
+    told = {"choice": order[0], "told": "a", "verdict": {"reason": "b"}, "claim": "c", "quality": "q", "seconds": 1}
+    race = {**told, "entrants": rows, "higher_is_better": higher}
+    assert [row[0] for row in race_table(race)["rows"]] == order
+    show(race)
+    shown = capsys.readouterr().out
+    assert sorted(order, key=shown.index) == order
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "3", "null", ""])

@@ -8,7 +8,7 @@ import pytest
 from baoc.core.measured import Additivity, Change, Family, MeasuredRecipe, added, faded, families, family_of, nearest
 from baoc.core.recipes import RECIPES, tuning_of
 from baoc.errors import BadInputError
-from baoc.planning.measured import MIXED
+from baoc.planning.measured import MIXED, PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, ParamInfo, Role
 from tests.support.transformers import WIDTH, llama, within
@@ -105,7 +105,16 @@ def test_a_kind_that_nobody_measured_takes_the_best_recipe_of_the_nearest_and_sa
     assert "an extrapolation from transformers for vision, as nothing was measured of this kind of network" in (
         made.basis.text
     )
-    assert made.basis.text.endswith("race=auto checks it")
+    assert not made.basis.lr
+    assert "the learning rate stays as given, as weights may be pretrained (there it was 2 times AdamW's)" in (
+        made.basis.text
+    )
+    assert "race=" not in made.basis.text and made.basis.text.endswith(f"{PRIOR} plans without it")
+    in_run = replace(settings, from_conf=True)  # which knows that it trains from scratch
+    run = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.25), settings=in_run).propose()
+    assert run.basis is not None and set(run.basis.lr.values()) == {2} and run.allocation == made.allocation
+    assert "2 times AdamW's learning rate, as in training from scratch" in run.basis.text
+    assert run.basis.text.endswith("race=auto checks it") and PRIOR not in run.basis.text
     low = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.01), settings=settings).propose()
     assert low.risk_model == "prior" and low.basis is not None
     assert "no recipe that was better than fp32 AdamW for vision fits, so by risk=prior" in low.basis.text
@@ -117,6 +126,22 @@ def test_the_nearest_kind_is_by_what_a_network_reads():
     recurrent = [replace(param, shape=param.shape[:2], role=Role.OTHER) for param in own_kind()]
     assert nearest([table, *recurrent]) == "language"
     assert nearest(recurrent) is None  # a perceptron, or parameters without names
+    one_dimension = [replace(param, shape=param.shape[:3]) for param in own_kind()]
+    head = replace(table, name="lm_head.weight", role=Role.HEAD)
+    assert nearest([table, *one_dimension]) is None and nearest([table, *one_dimension, head]) == "language"
+
+
+def test_a_table_of_classes_makes_no_convolutional_net_one_for_language():
+    labels = ParamInfo(name="label_emb.weight", shape=(10, 96), dtype="float32", role=Role.EMBEDDING)
+    head = replace(labels, name="head.weight", role=Role.HEAD)
+    assert nearest([labels, *own_kind(), head]) == "vision"
+    images = ParamInfo(name="out.weight", shape=(3, 96, 3, 3), dtype="float32", role=Role.CONV)
+    assert nearest([labels, *own_kind(), images]) == "diffusion"
+    assert nearest([labels, *own_kind(), head], task="diffusion") == "diffusion"  # the task decides where it is known
+    settings = PlannerSettings(risk="measured", family="auto", task="vision")
+    assert Planner(llama(), budget=Budget(name="some", state_fraction=0.5), settings=settings).extrapolates
+    with pytest.raises(BadInputError, match="unknown task_family 'visoin': choose one of"):
+        Planner(llama(), budget=Budget(name="some"), settings=replace(settings, task="visoin"))
 
 
 def test_specs_that_are_not_offered_are_not_chosen():

@@ -13,11 +13,16 @@ from baoc import BaocOptimizer, BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.core.measured import families
+from baoc.core.recipes import tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
 from baoc.models import build_model
+from baoc.models.unet import UNet
+from baoc.planning.measured import PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
+from baoc.tasks.diffusion import DiffusionTask
+from baoc.training.session import Session, SessionSettings
 from baoc.types import Role, StateKind
 
 LANGUAGE = families()["language"]
@@ -45,6 +50,13 @@ def test_a_module_s_optimizer_runs_what_the_planner_chooses_at_its_rate(llama: n
     assert rates == {rate} and rate > 1
 
 
+def test_a_plan_that_raises_the_rate_says_what_keeps_it_for_pretrained_weights(llama: nn.Module):
+    basis = BaocOptimizer(llama, budget="state_15", lr=1e-3).plan.basis
+    assert basis is not None and f"as in training from scratch: for pretrained weights {PRIOR}" in basis.text
+    held = BaocOptimizer(llama, budget="state_15", lr=1e-3, **eval(f"dict({PRIOR})")).plan  # what it says works
+    assert held.risk_model == "prior" and tuning_of(held) is None
+
+
 def test_a_resume_keeps_the_rates_that_were_chosen_whatever_a_newer_table_has(llama: nn.Module):
     first = BaocOptimizer(llama, budget="state_15", lr=1e-3)
     saved = first.state_dict()
@@ -68,8 +80,27 @@ def test_a_convolutional_net_takes_the_recipe_of_the_nearest_kind():
     basis = BaocOptimizer(net, budget="state_25", lr=1e-3).plan.basis
     assert basis is not None and (basis.by, basis.family) == ("measured", "vision")
     assert "an extrapolation from transformers for vision" in basis.text
+    assert not basis.lr and "race=" not in basis.text  # weights may be pretrained, and the rate is the user's own
+    theirs = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    assert BaocOptimizer.from_optimizer(theirs, net, budget="state_25").plan.basis == basis
     perceptron = BaocOptimizer(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), budget="state_25").plan.basis
     assert perceptron is not None and perceptron.by == "prior"
+
+
+def test_a_unet_is_nearest_to_diffusion_through_every_door():
+    """By its task where it has one of ours, by its structure elsewhere, though it has a table of classes."""
+    sizes: Any = {"attention_level": 1, "num_layers": 1, "head_width": None, "norm_groups": 8, "image_size": 16}
+    net = UNet(widths=(32, 64), channels=3, num_classes=10, **sizes)
+    alone = BaocOptimizer(net, budget="state_15", lr=1e-3).plan.basis
+    task = DiffusionTask(net)
+    given: Any = {"params": dict(task.named_parameters()), "budget": parse_budget("state_15"), "module": task}
+    session = Session(
+        describe(task), settings=SessionSettings(), betas=(0.9, 0.999), device=torch.device("cpu"), **given
+    )
+    session.assume()
+    assert session.settings.planner.task == "diffusion" and session.plan.basis == alone
+    assert alone is not None and alone.family == "diffusion" and not alone.lr
+    assert "an extrapolation from transformers for diffusion" in alone.text
 
 
 def test_parameters_without_names_go_by_the_prior_and_lose_no_momentum(llama: nn.Module):

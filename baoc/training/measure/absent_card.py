@@ -202,7 +202,7 @@ class _Shapes:
         self.planner = Planner(
             self.session.infos,
             budget=replace(budget, memory_bytes=None, state_fraction=None),
-            settings=settings.planner,
+            settings=self.session.settings.planner,
             declared=self.session.declared,
         )
         self.planner.budget = budget

@@ -215,6 +215,7 @@ class Decision:
             capped=capped,
         )
         self.begin(compiled=config.model.compile is True)
+        settings = self.session.settings
         if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.settings = settings
