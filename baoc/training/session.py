@@ -431,7 +431,9 @@ class Session:
         number = 0 if kept_risk <= risk else 1 + fewest(lambda fewer: fits(fewer + 1), most=num_layers - 1)
         assert self.module is not None
         if recomputed_layers(self.module) != number:
-            fits(number)
+            clear_cache(self.device)
+            self._recompute(number)
+            look()
         return number
 
     def _measure(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,7 +17,7 @@ from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
 from baoc.models.switches import is_compiled, recomputed_layers
-from baoc.training.session import SessionSettings
+from baoc.training.session import Session, SessionSettings
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE
 
@@ -151,6 +152,24 @@ def test_what_no_number_of_layers_fits_is_refused_and_leaves_the_module_as_it_wa
     with pytest.raises(InfeasibleBudgetError):
         BaocOptimizer(own, budget={"memory": 100_000}, probe=probe, settings=SETTINGS, checkpointing="auto")
     assert recomputed_layers(own) == 0
+
+
+def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_other_numbers_plan():
+    """What a look measures may differ by a page from one time to the next."""
+    session: Any = Session.__new__(Session)
+    looked: list[int] = []
+    session.module, session.device = Own(), torch.device("cpu")
+
+    def look() -> None:
+        number = recomputed_layers(session.module)
+        if number < 3 or number in looked:
+            raise InfeasibleBudgetError("a page too much", budget_bytes=1, least_feasible_bytes=2)
+        looked.append(number)
+        session.plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.0))
+
+    with pytest.raises(InfeasibleBudgetError, match="a page too much"):
+        session._fewest(look, num_layers=DEPTH)
+    assert looked == [DEPTH, 3]
 
 
 def test_layers_that_do_something_else_again_are_kept(peaks: list[int], caplog: pytest.LogCaptureFixture):
