@@ -488,6 +488,7 @@ class Reallocator:
             "tuning": to_plain(tuning_of(self.plan) or Tuning()),
             "gap": self.plan.allocation.gap,
             "budget": to_plain(self.awaited or self.planner.budget),
+            "planned": self.awaited is None or self.goes_on,
             "late": dict(self.late_specs),
             "left": dict(self.left),
             "switch": dict(self._switch),
@@ -524,7 +525,10 @@ class Reallocator:
         plan, changed = self.ranks.from_first(
             lambda: adopted(self.planner, state, profile=self.profile, awaited=self.awaited)
         )
-        self.goes_on = self.step > 0 and not changed
+        planned = state.get("planned")
+        if planned is None:  # in a checkpoint of before it was told: as if it was of least state to be measured
+            planned = dict(state["choices"]) != dict(self.planner.least().allocation.choices)
+        self.goes_on = self.step > 0 and planned and not changed
         notes = changed + notes
         self.plan = _as_tuned(plan, state)
         self.late_specs = dict(state.get("late", {})) if not changed else {}

@@ -159,6 +159,39 @@ def test_it_resumes_bit_for_bit(budget: str, toggled: bool, tmp_path: Path):
         )
 
 
+class Warmed(Gan):
+    """The discriminator alone in the first six batches."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        ours, theirs = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+        fake = self.generator(torch.randn(len(batch[0]), 4))
+        if self.current_epoch * 4 + batch_idx >= 6:
+            self.step(ours, lambda: nn.functional.softplus(-self.discriminator(fake)).mean())
+        self.step(theirs, lambda: self.discriminator(torch.cat([batch[0], fake.detach()])).square().mean())
+
+
+def saved_after_an_epoch(budget: str, module: L.LightningModule, *, path: Path) -> tuple[BaocStrategy, dict[str, Any]]:
+    strategy, saving = BaocStrategy(budget, verbose=False), ModelCheckpoint(path.parent, filename=path.stem)
+    trained(strategy, module, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
+    return strategy, {**torch.load(path, weights_only=True), "callbacks": {}}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_checkpoint_of_before_all_have_stepped_is_planned_for_after_it(told: bool, tmp_path: Path):
+    """Nothing was planned yet, so what it held is not gone on with; nor where an older checkpoint does not tell."""
+    path = tmp_path / "saved.ckpt"
+    _, saved = saved_after_an_epoch("8gb", Warmed(), path=path)
+    online = [state["online"] for state in saved["optimizer_states"]]
+    assert [each["step"] for each in online] == [0, 4] and not any(each["planned"] for each in online)
+    for each in [] if told else online:
+        del each["planned"]
+    torch.save(saved, path)
+    strategy = BaocStrategy("8gb", verbose=False)
+    trained(strategy, Warmed(), max_epochs=2, ckpt_path=str(path))
+    for one in strategy.reallocators:
+        assert one.optimizer.state_bytes() == one.plan.state_bytes_adamw and one.state_dict()["planned"]
+
+
 def test_what_needs_a_step_of_lightnings_is_refused():
     with pytest.raises(BadInputError, match=r"automatic_optimization=False, and budget.step_time=2 needs a step that"):
         trained(BaocStrategy({"step_time": 2.0}), Gan())
