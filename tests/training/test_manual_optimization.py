@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from baoc import BaocStrategy
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError
+from baoc.types import to_plain
 from tests.support.classifier import QUIET, loader, same
 
 pytestmark = pytest.mark.filterwarnings(
@@ -190,6 +192,25 @@ def test_a_checkpoint_of_before_all_have_stepped_is_planned_for_after_it(told: b
     trained(strategy, Warmed(), max_epochs=2, ckpt_path=str(path))
     for one in strategy.reallocators:
         assert one.optimizer.state_bytes() == one.plan.state_bytes_adamw and one.state_dict()["planned"]
+
+
+def test_what_is_planned_anew_leaves_room_for_what_goes_on(tmp_path: Path):
+    """The generator keeps what AdamW does, more than its part of a smaller budget; the discriminator is cut anew."""
+    path = tmp_path / "saved.ckpt"
+    free, saved = saved_after_an_epoch("8gb", Gan(), path=path)
+    states = sum(one.plan.allocation.state_bytes for one in free.reallocators)
+    room = states * 3 // 4
+    tight = free.reallocators[0].plan.peak_bytes - states + room
+    online = [state["online"] for state in saved["optimizer_states"]]
+    for each in online:
+        each["budget"] = to_plain(parse_budget(tight))
+    online[1]["choices"].popitem()
+    torch.save(saved, path)
+    strategy = BaocStrategy(tight, verbose=False)
+    trained(strategy, Gan(), max_epochs=2, ckpt_path=str(path))
+    kept, anew = strategy.reallocators
+    assert kept.goes_on and kept.optimizer.state_bytes() == kept.plan.state_bytes_adamw and not anew.goes_on
+    assert room // 2 < kept.optimizer.state_bytes() + anew.optimizer.state_bytes() <= room
 
 
 def test_what_needs_a_step_of_lightnings_is_refused():

@@ -95,27 +95,30 @@ class FirstStep:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
         fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
+        staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
         with self._cap:
-            _leave_to_others(reallocators, held=state_bytes)
+            _leave_to_others(reallocators, staying=staying)
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
-                reallocator.replan(why=why, stays=reallocator.goes_on and fitted)
+                reallocator.replan(why=why, stays=reallocator in staying)
 
 
-def _leave_to_others(reallocators: Sequence[Reallocator], *, held: int) -> None:
-    """Has each count what others keep, late parameters too: of what the budget leaves beside forward and backward the
-    part of each by AdamW's bytes; or what they have in all, of `held`, where a checkpoint goes on."""
+def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
+    """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have; of
+    what the budget then leaves beside forward and backward, each other one gets its part by AdamW's bytes."""
     planners = [reallocator.planner for reallocator in reallocators]
     footprints = [planner.footprint for planner in planners if planner.footprint is not None]
     limit, base = planners[0].budget.memory_bytes, max(each.peak_bytes(state_bytes=0) for each in footprints)
-    whole = sum(one.planner.state_bytes_adamw + one.late_bytes_adamw for one in reallocators)
-    room = max((limit or 0) - base, 0)
+    kept = sum(one.optimizer.state_bytes() for one in staying)
+    moving = [one for one in reallocators if one not in staying]
+    whole = sum(one.planner.state_bytes_adamw + one.late_bytes_adamw for one in moving)
+    room = max((limit or 0) - base - kept, 0)
     for one, footprint in zip(reallocators, footprints, strict=True):
-        if one.goes_on:
-            others = held - one.plan.allocation.state_bytes
+        if one in staying:
+            others = kept - one.plan.allocation.state_bytes + min(room, whole)
         else:
             own = one.planner.state_bytes_adamw
-            others = min(room - room * own // whole, whole - own)
+            others = kept + min(room - room * own // whole, whole - own)
             if one.late:
                 one.replan_late(share=min(1.0, room / whole))
         one.planner.footprint = replace(footprint, others_bytes=max(others, 0))
