@@ -138,15 +138,17 @@ def test_a_faulty_line_is_named(line, said, stored, tmp_path):
         chat(tmp_path / "bad.jsonl", stored)
 
 
-def test_lines_are_read_as_people_have_them(stored, tmp_path):
+def test_lines_are_read_as_people_have_them(stored, tmp_path, caplog):
     """Marks of byte order, blank lines, line separators in texts, gzip, hidden files; a wrong path is told first."""
     answer = {"role": "assistant", "content": "c\u2028d"}
     line = json.dumps({"messages": [CHAT[0], answer]}, ensure_ascii=False)
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line}\n\n{line}\n".encode())
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(f"{line}\n".encode()))
     (tmp_path / ".c.jsonl").write_text("no JSON")
+    (tmp_path / "validation.json").write_text("{}")
     data = chat(tmp_path, stored, val_fraction=0.5)
     assert len(data.train_source) == len(data.val_source) == 1, "of four conversations"
+    assert "1 .json files beside JSON lines are left out, such as validation.json" in caplog.text
     with pytest.raises(BadInputError, match=r"gone\.jsonl does not exist: give FILE\.jsonl"):
         chat(tmp_path / "gone.jsonl", Path("no tokenizer there"))
 
