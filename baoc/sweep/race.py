@@ -116,7 +116,10 @@ def run_race(
 def race_command(config: RunConfig, *, words: Sequence[str], folder: Path, command: str) -> None:
     """mode=race."""
     if run_race(config, words=words, folder=folder, command=command, cap_s=config.race.cap_s) is None:
-        raise BadInputError("nothing was raced, as it would not end in time: give race=SECONDS more, or no cap")
+        raise BadInputError(
+            f"nothing was raced within race={config.race.cap_s:g}, and the lines above say why: where time is short, "
+            "give race=SECONDS more, or leave it out, which is without a cap"
+        )
 
 
 def race_before(
@@ -390,7 +393,7 @@ class _Race:
         within the cap; None where there is none, which is said."""
         race, found = self.config.race, self.field
         rivals = [one.name for one in found.racers if not one.entrant.control]
-        if len(rivals) == 1:
+        if len(rivals) == 1 and self.config.mode != "race":  # which finds the rate of one recipe too
             say(f"nothing is raced: {rivals[0]} alone fits the budget")
             return None
         pace = self._pace(*self._timed(found.size))

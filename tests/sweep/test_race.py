@@ -26,7 +26,7 @@ from baoc.racing.records import RACE_FILE, Measured, family_of, find_raced, sett
 from baoc.racing.rules import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
-from baoc.sweep.race import kept_words, predicted_s, race_before, run_race
+from baoc.sweep.race import kept_words, predicted_s, race_before, race_command, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
@@ -175,11 +175,44 @@ def test_a_stage_is_predicted_by_starts_and_steps_apart():
     assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
 
 
-@pytest.mark.slow
-def test_a_recipe_that_alone_fits_is_not_raced_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("mode", ["race", "train"])
+def test_a_recipe_that_alone_fits_is_raced_for_its_rate_only_where_a_race_was_asked_for(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     leave_field(tmp_path, names=("muon8_lean",))
-    assert raced(tmp_path, cap_s=1000.0) is None
-    assert "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
+    stub_timing(monkeypatch)
+    words = [f"mode={mode}", "race=1000", "race.workers=1"]
+    race = race_module._Race(config(tmp_path, *words), words=words, folder=tmp_path, command="c", code="")
+    race.field = read_field(tmp_path / FILE)
+    planned = race._within(1000.0)
+    said = "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
+    assert (planned is None) == said == (mode == "train")
+    if planned is not None:
+        measured, racers, rates, cap_s = planned
+        assert (measured.steps, [one.name for one in racers], rates, cap_s) == (
+            400, ["muon8_lean"], race.config.race.rates, 1000.0
+        )  # fmt: skip
+
+
+def test_a_race_under_a_cap_that_races_nothing_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    stub_timing(monkeypatch)
+    for words, why in {
+        ("race=1", "race.workers=1"): "nothing is raced within 1 s: the smallest one is predicted to take",
+        ("race=1000", "race.steps=20"): "it would see its data 0.9 times, and the run 17.8 times",
+    }.items():
+        with pytest.raises(BadInputError, match=rf"nothing was raced within {words[0]}, and the lines above say why"):
+            race_command(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c")
+        assert why in " ".join(capsys.readouterr().out.split())
+        (tmp_path / "race_setup.json").unlink()
+
+
+def stub_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a timed run had taken 0.5 s, with 10 ms a step."""
+    for name, value in {"_timed": (0, {"step_ms": 10.0, "num_params": 1000}), "_seconds": 0.5, "_ran_s": 0.0}.items():
+        monkeypatch.setattr(race_module._Race, name, lambda *_, value=value, **__: value)
 
 
 @pytest.mark.slow
