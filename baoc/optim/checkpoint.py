@@ -94,6 +94,13 @@ def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
 
 
+def _gathered(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+    """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
+    shapes = {part.key: part.shape for part in whole_slot(slot, spec=spec).parts}
+    found = {key: whole(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
+    return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
+
+
 def _block_entry(live: LiveBlock) -> dict[str, Any]:
     tuned = live.slots[0].tuned if live.slots else None
     entry = _spec_entry(live.spec, params=[slot.name for slot in live.slots], unseeded=live.unseeded, tuned=tuned)
@@ -307,13 +314,17 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
     states: dict[int, dict[str, Tensor]] = {}
     for live in registry.live.values():
         for slot in live.slots:
-            adamw = slot_under(slot, spec=SPECS["adamw"])
-            (new,) = allocate([adamw])
+            source, adamw = slot, slot_under(slot, spec=SPECS["adamw"])
             with registry.states_on_device(live, keep=False):
+                state = registry.state[slot.param]
+                if slot.sums and migration.needs_all_rows(slot.rule.info, adamw.rule.info):
+                    state = _gathered(slot, state, spec=live.spec)
+                    source, adamw = (whole_slot(slot, spec=of, device="cpu") for of in (live.spec, SPECS["adamw"]))
+                (new,) = allocate([adamw])
                 unknown = migration.convert(
-                    slot,
+                    source,
                     adamw,
-                    registry.state[slot.param],
+                    state,
                     new,
                     betas=slot.betas(param_groups),
                     moments=None,

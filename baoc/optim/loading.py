@@ -65,11 +65,13 @@ def load(
     saved = saved.renamed(_rewrapped(saved.states, here=here))
     saved = saved.renamed(_by_position(saved, param_groups=param_groups))
     _check_known(saved, param_groups=param_groups)
-    slots = [slot for live in registry.live.values() for slot in live.slots if slot.name in saved.states]
-    saved = _fitted(saved, slots=slots)
-    sources = {slot.name: _check(slot, saved=saved) for slot in slots}
+    given, slots = saved, _slots_in(saved, registry=registry)
+    saved, sources = _fitted(given, slots=slots)
     settings = _match_groups(saved, param_groups=param_groups)
     checked()
+    if (now := _slots_in(saved, registry=registry)) != slots:
+        slots = now
+        saved, sources = _fitted(given, slots=slots)
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
     saved = _apart(saved, registry=registry, slots=slots)
@@ -93,14 +95,27 @@ def load(
     return report
 
 
-def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> Saved:
-    """The same with the states of `slots` as their specs keep them here: this rank's rows of what all ranks have, and
-    in the storage that goes with being sharded or not, where the checkpoint is of the other kind."""
+def _slots_in(saved: Saved, *, registry: BlockRegistry) -> list[Slot]:
+    return [slot for live in registry.live.values() for slot in live.slots if slot.name in saved.states]
+
+
+def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> tuple[Saved, dict[str, Slot]]:
+    """The same with the states of `slots` as their specs keep them here: this rank's rows of what all ranks have, or
+    the whole where it takes that to convert it, and in the storage that goes with being sharded or not, where the
+    checkpoint is of the other kind. And the slots as they were when saved, by name, checked."""
     states = dict(saved.states)
     for slot in slots:
-        if slot.name in saved.specs and not _is_of_whole(slot, spec=saved.specs[slot.name]):
-            states[slot.name] = _fitted_state(slot, states[slot.name], spec=saved.specs[slot.name])
-    return replace(saved, states=states)
+        if (spec := saved.specs.get(slot.name)) is None:
+            continue
+        if is_whole := _is_of_whole(slot, spec=spec):
+            states[slot.name] = {
+                key: whole(value).cpu() if isinstance(value, Tensor) else value
+                for key, value in states[slot.name].items()
+            }
+        kept = whole_slot(slot, spec=spec, sharded=False, device="cpu") if is_whole else slot
+        states[slot.name] = _fitted_state(kept, states[slot.name], spec=spec)
+    saved = replace(saved, states=states)
+    return saved, {slot.name: _check(slot, saved=saved) for slot in slots}
 
 
 def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
@@ -238,16 +253,18 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
 
 
 def _is_of_whole(slot: Slot, *, spec: OptimizerSpec) -> bool:
-    """Whether the spec keeps of a tensor that is cut what no rank has a part of."""
-    return slot.shard is not None and cuts_rows_of(RULES[spec.rule].info, param=slot.info)
+    """Whether a tensor that is cut is converted as a whole: its spec kept what no rank has a part of, or its v becomes
+    another by sums over all rows."""
+    rule = RULES[spec.rule].info
+    return slot.shard is not None and (
+        cuts_rows_of(rule, param=slot.info) or migration.needs_all_rows(rule, slot.rule.info)
+    )
 
 
 def _source(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None) -> Slot:
     if not _is_of_whole(slot, spec=spec):
         return slot_under(slot, spec=spec, tuned=tuned)
-    param = torch.empty(slot.owner.shape, dtype=slot.param.dtype, device="cpu")
-    info = replace(slot.info, shape=tuple(param.shape), whole=None)
-    return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=tuned)
+    return replace(whole_slot(slot, spec=spec, sharded=False, device="cpu"), tuned=tuned)
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:

@@ -21,8 +21,9 @@ from baoc.optim import inherit, weights
 from baoc.optim.backends.eager import update_norm
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
+from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import state_bytes, weight_bytes
-from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
+from baoc.types import BlockMove, Moments, RuleInfo, StateDecl, StateKind, StateLayout
 
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a
 # step: (1 - beta1) sqrt(age) <= 1 at beta1 = .9.
@@ -69,10 +70,10 @@ def convert(
     `new` does.
     """
     kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
-    needs_v = any(decl.kind is StateKind.V for decl in target.rule.info.states)
+    needs_v = target.owner.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
     step = step_of(source, old)
-    if (source.sums or target.sums) and _squares(source) != _squares(target):
-        seeded = False  # v of all ranks would be needed: it starts from the next gradient, in which they add it up
+    if (source.sums or target.sums) and needs_all_rows(source.rule.info, target.rule.info):
+        seeded = False  # v starts from the next gradient, in which ranks add it up
     has_v = StateKind.V in kinds and seeded
     if target.matrix is None:
         moments = None
@@ -172,8 +173,14 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
 
-def _squares(slot: Slot) -> list[tuple[Any, ...]]:
-    return [_tags(decl) for decl in slot.rule.info.states if decl.kind is StateKind.V]
+def needs_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
+    """Whether v of `target` comes of v of `source` by sums over columns, to which all ranks' rows belong.
+
+    A v by column alone is the same on all ranks, and v of equal tags is copied.
+    """
+    before, after = ([_tags(decl) for decl in of.states if decl.kind is StateKind.V] for of in (source, target))
+    alike = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN)]
+    return bool(before and after) and not alike and (sums_columns(source) or sums_columns(target))
 
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:

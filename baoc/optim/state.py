@@ -239,13 +239,14 @@ def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None = None) -
     return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
 
 
-def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True) -> Slot:
-    """The slot under `spec` as it is of all ranks together; not `sharded`: as it would be on one device."""
+def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
+    """The slot under `spec` as it is of all ranks together, which of a sharded one is on `device`; not `sharded`: as it
+    would be on one device."""
     info, param = slot.info, slot.param
     if slot.shard is not None:
         assert info.whole is not None
         info = replace(info, shape=info.whole, whole=info.whole if sharded else None)
-        param = torch.empty(info.shape, dtype=param.dtype, device="meta")
+        param = torch.empty(info.shape, dtype=param.dtype, device=device)
     elif sharded and len(info.shape):
         info = replace(info, whole=info.shape)
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)

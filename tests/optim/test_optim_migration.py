@@ -363,3 +363,13 @@ def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> Non
     torch.testing.assert_close(inherit.m_square(slot, run.state("conv"), **given), m.square())
     (slot,) = [slot for slot in Run("rmsprop", steps=2).optimizer.registry.live["all"].slots if slot.name == "conv"]
     assert inherit.m_square(slot, {}, **given) == 0
+
+
+def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
+    params = make_params({"empty": (0, 8), "w": (4, 8)})
+    optimizer = build(params, "lion")
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    optimizer.migrate({"empty": "adamw", "w": "adamw"}, why="test")
+    assert [name for live in optimizer.registry.live.values() for name in live.unseeded] == ["w"]
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    assert not optimizer._unseeded
