@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baoc.optim.rules import RuleContext
-from baoc.optim.rules.base import finished
-from baoc.optim.rules.matrix import as_matrix, column_mean, from_matrix
+from baoc.optim.rules.matrix import as_matrix, column_mean, finished, from_matrix
 from baoc.optim.state import Slot
 from baoc.types import Moments, StateDecl, StateKind, StateLayout
 

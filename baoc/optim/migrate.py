@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim import inherit, weights
-from baoc.optim.backends.eager import update_norm
+from baoc.optim.backends.eager import decoded, update_norm
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
 from baoc.planning.candidates import sums_columns
@@ -210,7 +210,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
         if slot.param.numel() or slot.sums:
             group = param_groups[slot.group]
             ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
-            states = slot.decoded(state[slot.param])
+            states = decoded(slot, state[slot.param])
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)

@@ -92,29 +92,16 @@ class Slot:
         group = param_groups[self.group]
         return group["betas"] if self.tuned is None else betas_of(self.tuned, group)
 
-    def context(
-        self, *, step: int, betas: tuple[float, float], eps: float, finite: Tensor | None = None
-    ) -> RuleContext:
+    def context(self, *, step: int, betas: tuple[float, float], eps: float) -> RuleContext:
         return RuleContext(
             step=step,
             beta1=betas[0],
             beta2=betas[1],
             eps=eps,
-            finite=finite,
             matrix=self.matrix,
             transposed=self.info.transposed,
             shard=self.shard if self.gathers or self.sums else None,
         )
-
-    def decoded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The states as the rule works on them, fp32; without elements where this rank has no part of them."""
-        states = {name: state[name] for name in self.direct}
-        for kept in self.coded:
-            states[kept.decl.name] = kept.decode(state)
-        for decl in self.rule.info.states if len(states) < len(self.rule.info.states) else ():
-            if decl.name not in states:
-                states[decl.name] = torch.zeros(decl.shape(self.info), device=self.param.device)
-        return states
 
 
 def betas_of(tuned: Tuned, group: Mapping[str, Any]) -> tuple[float, float]:

@@ -67,14 +67,14 @@ def _measured(
     try:
         for spec in specs:
             by = backend or (EagerBackend.name if moved else stand_in(spec, device=device, numel=numel))
-            found[spec.name] = math.ceil(scale * _on_a_small_one(spec, device, largest.dtype, by))
+            found[spec.name] = math.ceil(scale * bytes_on_a_small_one(spec, device, largest.dtype, by))
     finally:
         torch.set_num_threads(threads)
     return found
 
 
 @lru_cache(maxsize=256)
-def _on_a_small_one(spec: OptimizerSpec, device: torch.device, dtype: torch.dtype, backend: str) -> int:
+def bytes_on_a_small_one(spec: OptimizerSpec, device: torch.device, dtype: torch.dtype, backend: str) -> int:
     """Bytes of a step on _ROWS x _COLUMNS elements, which nothing changes while a process lives."""
     return step_temporary_bytes(_probe(spec, device=device, dtype=dtype, backend=backend), device=device)
 

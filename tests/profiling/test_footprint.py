@@ -302,7 +302,7 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
 ):
     """On a busy machine threads wait for each other longer than such a step takes."""
     seen: list[int] = []
-    monkeypatch.setattr(module, "_on_a_small_one", lambda *_: seen.append(torch.get_num_threads()) or 8)
+    monkeypatch.setattr(module, "bytes_on_a_small_one", lambda *_: seen.append(torch.get_num_threads()) or 8)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -6,7 +6,7 @@ param <- (1 - lr wd) param - lr factor update (`apply_`). A block that is matche
 torch.optim.AdamW(foreach=False, fused=False).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
-from baoc.optim.rules.base import Summing, SummingRule, finished
+from baoc.optim.rules.base import RuleContext
+from baoc.optim.rules.matrix import Summing, SummingRule
 from baoc.optim.shards import Shards
 from baoc.optim.state import LiveBlock, Slot
 
@@ -209,12 +210,35 @@ def _update_of(direction: Direction) -> Tensor:
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
     """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
-    ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
-    return finished(advancing(slot, inputs, finite=finite, store=store), ctx)
+    work = _begin(slot, inputs, finite=finite, store=store)
+    direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
+    _end(slot, inputs, work=work, store=store)
+    return direction
 
 
 def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Summing[Direction]:
     """`advance`, which stops for each sum over ranks."""
+    work = _begin(slot, inputs, finite=finite, store=store)
+    if slot.sums:
+        assert isinstance(slot.rule, SummingRule)
+        direction = yield from slot.rule.steps(work.grad, states=work.states, ctx=work.ctx)
+    else:
+        direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
+    _end(slot, inputs, work=work, store=store)
+    return direction
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """What a rule is given: the gradient in fp32 and the decoded states. `old` are the states of excluded elements."""
+
+    grad: Tensor
+    states: dict[str, Tensor]
+    old: dict[str, Tensor]
+    ctx: RuleContext
+
+
+def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _Work:
     state, options = inputs.state[slot.param], inputs.options[slot.row]
     step = 0
     if slot.counts_steps:
@@ -224,24 +248,44 @@ def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: b
             count += 1
     grad = slot.param.grad
     assert grad is not None
-    if grad.dtype is not torch.float32:
-        grad = grad.to(torch.float32)
-    states = slot.decoded(state)
+    states = decoded(slot, state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
+    ctx = RuleContext(
+        step=step,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        finite=finite,
+        matrix=slot.matrix,
+        transposed=slot.info.transposed,
+        shard=slot.shard if slot.gathers or slot.sums else None,
+    )
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
-    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
-    if slot.sums:
-        assert isinstance(slot.rule, SummingRule)
-        direction = yield from slot.rule.steps(grad, states=states, ctx=ctx)
-    else:
-        direction = slot.rule.direction(grad, states=states, ctx=ctx)
-    if store:
-        for name, values in old.items():
-            states[name][~finite] = values  # pyright: ignore[reportOptionalOperand] (old is empty without a mask)
-        for kept in slot.coded if slot.param.numel() else ():
-            kept.encode_(state, states[kept.decl.name], phase=inputs.phase, new=finite)
-    return direction
+    return _Work(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
+
+
+def _end(slot: Slot, inputs: StepInputs, *, work: _Work, store: bool) -> None:
+    """Gives excluded elements their states back and stores all in their formats."""
+    if not store:
+        return
+    finite = work.ctx.finite
+    for name, values in work.old.items():
+        assert finite is not None
+        work.states[name][~finite] = values
+    for kept in slot.coded if slot.param.numel() else ():
+        kept.encode_(inputs.state[slot.param], work.states[kept.decl.name], phase=inputs.phase, new=finite)
+
+
+def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A tensor's states as the rule works on them, fp32; without elements where this rank has no part."""
+    states = {name: state[name] for name in slot.direct}
+    for kept in slot.coded:
+        states[kept.decl.name] = kept.decode(state)
+    for decl in slot.rule.info.states if len(states) < len(slot.rule.info.states) else ():
+        if decl.name not in states:
+            states[decl.name] = torch.zeros(decl.shape(slot.info), device=slot.param.device)
+    return states
 
 
 def apply_(

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, RuleContext, Summing, SummingRule, finished
-from baoc.optim.rules.matrix import as_matrix, average_, column_mean, finite_matrix, from_matrix, mean, rms
+from baoc.optim.rules.base import Direction, RuleContext
+from baoc.optim.rules.matrix import (
+    Summing,
+    SummingRule,
+    as_matrix,
+    average_,
+    column_mean,
+    finished,
+    finite_matrix,
+    from_matrix,
+    mean,
+    rms,
+)
 
 _FLOOR = 1e-30  # added to g^2, eps1 of the paper
 _DECAY = 0.8  # beta2 of step t is 1 - t^-0.8

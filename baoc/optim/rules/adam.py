@@ -6,8 +6,17 @@ docs/methods.md#shared-second-moments has the formulas and their sources.
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, Rule, RuleContext, Summing, SummingRule
-from baoc.optim.rules.matrix import as_matrix, average_, column_mean, finite_matrix, from_matrix, mean
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.matrix import (
+    Summing,
+    SummingRule,
+    as_matrix,
+    average_,
+    column_mean,
+    finite_matrix,
+    from_matrix,
+    mean,
+)
 from baoc.types import RuleInfo, StateKind, StateLayout
 
 

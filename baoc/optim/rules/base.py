@@ -3,17 +3,12 @@
 Rules know nothing of storage, parameter groups, matching or weight decay; those belong to `baoc.optim`.
 """
 
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from baoc.types import RuleInfo, StateDecl
-
-T = TypeVar("T")
-Summing = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,17 +70,6 @@ class UpdateRule(Protocol):
         ...
 
 
-def finished(steps: Summing[T], ctx: RuleContext) -> T:
-    """What `steps` returns, with each sum that it asks for taken over ranks by a message of its own."""
-    sums: Any = None
-    while True:
-        try:
-            asked = steps.send(sums)
-        except StopIteration as end:
-            return end.value
-        sums = ctx.shard.shards.total_(asked.to(torch.float64))
-
-
 class Rule:
     """Base of the rules in this package. It holds `info`; its `last` determines nothing."""
 
@@ -97,18 +81,6 @@ class Rule:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name!r})"
-
-
-class SummingRule(Rule):
-    """Base of rules whose step takes sums over the rows of a matrix, of which `ctx.shard` says that this has some."""
-
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
-        """`direction`, which stops for each sum over ranks, so that those of many tensors are one message. Without
-        `ctx.shard` it stops for none."""
-        raise NotImplementedError
-
-    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
-        return finished(self.steps(grad, states=states, ctx=ctx), ctx)
 
 
 def decl_named(info: RuleInfo, name: str) -> StateDecl:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, RuleContext, Summing, SummingRule, finished
-from baoc.optim.rules.matrix import as_matrix, from_matrix
+from baoc.optim.rules.base import Direction, RuleContext
+from baoc.optim.rules.matrix import Summing, SummingRule, as_matrix, finished, from_matrix
 
 _TINY = 1e-30
 

@@ -1,9 +1,39 @@
-"""Helpers of rules by row, column or fold: the matrix view of a tensor, and means that leave out excluded elements."""
+"""Rules by row, column or fold: their sums over ranks, the matrix view of a tensor, and means that leave out excluded
+elements."""
+
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from baoc.optim.rules.base import RuleContext, Summing
+from baoc.optim.rules.base import Direction, Rule, RuleContext
+
+T = TypeVar("T")
+Summing = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
+
+
+def finished(steps: Summing[T], ctx: RuleContext) -> T:
+    """What `steps` returns, with each sum that it asks for taken over ranks by a message of its own."""
+    sums: Any = None
+    while True:
+        try:
+            asked = steps.send(sums)
+        except StopIteration as end:
+            return end.value
+        sums = ctx.shard.shards.total_(asked.to(torch.float64))
+
+
+class SummingRule(Rule):
+    """Base of rules whose step takes sums over the rows of a matrix, of which `ctx.shard` says that this has some."""
+
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+        """`direction`, which stops for each sum over ranks, so that those of many tensors are one message. Without
+        `ctx.shard` it stops for none."""
+        raise NotImplementedError
+
+    def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
+        return finished(self.steps(grad, states=states, ctx=ctx), ctx)
 
 
 def as_matrix(tensor: Tensor, ctx: RuleContext) -> Tensor:
