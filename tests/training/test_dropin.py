@@ -1,7 +1,11 @@
 """BaocOptimizer in loops that know nothing of budgets."""
 
+import copy
 import gc
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from baoc import BaocOptimizer
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.parallel import ALONE, Ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.training.plain_loop import name_parameters
@@ -121,6 +126,53 @@ def test_a_first_step_that_never_comes_is_measured_no_longer_than_the_optimizer_
     weight = torch.zeros(3)
     weight.add_(1)
     assert weight._version == 1
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_module_that_keeps_its_optimizer_is_collected_with_it(steps: int):
+    model, loss = make()
+    optimizer = BaocOptimizer(model, budget="300mb", verbose=False)
+    model.register_forward_hook(lambda *_, kept=optimizer: None)
+    train(optimizer, loss, steps=steps)
+    gone = weakref.ref(model), weakref.ref(optimizer)
+    del model, loss, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+class BesideALargerRank(Ranks):
+    """The first of two ranks, of which the other holds `more` bytes."""
+
+    more = 40_000
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        return tuple(number + self.more for number in numbers)
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, replace(value, forward_backward_bytes=value.forward_backward_bytes + self.more)]
+
+
+def test_a_resumed_allocation_goes_on_only_where_every_rank_has_seen_it_fit():
+    def built(budget: int) -> tuple[BaocOptimizer, Callable[[], Tensor]]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96)), torch.randn(4, 96)
+        return BaocOptimizer(model, budget=budget, verbose=False), lambda: model(x).square().mean()
+
+    def resumed(budget: int, *, ranks: Ranks) -> BaocOptimizer:
+        optimizer, loss = built(budget)
+        train(optimizer, loss, steps=2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer, loss = built(budget)
+        assert optimizer._first_step is not None
+        optimizer._first_step._sessions[0].ranks = ranks
+        optimizer.load_state_dict(saved)
+        train(optimizer, loss, steps=1)
+        return optimizer
+
+    budget = resumed(1_000_000, ranks=ALONE).plan.peak_bytes + 1000
+    alone, beside = resumed(budget, ranks=ALONE), resumed(budget, ranks=BesideALargerRank())
+    assert set(alone.specs.values()) == {"adamw"}
+    assert beside.plan.peak_bytes <= budget and set(beside.specs.values()) != {"adamw"}
 
 
 def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step_without():

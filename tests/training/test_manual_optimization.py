@@ -1,5 +1,7 @@
 """Modules that step several AdamWs themselves, as GANs do: each has its share of the budget."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,15 @@ def test_a_memory_budget_that_binds_holds_for_both_together():
     held = sum(one.optimizer.state_bytes() for one in strategy.reallocators)
     assert 0 < held <= states // 4 and all(one.plan.binding for one in strategy.reallocators)
     assert strategy.budget_met and all(one.plan.budget.memory_bytes == tight for one in strategy.reallocators)
+
+
+def test_nothing_of_a_fit_lives_on_after_it():
+    strategy, module = BaocStrategy("8gb", verbose=False), Gan()
+    trained(strategy, module)
+    gone = [weakref.ref(each) for each in (module, *strategy.optimizers)]
+    del strategy, module
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
 
 
 @pytest.mark.parametrize("toggled", [False, True])

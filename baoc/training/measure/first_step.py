@@ -25,7 +25,7 @@ class FirstStep:
         self._sessions = sessions
         self._cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
         self._memory: FirstStepMemory | None = None
-        self._hooks = ExitStack()
+        self._hooks = ExitStack()  # and what measures: all that is to end with the owner, at the latest
         self._reallocators: list[weakref.ref[Reallocator]] = []
         self.peak_bytes: int | None = None
         device, budget = sessions[0].device, sessions[0].budget
@@ -33,10 +33,11 @@ class FirstStep:
         self._cap.enter_context(uncapped(device, budget=budget))
 
     def begin(self, *reallocators: Reallocator, owner: object) -> None:
-        """Measures from now on, or from when states are loaded; ends with `owner`, to which nothing here refers."""
+        """Measures from now on, or from when states are loaded; ends with `owner`."""
         self._reallocators = [weakref.ref(each) for each in reallocators]
         self._measure()
-        weakref.finalize(owner, self.close).atexit = False
+        # Not `self.close`: the registry of finalizers would keep sessions, their module and so the owner itself.
+        weakref.finalize(owner, _close, self._hooks, self._cap).atexit = False
         for reallocator in reallocators:
             reallocator.awaited = self._sessions[0].budget
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
@@ -51,17 +52,15 @@ class FirstStep:
         states = [one.optimizer.state for ref in self._reallocators if (one := ref()) is not None]
         context = context_bytes(self._sessions[0].device)
         self._memory = FirstStepMemory(params, states=states, context_bytes=context)
+        self._hooks.callback(self._memory.stop)
 
     def _note_block(self) -> None:
         if self._memory is not None:
             self._memory.note_block()
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.stop()
-            self._memory = None
-        self._hooks.close()
-        self._cap.close()
+        self._memory = None
+        _close(self._hooks, self._cap)
 
     def learn(self, *reallocators: Reallocator) -> None:
         """After the very first step: the memory of its forward and backward is known, so the budget is planned for.
@@ -71,18 +70,17 @@ class FirstStep:
         """
         assert self._memory is not None
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
-        self._memory = None
-        self._hooks.close()
         now = next(iter(self._sessions[0].params.values())).device
         if now.type != device.type:
-            memory.stop()
-            self._cap.close()
+            self.close()
             raise BadInputError(
                 f"the model has moved to {now} since its optimizer was built on {device}, whose memory budget "
                 f"{budget.name} was to hold: move the model first, then build the optimizer"
             )
         state_bytes = sum(reallocator.optimizer.state_bytes() for reallocator in reallocators)
         footprint = memory.finish(state_bytes=state_bytes)
+        self._memory = None
+        self._hooks.close()
         self.peak_bytes = footprint.forward_backward_bytes + state_bytes
         profilers = [one.profiler for one in reallocators if one.profiler is not None]
         held = sum(profiler.nbytes for profiler in profilers)
@@ -94,6 +92,7 @@ class FirstStep:
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
+        (seen,) = self._sessions[0].ranks.most(seen)  # all stay, or all are planned for anew
         fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
         staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
         with self._cap:
@@ -101,6 +100,11 @@ class FirstStep:
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
                 reallocator.replan(why=why, stays=reallocator in staying)
+
+
+def _close(hooks: ExitStack, cap: ExitStack) -> None:
+    hooks.close()
+    cap.close()
 
 
 def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
