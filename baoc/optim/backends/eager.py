@@ -111,10 +111,11 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
     measures = {id(block): Measure() for block, _ in members}
     fresh = [(block, slot) for block, slot in members if inputs.matching and block.match is not None and block.fresh]
     for batch in _batches(fresh):
-        for (block, _), (_, norm, count) in zip(
+        for (block, _), (direction, norm, count) in zip(
             batch, _directions(batch, inputs, shards=shards, store=False), strict=True
         ):
             measures[id(block)].add(norm, factor=1.0, count=count)
+            del direction  # a tensor that would be held beside those of the next batch
     for block in {id(block): block for block, _ in fresh}.values():
         assert block.match is not None
         block.match[1], block.fresh = measures[id(block)].rms()[0], False
@@ -130,6 +131,7 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
                 direction = Direction(numerator=_update_of(direction), divisor=direction.divisor)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
+            del direction
     for block in {id(block): block for block, _ in members}.values():
         if inputs.matching and block.match is not None:
             block.match[1], block.applied = measures[id(block)].rms()

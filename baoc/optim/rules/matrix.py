@@ -65,7 +65,7 @@ def column_mean(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> S
     """`mean` along the rows, of all ranks."""
     if ctx.shard is None:
         return mean(values, dim=0, finite=finite)
-    count = torch.ones_like(values).sum(0) if finite is None else finite.sum(0)
+    count = values.new_full(values.shape[1:], len(values)) if finite is None else finite.sum(0)
     total = yield torch.cat([(values if finite is None else values * finite).sum(0), count])
     sums, counts = total.chunk(2)
     return (sums / counts.clamp(min=1)).to(torch.float32), counts > 0
@@ -84,7 +84,7 @@ def rms(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> Summing[T
     if ctx.shard is not None:
         kept = values if finite is None else torch.where(finite, values, 0.0)
         count = values.new_tensor(values.numel()) if finite is None else finite.sum()
-        square, counted = yield torch.stack([torch.linalg.vector_norm(kept, dtype=torch.float64).square(), count])
+        square, counted = yield torch.stack([torch.linalg.vector_norm(kept).double().square(), count])
         return (square / counted.clamp(min=1)).sqrt().to(torch.float32)
     if finite is None:
         return torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
