@@ -27,11 +27,12 @@ from baoc.core.catalogue import (
     unknown_spec,
 )
 from baoc.errors import BadInputError, unknown_name
-from baoc.optim.rules import RULES
+from baoc.optim.rules import RULES, UpdateRule
+from baoc.optim.rules.base import SummingRule
 from baoc.optim.shards import described
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
-from baoc.planning.candidates import off_shards
+from baoc.planning.candidates import off_shards, sums_columns
 from baoc.types import Block, OptimizerSpec, ParamInfo, Role
 
 log = logging.getLogger(__name__)
@@ -314,10 +315,21 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
                 f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "
                 "the block another spec, such as adamw or sign"
             )
-    if why := off_shards(block, spec=spec, rule=info):
+    if why := off_shards(block, spec=spec, rule=info) or _unsummed(block, rule=RULES[spec.rule]):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: {why}")
     if info.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: it is for hidden layers, not the {block.role}")
+
+
+def _unsummed(block: Block, *, rule: UpdateRule) -> str:
+    """Why arithmetic that knows no other ranks cannot step the block, as a clause to be shown; empty where it can."""
+    cut = next((param.name for param in block.params if param.whole is not None), None)
+    if cut is None or not sums_columns(rule.info) or isinstance(rule, SummingRule):
+        return ""
+    return (
+        f"fully_shard cuts {cut}, and {type(rule).__name__} takes sums over its columns without asking other ranks for "
+        "theirs. Derive it from baoc.optim.rules.base.SummingRule, or choose a spec that works by element or along rows"
+    )
 
 
 def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, OptimizerSpec]:

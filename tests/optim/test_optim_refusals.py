@@ -1,5 +1,6 @@
 """What cannot be optimized is refused when it is built, with what is allowed and what to do."""
 
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError
-from baoc.optim import BlockwiseOptimizer
+from baoc.optim import BlockwiseOptimizer, groups
+from baoc.optim.groups import single_block
+from baoc.optim.rules import RULES, Rule
 from baoc.types import OptimizerSpec, Role
 from tests.support.optimizing import build, info, make_params, one_block
 
@@ -171,11 +174,8 @@ def test_a_sparse_gradient() -> None:
 
 
 def test_a_rule_for_hidden_layers_only() -> None:
-    from baoc.optim import groups
-    from baoc.optim.rules import RULES, Rule
-
     described = RULES["sign"].info
-    RULES["hidden"] = Rule(type(described)(**{**_fields(described), "name": "hidden", "hidden_only": True}))  # pyright: ignore
+    RULES["hidden"] = Rule(replace(described, name="hidden", hidden_only=True))
     try:
         spec = OptimizerSpec(name="hidden", description="", rule="hidden")
         head = type(one_block("x", []))(name="head", params=(info("w", (4, 8)),), role=Role.HEAD)
@@ -183,6 +183,18 @@ def test_a_rule_for_hidden_layers_only() -> None:
             groups.check_applies(spec, block=head)
     finally:
         del RULES["hidden"]
+
+
+def test_arithmetic_that_asks_no_other_rank_for_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Rule(replace(RULES["column_norm"].info, name="alone"))
+    monkeypatch.setitem(RULES, "alone", alone)
+    spec = OptimizerSpec(name="alone", description="", rule="alone")
+    whole = info("w", (4, 8))
+    groups.check_applies(spec, block=single_block(whole))
+    with pytest.raises(
+        BadInputError, match=r"alone: fully_shard cuts w, and Rule takes sums over .* from .*SummingRule"
+    ):
+        groups.check_applies(spec, block=single_block(replace(whole, whole=whole.shape)))
 
 
 def test_placements_that_do_not_exist() -> None:
