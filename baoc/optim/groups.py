@@ -28,7 +28,7 @@ from baoc.core.catalogue import (
 )
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES, UpdateRule
-from baoc.optim.rules.base import SummingRule
+from baoc.optim.rules.matrix import SummingRule
 from baoc.optim.shards import described
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
@@ -328,7 +328,7 @@ def _unsummed(block: Block, *, rule: UpdateRule) -> str:
         return ""
     return (
         f"fully_shard cuts {cut}, and {type(rule).__name__} takes sums over its columns without asking other ranks for "
-        "theirs. Derive it from baoc.optim.rules.base.SummingRule, or choose a spec that works by element or along rows"
+        "theirs. Derive it from baoc.optim.rules.matrix.SummingRule, or choose a spec by element or along rows"
     )
 
 
