@@ -110,7 +110,7 @@ def run_race(
         InfeasibleBudgetError: no candidate fits the budget.
         TrainingFailedError: no uniform has trained to a finite score.
     """
-    return _Race(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
+    return RaceRun(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
 
 
 def race_command(config: RunConfig, *, words: Sequence[str], folder: Path, command: str) -> None:
@@ -156,7 +156,7 @@ def kept_words(words: Sequence[str]) -> list[str]:
     return kept
 
 
-class _Race:
+class RaceRun:
     """One race: `asked` are its runs and their overrides by trial number."""
 
     def __init__(self, config: RunConfig, *, words: Sequence[str], folder: Path, command: str, code: str):
@@ -189,7 +189,7 @@ class _Race:
         self._check_setup()
         auto = self.config.mode != "race" and race.first == "auto"
         if cap_s is not None or auto:
-            planned = self._within(cap_s)
+            planned = self.within(cap_s)
             if planned is None:
                 return None
             measured, racers, rates, cap_s = planned
@@ -217,7 +217,7 @@ class _Race:
         if not any(one.entrant.control for one in racers):
             say("no permutation races as a control: blocks of equal shapes run one spec in the plan, or time is short")
         try:
-            outcome = self._drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
+            outcome = self.drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
         except OutOfTimeError:
             say("nothing is raced: the first stage alone would not end in time")
             return None
@@ -234,7 +234,7 @@ class _Race:
         self._page(outcome, content)
         return Result(outcome=outcome, record=content)
 
-    def _drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
+    def drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
         """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
         by_name = {one.name: one for one in racers}
         try:
@@ -251,7 +251,7 @@ class _Race:
                         say(f"{len(asked) - at} more runs would not end within the cap of {cap_s:.0f} s")
                         asked = going.throw(OutOfTimeError())
                         break
-                    sent |= self._train([(run, self._words(by_name[run.entrant], run, measured)) for run in runs])
+                    sent |= self._train([(run, self.words_of(by_name[run.entrant], run, measured)) for run in runs])
                     files.write_csv(self.folder / records.RUNS_FILE, self._rows())
                 else:
                     if sent and all(end.status == FAILED for end in sent.values()):
@@ -388,7 +388,7 @@ class _Race:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def _within(self, cap_s: float | None) -> tuple[Measured, Sequence[Racer], tuple[float, ...], float] | None:
+    def within(self, cap_s: float | None) -> tuple[Measured, Sequence[Racer], tuple[float, ...], float] | None:
         """The largest network and horizon, and the most entrants and rates, with which a race is predicted to end
         within the cap; None where there is none, which is said."""
         race, found = self.config.race, self.field
@@ -521,7 +521,7 @@ class _Race:
             for seed in range(first, first + seeds)
         }
         before = len(self.asked)
-        ended = self._train([(run, self._words(one, run, measured)) for run, one in runs.items()])
+        ended = self._train([(run, self.words_of(one, run, measured)) for run, one in runs.items()])
         for run, end in ended.items():
             if end.status not in (DONE, DIVERGED):
                 raise TrainingFailedError(f"{run.entrant} could not be timed: {end.message}")
@@ -543,7 +543,7 @@ class _Race:
 
     # -- overrides and results ----------------------------------------------------------------------------------------
 
-    def _words(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
+    def words_of(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
         """The overrides of one run, which repeat it by themselves."""
         same = measured.size == self.field.size
         budget = [word for word in kept_words(self.words) if _sets_budget(word)]

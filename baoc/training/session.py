@@ -375,8 +375,8 @@ class Session:
         set_recomputed(self.module, number)
 
     def _fewest_kept(self, look: Callable[[], None], *, num_layers: int) -> int:
-        """As `_fewest`; or the number that it found before in the same place, so that a resumed run has it again, where
-        a step with so many still takes the bytes that it took then."""
+        """As `fewest_layers`; or the number that it found before in the same place, so that a resumed run has it again,
+        where a step with so many still takes the bytes that it took then."""
         assert self.module is not None
         key = layers_key(self.module, budget=self.budget, settings=self.settings, device=self.device)
         path = cache_folder() / f"layers-{hash_of(key)[:32]}.json"
@@ -389,7 +389,7 @@ class Session:
             if abs(self._looked_bytes() - num_bytes) <= pages:
                 return number
         clear_cache(self.device)
-        number = self._fewest(look, num_layers=num_layers)
+        number = self.fewest_layers(look, num_layers=num_layers)
         write_own(path, json.dumps({"number": number, "bytes": self._looked_bytes()}))
         return number
 
@@ -398,7 +398,7 @@ class Session:
         assert self.planner.footprint is not None
         return self.planner.footprint.forward_backward_bytes
 
-    def _fewest(self, look: Callable[[], None], *, num_layers: int) -> int:
+    def fewest_layers(self, look: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
         self._recompute(0)
         kept_risk = math.inf

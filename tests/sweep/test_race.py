@@ -182,9 +182,9 @@ def test_a_recipe_that_alone_fits_is_raced_for_its_rate_only_where_a_race_was_as
     leave_field(tmp_path, names=("muon8_lean",))
     stub_timing(monkeypatch)
     words = [f"mode={mode}", "race=1000", "race.workers=1"]
-    race = race_module._Race(config(tmp_path, *words), words=words, folder=tmp_path, command="c", code="")
+    race = race_module.RaceRun(config(tmp_path, *words), words=words, folder=tmp_path, command="c", code="")
     race.field = read_field(tmp_path / FILE)
-    planned = race._within(1000.0)
+    planned = race.within(1000.0)
     said = "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
     assert (planned is None) == said == (mode == "train")
     if planned is not None:
@@ -212,7 +212,7 @@ def test_a_race_under_a_cap_that_races_nothing_says_why(
 def stub_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a timed run had taken 0.5 s, with 10 ms a step."""
     for name, value in {"_timed": (0, {"step_ms": 10.0, "num_params": 1000}), "_seconds": 0.5, "_ran_s": 0.0}.items():
-        monkeypatch.setattr(race_module._Race, name, lambda *_, value=value, **__: value)
+        monkeypatch.setattr(race_module.RaceRun, name, lambda *_, value=value, **__: value)
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
     )  # fmt: skip
 
     def outcome(failing: Collection[str]):
-        race = race_module._Race(config(tmp_path, "race.workers=1"), words=[], folder=tmp_path, command="c", code="")
+        race = race_module.RaceRun(config(tmp_path, "race.workers=1"), words=[], folder=tmp_path, command="c", code="")
         race.field = read_field(tmp_path / FILE)
 
         def ended(number: int) -> Ended:
@@ -406,9 +406,9 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
         monkeypatch.setattr(race_module, "run_study", lambda *_, **__: trials)
         for name, stub in {"_ended": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
             monkeypatch.setattr(race, name, stub)
-        monkeypatch.setattr(race, "_words", lambda *_: ())
+        monkeypatch.setattr(race, "words_of", lambda *_: ())
         measured = Measured(size="tiny", num_params=1000, steps=100)
-        return race._drive(course(entrants, settings=settings), measured, racers, cap_s)
+        return race.drive(course(entrants, settings=settings), measured, racers, cap_s)
 
     found = outcome({"e4"})
     assert found.verdict.choice == "e0" and found.left["e4"] == "failed (crashed)"

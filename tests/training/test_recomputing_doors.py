@@ -168,7 +168,7 @@ def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_oth
         session.plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.0))
 
     with pytest.raises(InfeasibleBudgetError, match="a page too much"):
-        session._fewest(look, num_layers=DEPTH)
+        session.fewest_layers(look, num_layers=DEPTH)
     assert looked == [DEPTH, 3]
 
 
