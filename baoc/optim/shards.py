@@ -36,8 +36,8 @@ def local(tensor: Any) -> Tensor:
 
 
 def whole(param: Any) -> Tensor:
-    """The whole of a parameter or state. For a DTensor all ranks gather it, as bytes: not every backend knows every
-    type."""
+    """The whole of a parameter or state. For a DTensor all ranks gather it on the mesh's device, as bytes: not every
+    backend knows every type."""
     if not is_sharded(param):
         return param
     part = local(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
@@ -127,7 +127,7 @@ class Shard:
         if is_sharded(value):
             if value.device_mesh == self.owner.device_mesh and value.placements == self.owner.placements:
                 return local(value).reshape(tuple(shape))
-            value = value.full_tensor()
+            value = whole(value)
         begin = self.first * value.numel() // max(self.owner.numel(), 1)
         return value.reshape(-1)[begin : begin + prod(shape)].reshape(tuple(shape))
 
@@ -136,12 +136,18 @@ class Shard:
         return whole(self.shown(value, shape=tuple(self.owner.shape)))
 
     def shown(self, value: Tensor, *, shape: Sequence[int]) -> Any:
-        """`value`, this rank's part of a state, as a DTensor of `shape` that is cut as the parameter is."""
+        """`value`, this rank's part of a state, as a DTensor of `shape` that is cut as the parameter is, in the same
+        memory: one on the host stays there, as fully_shard keeps what it offloads."""
+        owner, DTensor = self.owner, _tensors().DTensor
         stride = torch.empty(tuple(shape), device="meta").stride()
         rows = value.reshape(-1, *shape[1:])
-        owner = self.owner
         given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
-        return _tensors().DTensor.from_local(rows, owner.device_mesh, owner.placements, **given)
+        device = owner.device_mesh.device_type
+        if rows.device.type == device:
+            return DTensor.from_local(rows, owner.device_mesh, owner.placements, **given)
+        there = rows.new_empty(0, *shape[1:], device=device)  # from_local would copy the rows to that device
+        spec = DTensor.from_local(there, owner.device_mesh, owner.placements, **given)._spec
+        return DTensor(rows.detach(), spec, requires_grad=False)
 
 
 def shard_of(param: Any) -> Shard | None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -438,6 +438,25 @@ def test_a_group_of_a_codec_never_lies_on_two_ranks() -> None:
         BadInputError, match=r"w of shape \(2048, 5461\) cannot run adamw_int8 on 3 ranks: .* divides 32"
     ):
         check_edges(info, states=states, shard=cut(info.shape, 3), spec="adamw_int8")
+
+
+def test_states_on_the_host_are_shown_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a mesh of another device (here it is one in name only) they would fill that before anything is written."""
+    with group(0, 1, store=tmp_path / "store"):
+        module = sharded()
+        with rings():
+            optimizer = BlockwiseOptimizer(module, "adamw@streamed")
+        stepped(optimizer, module, steps=1)
+        here = whole_state(optimizer)
+        monkeypatch.setattr(DeviceMesh, "device_type", property(lambda _: "meta"))
+        states = optimizer.state_dict()["state"]
+        monkeypatch.undo()
+        assert all(value.device.type == "cpu" for state in states.values() for value in state.values())
+        kept = {tensor.data_ptr() for state in optimizer.registry.state.values() for tensor in state.values()}
+        shown = {value.to_local().data_ptr() for state in states.values() for value in (state["m"], state["v"])}
+        assert shown <= kept
+        for (index, key), value in here.items():
+            assert torch.equal(whole(states[index][key]), value)
 
 
 def test_a_step_that_sums_over_ranks_takes_the_room_that_is_predicted(tmp_path: Path) -> None:
