@@ -20,7 +20,7 @@ from baoc.optim.groups import to_spec
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
-from baoc.planning.reallocation.late_params import ADAMW_BYTES, LatePlan, plan_late
+from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
@@ -146,26 +146,34 @@ class Reallocator:
         late = self._late_plan(infos)
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
-        if self.planner.footprint is not None:  # which is from before they came
-            more = self.planner.footprint.others_bytes + late.added_bytes
-            self.planner.footprint = replace(self.planner.footprint, others_bytes=more)
-            self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + late.added_bytes)
+        self._count_late(late.added_bytes)
         return late.specs
 
     def replan_late(self, *, share: float | None = None) -> None:
         """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""
-        late = self._late_plan(list(self.late.values()), share=share)
+        counted = self.late_bytes + FP32_BYTES * sum(info.numel for info in self.late.values())
+        late = self._late_plan(list(self.late.values()), share=share, counted=counted)
         self.late_bytes = late.state_bytes
+        self._count_late(late.added_bytes - counted)
         blocks = {name: [slot.name for slot in live.slots] for name, live in self.optimizer.registry.live.items()}
         own = {name: late.specs[names[0]] for name, names in blocks.items() if names[0] in late.specs}
         self._moved(own, moments={})
 
-    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None) -> LatePlan:
+    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0) -> LatePlan:
+        """`counted`: bytes of theirs that the predicted peak has already."""
         settings, least = self.planner.settings, self.awaited is not None
         saved = self.late_specs if share is None else {}
-        late = plan_late(infos, plan=self.plan, settings=settings, saved=saved, least=least, share=share)
+        plan = replace(self.plan, peak_bytes=self.plan.peak_bytes - counted)
+        late = plan_late(infos, plan=plan, settings=settings, saved=saved, least=least, share=share)
         self.late_specs.update(late.specs)
         return late
+
+    def _count_late(self, num_bytes: int) -> None:
+        """Puts bytes of late parameters into the predicted peak, whose footprint is from before they came."""
+        if self.planner.footprint is not None:
+            others = self.planner.footprint.others_bytes + num_bytes
+            self.planner.footprint = replace(self.planner.footprint, others_bytes=others)
+            self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + num_bytes)
 
     @property
     def late_bytes_adamw(self) -> int:

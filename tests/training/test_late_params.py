@@ -100,6 +100,32 @@ def test_within_a_memory_budget_they_resume_bit_for_bit_with_the_specs_they_had(
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_checkpoint_that_is_loaded_after_they_came_counts_them_once(probed: bool, again: bool):
+    """Into the run that saved it, and into a new one that has stepped them; the budget has no room for them twice."""
+
+    def stepped(budget: int | str) -> BaocOptimizer:
+        net = frozen()
+
+        def probe():
+            nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+
+        optimizer = BaocOptimizer(net, budget=budget, probe=probe if probed else None, verbose=False)
+        net.backbone.requires_grad_(True)
+        trained(net, optimizer, steps=2)
+        return optimizer
+
+    optimizer = stepped(stepped("1gb").plan.peak_bytes + 1000)
+    plan, specs, footprint = optimizer.plan, dict(optimizer.specs), optimizer.reallocator.planner.footprint
+    saved = copy.deepcopy(optimizer.state_dict())
+    loaded = stepped(plan.budget.memory_bytes or 0) if again else optimizer
+    loaded.load_state_dict(saved)
+    assert loaded.plan.peak_bytes == plan.peak_bytes <= (plan.budget.memory_bytes or 0)
+    assert loaded.specs == specs and set(specs.values()) == {"adamw"}
+    assert loaded.reallocator.planner.footprint == footprint
+
+
 def test_without_a_limit_what_comes_late_runs_adamw():
     net = frozen()
     optimizer = BaocOptimizer(net, budget="unlimited", verbose=False)

@@ -224,6 +224,35 @@ def test_what_is_planned_anew_leaves_room_for_what_goes_on(tmp_path: Path):
     assert room // 2 < kept.optimizer.state_bytes() + anew.optimizer.state_bytes() <= room
 
 
+class Wide(Gan):
+    """Whose states are more than what a prediction reserves."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 1))
+
+
+def test_a_resumed_batch_that_no_longer_fits_is_planned_for_as_in_a_fresh_run(tmp_path: Path):
+    """Both give up their part of what is too much; neither is asked for all of it."""
+
+    def run(budget: str, *, path: Path | None = None) -> BaocStrategy:
+        strategy, data = BaocStrategy(budget, verbose=False), loader(batch_size=64, num=128)
+        trainer = L.Trainer(strategy=strategy, max_epochs=2, **QUIET)
+        trainer.fit(Wide(), data, ckpt_path=path, weights_only=bool(path) or None)
+        return strategy
+
+    plans = [one.plan for one in run("8gb").reallocators]
+    budget = plans[0].peak_bytes - sum(plan.allocation.state_bytes for plan in plans) * 3 // 4
+    path = tmp_path / "saved.ckpt"
+    first, saved = saved_after_an_epoch(f"{budget}b", Wide(), path=path)
+    torch.save(saved, path)
+    assert not any(one.plan.binding for one in first.reallocators)
+    strategy = run(f"{budget}b", path=path)
+    for one in strategy.reallocators:
+        assert one.goes_on and one.plan.binding and one.plan.peak_bytes <= budget
+
+
 def test_what_needs_a_step_of_lightnings_is_refused():
     with pytest.raises(BadInputError, match=r"automatic_optimization=False, and budget.step_time=2 needs a step that"):
         trained(BaocStrategy({"step_time": 2.0}), Gan())
