@@ -372,4 +372,4 @@ def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
     optimizer.migrate({"empty": "adamw", "w": "adamw"}, why="test")
     assert [name for live in optimizer.registry.live.values() for name in live.unseeded] == ["w"]
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-    assert not optimizer._unseeded
+    assert not any(live.unseeded for live in optimizer.registry.live.values())
