@@ -461,9 +461,9 @@ def test_states_on_the_host_are_shown_where_they_lie(tmp_path: Path, monkeypatch
 
 def test_a_step_that_sums_over_ranks_takes_the_room_that_is_predicted(tmp_path: Path) -> None:
     def probe() -> Any:
-        param = distribute_tensor(torch.ones(512, 512), init_device_mesh("cpu", (1,)), [Shard(0)])
-        param = nn.Parameter(param)
-        param.grad = distribute_tensor(torch.randn(512, 512), param.device_mesh, param.placements)
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(512, 512), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(torch.randn(512, 512), mesh, [Shard(0)])
         return BlockwiseOptimizer([param], spec, backend="eager").step
 
     with group(0, 1, store=tmp_path / "store"):
