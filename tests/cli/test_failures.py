@@ -6,6 +6,7 @@ import pytest
 from omegaconf.errors import ConfigAttributeError, InterpolationKeyError
 
 from baoc.cli.failures import failure_of, report
+from baoc.core import own_code
 from baoc.errors import (
     BadInputError,
     BudgetBreachedError,
@@ -14,6 +15,12 @@ from baoc.errors import (
     OutputError,
     TrainingFailedError,
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_own_code() -> None:
+    """An error is also the user's own code's where some was loaded, as by a test before."""
+    own_code.forget()
 
 
 class OutOfMemoryError(RuntimeError):
