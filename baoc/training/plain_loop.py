@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import SPECS, on_device
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
 from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
@@ -250,7 +250,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         online = state_dict.get("online")
         if online is None:
             return
-        self._changed = self.reallocator.load_state_dict(_checked(online))
+        self._changed = self.reallocator.load_state_dict(online)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. What was planned or converted anew, because budget, catalogue or blocks are others, is told."""
@@ -292,17 +292,6 @@ class BaocOptimizer(BlockwiseOptimizer):
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
-
-
-def _checked(online: Any) -> dict[str, Any]:
-    keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
-    absent = [key for key in keys if not isinstance(online, Mapping) or key not in online]
-    if absent:
-        raise CheckpointError(
-            f"'online' of the optimizer checkpoint lacks {', '.join(absent)}: use another checkpoint, or leave "
-            "'online' out to load the states alone"
-        )
-    return dict(online)
 
 
 def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:

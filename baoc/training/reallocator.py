@@ -182,9 +182,12 @@ class Reallocator:
     @property
     def watching(self) -> bool:
         """True while gradients are still sampled: a profile is needed, and a later decision may come."""
+        return self._watches(self.last_decision)
+
+    def _watches(self, last_decision: int) -> bool:
         if self.profiler is None or self.settings.mode == "off":
             return False
-        return self.last_decision == 0 or self.settings.mode != "once"
+        return last_decision == 0 or self.settings.mode != "once"
 
     def observe(self) -> None:
         """Samples the final gradients of the coming step; to be called after clipping, before the update."""
@@ -509,30 +512,36 @@ class Reallocator:
         same. What changed is planned for anew, statistics that mean nothing here start anew, and both are returned, to
         be said.
 
-        The optimizer's states are loaded by the optimizer, after this. Raises InfeasibleBudgetError where neither the
-        saved allocation nor any other fits.
+        The optimizer's states are loaded by the optimizer, after this. Raises CheckpointError where `state` is damaged,
+        and InfeasibleBudgetError where neither the saved allocation nor any other fits, both with nothing changed.
         """
-        self.step = state["step"]
-        self.num_accepted = state["num_accepted"]
-        self.profile = profile_from_plain(state["profile"]) if state["profile"] else None
-        first = state.get("first_profile")  # checkpoints of earlier versions have none
-        self.first_profile = profile_from_plain(first) if first else self.profile
+        _check(state)
+        profile, first = _read_profile(state, "profile"), _read_profile(state, "first_profile")
+        first = first or profile  # checkpoints of earlier versions have none
+        notes: list[str] = []
+        if profile is not None and not usable(profile, planner=self.planner):
+            profile = first = None
+            notes.append("statistics of gradients start anew, as they are of other blocks or specs")
+        watching, footprint = self._watches(state["last_decision"]), self.planner.footprint
+        if self.profiler is not None:
+            held = self.profiler.nbytes if watching else 0
+            temporary = footprint.profile_temporary_bytes if footprint is not None and held else 0
+            self.planner.count_profile(held, temporary_bytes=temporary)
+        try:
+            plan, changed = self.ranks.from_first(
+                lambda: adopted(self.planner, state, profile=profile, awaited=self.awaited)
+            )
+        except BaseException:
+            self.planner.footprint = footprint
+            raise
+        self.step, self.num_accepted = state["step"], state["num_accepted"]
+        self.profile, self.first_profile = profile, first
         self.last_decision = state["last_decision"]
         self.watched_from = state.get("watched_from", 0) if state["profiler"] else self.step
         self.left, self._switch = dict(state.get("left", {})), dict(state.get("switch", {}))
-        if self.profiler is not None and not self.watching:
-            self.profiler.release()
-        if self.profiler is not None:
-            temporary = self.planner.footprint.profile_temporary_bytes if self.planner.footprint is not None else 0
-            self.planner.count_profile(self.profiler.nbytes, temporary_bytes=temporary if self.profiler.nbytes else 0)
         self._saved_bytes = state.get("state_bytes")
-        notes: list[str] = []
-        if self.profile is not None and not usable(self.profile, planner=self.planner):
-            self.profile = self.first_profile = None
-            notes.append("statistics of gradients start anew, as they are of other blocks or specs")
-        plan, changed = self.ranks.from_first(
-            lambda: adopted(self.planner, state, profile=self.profile, awaited=self.awaited)
-        )
+        if self.profiler is not None and not watching:
+            self.profiler.release()
         planned = state.get("planned")
         if planned is None:  # in a checkpoint of before it was told: as if it was of least state to be measured
             planned = dict(state["choices"]) != dict(self.planner.least().allocation.choices)
@@ -551,6 +560,31 @@ class Reallocator:
                 self.watched_from = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes
+
+
+def _check(state: Any) -> None:
+    keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
+    absent = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+    if absent:
+        raise _refused(f"lacks {', '.join(absent)}")
+    kinds = {"step": int, "last_decision": int, "num_accepted": int, "choices": Mapping, "profiler": Mapping}
+    for key, kind in kinds.items():
+        if not isinstance(state[key], kind):
+            raise _refused(f"is damaged, {key} is {state[key]!r:.40}")
+
+
+def _read_profile(state: Mapping[str, Any], key: str) -> Profile | None:
+    try:
+        return profile_from_plain(state[key]) if state.get(key) else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _refused(f"is damaged, {key} is no profile ({error!r})") from error
+
+
+def _refused(why: str) -> CheckpointError:
+    return CheckpointError(
+        f"'online' of the optimizer checkpoint {why}: use another checkpoint, or leave 'online' out to load the states "
+        "alone"
+    )
 
 
 def _as_tuned(plan: Plan, state: Mapping[str, Any]) -> Plan:

@@ -125,7 +125,7 @@ class TestBaocOptimizer:
         optimizer.step()
         assert copy.deepcopy(optimizer).specs == optimizer.specs
 
-    @pytest.mark.parametrize("damage", ["shape", "online", "layout"])
+    @pytest.mark.parametrize("damage", ["shape", "online", "layout", "profile", "choices", "step"])
     def test_a_checkpoint_that_is_refused_changes_nothing(self, damage: str) -> None:
         def make() -> BaocOptimizer:
             torch.manual_seed(0)
@@ -148,8 +148,10 @@ class TestBaocOptimizer:
             saved["state"][name][key] = torch.zeros(1, 2, 3, dtype=saved["state"][name][key].dtype)
         elif damage == "online":
             del saved["online"]["gap"]
-        else:
+        elif damage == "layout":
             saved["online"]["profiler"]["layout"] = ["another"]
+        else:
+            saved["online"][damage] = {"stats": 3} if damage == "profile" else "a"
         specs, plan, step = target.specs, target.plan, target.reallocator.step
         with pytest.raises(CheckpointError):
             target.load_state_dict(saved)
