@@ -116,15 +116,20 @@ def whole(
     if hosted and not planner.places:
         return
     for one in ranked(planner, family=family):
-        rate = faded(one.rate, num_params=planner.num_params, measured=family.num_params)
-        if planner.extrapolates and not planner.settings.from_conf:
-            rate = min(rate, 1.0)
+        rate = rate_here(planner, one.rate, family=family)
         recipe = at_rate(one.recipe, rate)
         recipe = streamed(recipe) if hosted else recipe
         made = fitting(planner, recipe, weights=weights or formats(planner))
         if made is not None:
             recipe, plan = made
             yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
+
+
+def rate_here(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
+    """What a measured multiple of the learning rate is on this network. Outside run.py, where weights may be
+    pretrained, a guess from the nearest family raises no rate."""
+    rate = faded(rate, num_params=planner.num_params, measured=family.num_params)
+    return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 
 
 def streamed(recipe: Recipe) -> Recipe:
@@ -210,7 +215,7 @@ def mixture(planner: BudgetedBlocks, *, family: Family) -> Choice | None:
             if entries:
                 found.append((added(entries), picked))
     shift = base.change  # entries are against the base, recipes against the reference
-    rate = faded(base.rate, num_params=planner.num_params, measured=family.num_params)
+    rate = rate_here(planner, base.rate, family=family)
     for change, picked in sorted(found, key=lambda one: one[0].bound(planner.kappa)):
         lr = {role: tables[role][spec].multiple for role, spec in picked.items() if tables[role][spec].multiple != 1}
         replaced = {role: spec for role, spec in picked.items() if tables[role][spec].n}

@@ -12,10 +12,10 @@ from itertools import islice
 import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
-from baoc.core.measured import Family, at_rate, faded, families
+from baoc.core.measured import Family, at_rate, families
 from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ADAMW, ranked, streamed
+from baoc.planning.measured import ADAMW, ranked, rate_here, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -111,7 +111,7 @@ def _at_measured_rate(recipe: Recipe, *, planner: Planner, family: Family) -> Re
     is where it was not measured. A race's own multiples come on top, so that one rate asks each at its own."""
     runs = (recipe.specs, recipe.betas)
     rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
-    return at_rate(recipe, faded(rate, num_params=planner.num_params, measured=family.num_params))
+    return at_rate(recipe, rate_here(planner, rate, family=family))
 
 
 def _known(planner: Planner, *, family: Family) -> list[Recipe]:

@@ -135,6 +135,11 @@ class _State:
         )
 
 
+def middle_rate(rates: Sequence[float]) -> float:
+    """Of rising multiples of the learning rate, the one that all entrants run where there is time for no more."""
+    return rates[len(rates) // 2]
+
+
 def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     """The course of a race between `entrants`, by the rules of `baoc.racing.rules`.
 
@@ -147,9 +152,10 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     state.check()
     known: dict[Run, Ended] = {}
     if settings.try_first:
-        middle = settings.rates[len(settings.rates) // 2]
         first = [one.name for one in state.racing]
-        known |= yield state.runs(first, rates=(middle,), seeds=settings.seeds[:1], stage=settings.rungs[0])
+        known |= yield state.runs(
+            first, rates=(middle_rate(settings.rates),), seeds=settings.seeds[:1], stage=settings.rungs[0]
+        )
         state.drop_unfit(known)
         state.check()
     reached, cut = 0.0, False

@@ -8,9 +8,8 @@ again, and finds those that had ended in the storage.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from baoc.racing.course import (
     Run,
     Settings,
     course,
+    middle_rate,
 )
 from baoc.racing.entrants import FILE, Field, Racer, read_field
 from baoc.racing.records import EPOCHS_APART, Measured, epochs, stage_name
@@ -404,9 +404,10 @@ class RaceRun:
                 return None
             cap_s = race.share * run_s
         least = math.inf
-        going, seen = self._smaller_races(pace, cap_s=cap_s), list[tuple[Measured, tuple[float, float]]]()
-        for rates in (race.rates, (self.middle_rate,)):
-            for measured, (step_s, start_s) in chain(seen.copy(), going):
+        races: Iterable[tuple[Measured, tuple[float, float]]] = self._smaller_races(pace, cap_s=cap_s)
+        for rates in (race.rates, (middle_rate(race.rates),)):
+            seen: list[tuple[Measured, tuple[float, float]]] = []
+            for measured, (step_s, start_s) in races:
                 seen.append((measured, (step_s, start_s)))
                 for racers in self._smaller_fields():
                     runs = self._runs(len(racers), rates=len(rates))
@@ -415,6 +416,7 @@ class RaceRun:
                     if self._ran_s() + predicted <= cap_s:
                         self.pace = (step_s, start_s)
                         return measured, racers, rates, cap_s
+            races = seen  # narrower networks are timed once
         told = "" if math.isinf(least) else f": the smallest one is predicted to take {least:.0f} s"
         say(f"nothing is raced within {cap_s:.0f} s{told}")
         return None
@@ -458,11 +460,6 @@ class RaceRun:
         """All entrants, or the first few of the candidates, which come in order of merit."""
         few = [[one for one in self.field.racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
         return [self.field.racers, *(some for some in few if any(one.entrant.uniform for one in some))]
-
-    @property
-    def middle_rate(self) -> float:
-        """Of the multiples of the learning rate, the one that all entrants run where there is time for no more."""
-        return sorted(self.config.race.rates)[len(self.config.race.rates) // 2]
 
     def _runs(self, entrants: int, *, rates: int) -> list[tuple[float, int]]:
         """Shares of the steps, and how many runs have them, of a race of which half the entrants leave at each rung."""

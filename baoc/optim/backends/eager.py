@@ -220,12 +220,11 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
 
 def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Summing[Direction]:
     """`advance`, which stops for each sum over ranks."""
+    if not slot.sums:
+        return advance(slot, inputs, finite=finite, store=store)
+    assert isinstance(slot.rule, SummingRule)
     work = _begin(slot, inputs, finite=finite, store=store)
-    if slot.sums:
-        assert isinstance(slot.rule, SummingRule)
-        direction = yield from slot.rule.steps(work.grad, states=work.states, ctx=work.ctx)
-    else:
-        direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
+    direction = yield from slot.rule.steps(work.grad, states=work.states, ctx=work.ctx)
     _end(slot, inputs, work=work, store=store)
     return direction
 
