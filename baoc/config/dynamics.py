@@ -1,28 +1,25 @@
 """How the budget changes during training; written under `budget` in conf/, as in `budget.schedule`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from baoc.config.validate import Allowed, at_least, require
+from baoc.config.validate import Allowed, at_least
 from baoc.core.budgets import parse_budget
+from baoc.errors import BadInputError
 
 KEYS = ("schedule", "relaxation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleEntry:
-    """A `budget` (any spelling) that holds from step `step` on, or from the first step with `batch` samples on."""
+    """A `budget` (any spelling) that holds from step `step` on."""
 
     budget: str | int | float
-    step: Annotated[int, at_least(1, " steps")] | None = None
-    batch: Annotated[int, at_least(1, " samples")] | None = None
+    step: Annotated[int, at_least(1, " steps")]
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        allowed = "entries with either step or batch, as in {step: 200, budget: state_10}"
-        given = {"step": self.step, "batch": self.batch}
-        require((self.step is None) != (self.batch is None), "budget.schedule", given, allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +44,22 @@ class DynamicsConfig:
 
 
 def gather_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
-    """Splits `budget` of conf/ into the budget and its DynamicsConfig; entries of a schedule get the keys they omit."""
+    """Splits `budget` of conf/ into the budget and its DynamicsConfig."""
     if not isinstance(budget, Mapping):
         return budget, {}
     found = {key: budget[key] for key in KEYS if key in budget}
-    named = [item.name for item in fields(ScheduleEntry)]
     if isinstance(found.get("schedule"), list | tuple):
-        found["schedule"] = [
-            {**dict.fromkeys(named[1:]), **entry} if isinstance(entry, Mapping) else entry
-            for entry in found["schedule"]
-        ]
+        found["schedule"] = [_without_batch(entry) for entry in found["schedule"]]
     return {key: value for key, value in budget.items() if key not in KEYS}, found
+
+
+def _without_batch(entry: Any) -> Any:
+    """An entry of earlier versions, which named a step or a batch, without the latter."""
+    if not isinstance(entry, Mapping):
+        return entry
+    if entry.get("batch") is not None:
+        raise BadInputError(
+            f"budget.schedule by batch (batch: {entry['batch']}) was removed: the batches of a run keep their size, so "
+            "it never came. Give a step, as in {step: 200, budget: state_10}"
+        )
+    return {key: value for key, value in entry.items() if key != "batch"}

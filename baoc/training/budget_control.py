@@ -7,28 +7,24 @@ Whatever asks, the answer is the same: before the next optimizer step the alloca
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
-from baoc.callbacks.growth import grown, saved_by_forward
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.vote import StepVote
 from baoc.config.dynamics import RelaxationConfig
 from baoc.core.budgets import AUTO, resolve_auto
-from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
 from baoc.profiling import free_bytes, recap_device
 from baoc.tracking import files
 from baoc.tracking.console import say
-from baoc.types import Budget, Footprint, Plan, to_plain
+from baoc.types import Budget, Plan, to_plain
 
-_GROWN_FIELDS = ("micro_batch", "forward_backward_bytes", "resident_bytes")
 REQUEST_FILE, RECORD_FILE = "budget", "budget.json"
 MAX_REQUEST_CHARS = 80  # characters of the file: a budget has a dozen
 
@@ -41,9 +37,6 @@ class BudgetControl(L.Callback):
     such as 6gb in `budget` asks for that budget. An empty file changes nothing; without the file the schedule counts
     again. `memory` restarts its measurement at each change. By `vote` the first of several ranks reads the file and all
     follow in one step.
-
-    A batch of more samples per forward than any before needs more memory. Under a memory budget a small part of it is
-    run to predict how much (`callbacks.growth`), and states make room before the batch goes through the network.
     """
 
     def __init__(
@@ -63,9 +56,8 @@ class BudgetControl(L.Callback):
         self._run_dir = run_dir
         self._memory = memory
         self._last_mark: tuple[int, int] | None = None  # the file's time and size when it was last read
-        self._refused: tuple[Budget, Footprint | None] | None = None  # not tried again at every step
+        self._refused: Budget | None = None  # not tried again at every step
         self._record: dict[str, Any] = {}
-        self._batch_grew = False
         self._strategy: Any = None
         self._saved: dict[str, Any] = {}
         self._checked_step = -1
@@ -108,10 +100,9 @@ class BudgetControl(L.Callback):
     def _restore(self, planner: Planner, saved: Mapping[str, Any]) -> str:
         """Restores the budget that was in force at the checkpoint; returns the reason for the budget now.
 
-        If the run was given another budget, only its largest batch is restored. `auto` is what is free now, less what
-        calm blocks have given up.
+        If the run was given another budget, nothing is restored. `auto` is what is free now, less what calm blocks have
+        given up.
         """
-        self.schedule.largest_batch = saved.get("largest_batch", 0)  # checkpoints of earlier versions have none
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
@@ -121,12 +112,9 @@ class BudgetControl(L.Callback):
                 f"{planner.budget.name} again; ask for another one by {(self._run_dir or Path('RUN')) / REQUEST_FILE}"
             )
         self.schedule.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
-        self._batch_grew = bool(saved["grown"])
-        if planner.footprint is not None and self._batch_grew:
-            planner.footprint = replace(planner.footprint, **saved["grown"], intervals=())  # which the probe had anew
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
-            planner.budget, why = self.schedule.budget_at(step=saved.get("step", 0), batch=0)
+            planner.budget, why = self.schedule.budget_at(saved.get("step", 0))
         self._strategy.budget = planner.budget
         if planner.budget != self.schedule.base:
             recap_device(self._strategy.root_device, budget=planner.budget)
@@ -138,7 +126,7 @@ class BudgetControl(L.Callback):
             planner.propose()
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(
-                f"budget.schedule, {change.when}: {error}",
+                f"budget.schedule, step {change.step}: {error}",
                 budget_bytes=error.budget_bytes,
                 least_feasible_bytes=error.least_feasible_bytes,
                 advice=error.advice,
@@ -148,14 +136,11 @@ class BudgetControl(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         reallocator = self._strategy.reallocator
-        footprint = reallocator.planner.footprint
         return {
             "step": reallocator.step,
             "base": to_plain(self.schedule.base),
             "in_force": to_plain(reallocator.planner.budget),
-            "largest_batch": self.schedule.largest_batch,
             "ceiling": to_plain(self.schedule.ceiling) if self.schedule.ceiling is not None else {},
-            "grown": {key: getattr(footprint, key) for key in _GROWN_FIELDS} if self._batch_grew else {},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,7 +148,7 @@ class BudgetControl(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Names the changes that never come, because the run ends before."""
-        given = {f"budget.schedule, {change.when}": change.step for change in self.schedule.changes}
+        given = {f"budget.schedule, step {change.step}": change.step for change in self.schedule.changes}
         for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
             if step is not None and 0 < trainer.max_steps <= step:
                 self.tell(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
@@ -176,39 +161,32 @@ class BudgetControl(L.Callback):
         if trainer.global_step == self._checked_step:  # in the middle of accumulation, or after a skipped step
             return
         self._checked_step = trainer.global_step
-        step, size = trainer.global_step, num_samples(batch)
+        step = trainer.global_step
         if self._vote.outcome("budget"):
             self._follow_file()
         if self.relaxation.due(step):
             self._relax()
-        budget, why = self.schedule.budget_at(step=step, batch=size * trainer.accumulate_grad_batches)
-        footprint = self._strategy.reallocator.planner.footprint
-        if footprint is not None and budget.memory_bytes is not None and size > footprint.micro_batch > 0:
-            needs = saved_by_forward(trainer, batch, num_samples=footprint.micro_batch)
-            saved, largest = self._strategy.ranks.most(*needs)
-            footprint = grown(footprint, micro_batch=size, saved_bytes=int(saved), largest_bytes=int(largest))
-            why = f"{why}; batches grew to {size} samples per forward"
-        self._apply(budget, why=why, step=step, footprint=footprint)
+        budget, why = self.schedule.budget_at(step)
+        self._apply(budget, why=why, step=step)
 
-    def _apply(self, budget: Budget, *, why: str, step: int, footprint: Footprint | None) -> None:
+    def _apply(self, budget: Budget, *, why: str, step: int) -> None:
         reallocator = self._strategy.reallocator
         planner = reallocator.planner
-        if (budget, footprint) in ((planner.budget, planner.footprint), self._refused):
+        if budget in (planner.budget, self._refused):
             return
-        known, wider = planner.footprint, _allows_more(budget, planner.budget)
+        wider = _allows_more(budget, planner.budget)
         try:
             if wider:
                 recap_device(self._strategy.root_device, budget=budget)
-            reallocator.rebudget(budget, why=f"budget {budget.name}: {why}", footprint=footprint)
+            reallocator.rebudget(budget, why=f"budget {budget.name}: {why}")
         except BaocError as error:
-            self._refused = (budget, footprint)
+            self._refused = budget
             if wider:
                 recap_device(self._strategy.root_device, budget=planner.budget)
             self._write_record(refused=str(error))
             self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
         self._refused = None
-        self._batch_grew = self._batch_grew or footprint != known
         self._strategy.budget = budget
         if self._strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed is other processes' now

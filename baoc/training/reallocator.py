@@ -28,7 +28,6 @@ from baoc.training.triggers import TriggerInputs, is_due
 from baoc.types import (
     BlockMove,
     Budget,
-    Footprint,
     Moments,
     ParamInfo,
     Plan,
@@ -308,26 +307,25 @@ class Reallocator:
 
     # -- limits that change ---------------------------------------------------------------------------------------
 
-    def rebudget(self, budget: Budget, *, why: str, footprint: Footprint | None = None) -> Reallocation:
-        """Puts another budget (or a footprint that grew) in force and moves to the allocation that meets it.
+    def rebudget(self, budget: Budget, *, why: str) -> Reallocation:
+        """Puts another budget in force and moves to the allocation that meets it.
 
-        To be called between two steps. Raises InfeasibleBudgetError or BadInputError where it cannot be met; budget,
-        footprint and plan then stay as they are.
+        To be called between two steps. Raises InfeasibleBudgetError or BadInputError where it cannot be met; budget and
+        plan then stay as they are.
         """
-        planner = self.planner
-        before = planner.budget, planner.footprint
+        planner, before = self.planner, self.planner.budget
         if budget.memory_bytes is not None and planner.footprint is None:
             raise BadInputError(
                 f"budget {budget.name} limits device memory, but this run has no footprint to plan it with: give a "
                 "state fraction such as state_25"
             )
-        planner.budget, planner.footprint = budget, footprint or planner.footprint
+        planner.budget = budget
         try:
             # A move down starts from what the budget before allowed.
-            memory = [limit for limit in (before[0].memory_bytes, budget.memory_bytes) if limit is not None]
+            memory = [limit for limit in (before.memory_bytes, budget.memory_bytes) if limit is not None]
             return self.replan(why=why, trigger="budget", limit=max(memory) if len(memory) == 2 else None)
         except BaseException:
-            planner.budget, planner.footprint = before
+            planner.budget = before
             raise
 
     def relax(self, settings: RelaxationConfig) -> tuple[Budget, dict[str, float]] | None:

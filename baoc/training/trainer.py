@@ -174,8 +174,7 @@ def assemble_trainer(
     )
     control = BudgetControl(
         schedule=[
-            BudgetChange(budget=parse_budget(entry.budget), step=entry.step, batch=entry.batch)
-            for entry in config.dynamics.schedule
+            BudgetChange(budget=parse_budget(entry.budget), step=entry.step) for entry in config.dynamics.schedule
         ],
         relaxation=config.dynamics.relaxation,
         run_dir=run_dir,

@@ -17,10 +17,10 @@ def run_of(*overrides: str) -> RunConfig:
 
 
 def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
-    given = "budget.schedule=[{step: 200, budget: state_10}, {batch: 128, budget: 6gb}]"
+    given = "budget.schedule=[{step: 200, budget: state_10}, {step: 300, batch: null, budget: 6gb}]"
     run = run_of("budget=state_50", given, "budget.relaxation.from_step=300", "faults.nonfinite_loss=rewind")
     assert run.budget.name == "state_50"
-    assert run.dynamics.schedule == (ScheduleEntry(budget="state_10", step=200), ScheduleEntry(budget="6gb", batch=128))
+    assert run.dynamics.schedule == (ScheduleEntry(budget="state_10", step=200), ScheduleEntry(budget="6gb", step=300))
     assert run.dynamics.relaxation == RelaxationConfig(from_step=300)
     write_config(run, path=tmp_path / "config.yaml")
     assert read_config(tmp_path / "config.yaml") == run
@@ -33,8 +33,11 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
             "budget.schedule=[{step: 0, budget: 6gb}]",
             r"budget\.schedule\[0\]\.step=0 is not allowed: it must be 1 or more steps",
         ),
-        ("budget.schedule=[{budget: 6gb}]", r"budget\.schedule=.* entries with either step or batch"),
-        ("budget.schedule=[{step: 1, batch: 2, budget: 6gb}]", r"entries with either step or batch"),
+        ("budget.schedule=[{budget: 6gb}]", r"budget\.schedule\[0\]\.step is missing"),
+        (
+            "budget.schedule=[{batch: 2, budget: 6gb}]",
+            r"by batch \(batch: 2\) was removed: the batches of a run keep their size, .* Give a step",
+        ),
         ("budget.schedule=[{stp: 3, budget: 6gb}]", r"unknown key budget\.schedule\[0\]\.stp; did you mean"),
         ("budget.schedule=[{step: 3, budget: lots}]", "cannot read budget=lots"),
         ("budget.schedule=often", r"budget\.schedule=often is not allowed"),

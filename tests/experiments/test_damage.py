@@ -202,6 +202,13 @@ def test_weights_that_are_no_better_are_not_written():
         fitted_file([replace(mixed[0], risk_model="prior"), *mixed[1:]])
 
 
-def test_the_old_command_says_where_it_went(run_python):
-    done = run_python("-m", "baoc.sweep.calibrate", "FOLDER")
-    assert done.returncode == 2 and "python -m experiments.analysis.calibrate FOLDER..." in done.stderr
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("calibrate", "python -m experiments.analysis.calibrate FOLDER..."),
+        ("dashboard", "with logger=wandb a study adds"),
+    ],
+)
+def test_an_old_command_says_where_it_went(run_python, module: str, instead: str):
+    done = run_python("-m", f"baoc.sweep.{module}", "FOLDER")
+    assert done.returncode == 2 and instead in done.stderr

@@ -4,65 +4,60 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.callbacks.growth import grown
 from baoc.config.dynamics import RelaxationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
-from baoc.types import Candidate, Cost, Footprint, Profile, Risk
+from baoc.types import Candidate, Cost, Profile, Risk
 from tests.support.decision import stats
 from tests.support.values import make_plan
 
 
 def scheduled(base: str = "8gb", **changes: str) -> BudgetSchedule:
-    """`step_5="6gb"`, `batch_64="4gb"`: entries of a schedule."""
+    """`step_5="6gb"`: an entry of a schedule."""
     entries = [
-        BudgetChange(budget=parse_budget(budget), **{key.split("_")[0]: int(key.split("_")[1])})
+        BudgetChange(budget=parse_budget(budget), step=int(key.removeprefix("step_")))
         for key, budget in changes.items()
     ]
     return BudgetSchedule(parse_budget(base), changes=entries)
 
 
-def test_a_schedule_counts_from_its_step_or_batch_on() -> None:
-    given = scheduled(step_5="6gb", batch_64="4gb", step_9="2gb")
-    seen = [given.budget_at(step=step, batch=32)[0].name for step in (0, 4, 5, 8)]
-    assert seen == ["8gb", "8gb", "6gb", "6gb"]
-    budget, why = given.budget_at(step=8, batch=64)
-    assert (budget.name, why) == ("4gb", "budget.schedule, batch 64")
-    assert given.budget_at(step=8, batch=32)[0].name == "4gb", "a batch that has grown stays grown"
-    assert given.budget_at(step=9, batch=32)[0].name == "2gb"
+def test_a_schedule_counts_from_its_step_on() -> None:
+    given = scheduled(step_5="6gb", step_9="2gb")
+    assert [given.budget_at(step)[0].name for step in (0, 4, 5, 8, 9)] == ["8gb", "8gb", "6gb", "6gb", "2gb"]
+    assert given.budget_at(8)[1] == "budget.schedule, step 5"
 
 
 def test_a_file_takes_the_place_of_the_schedule_until_it_is_taken_back() -> None:
     given = scheduled(step_5="6gb")
     given.request(" 3gb\n")
-    assert given.budget_at(step=7, batch=1) == (parse_budget("3gb"), "the budget file asks for it")
+    assert given.budget_at(7) == (parse_budget("3gb"), "the budget file asks for it")
     with pytest.raises(BadInputError, match="cannot read budget=lots"):
         given.request("lots")
-    assert given.budget_at(step=7, batch=1)[0].name == "3gb", "what cannot be read changes nothing"
+    assert given.budget_at(7)[0].name == "3gb", "what cannot be read changes nothing"
     given.request("")
-    assert given.budget_at(step=7, batch=1)[0].name == "6gb"
+    assert given.budget_at(7)[0].name == "6gb"
 
 
 def test_a_ceiling_is_not_passed_but_by_the_file() -> None:
     given = scheduled("state_50", step_5="state_10", step_9="state_50")
     given.ceiling = parse_budget("state_25")
-    assert [given.budget_at(step=step, batch=1)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
+    assert [given.budget_at(step)[0].name for step in (0, 5, 9)] == ["state_25", "state_10", "state_25"]
     given.request("state_50")
-    assert given.budget_at(step=9, batch=1)[0].name == "state_50"
+    assert given.budget_at(9)[0].name == "state_50"
 
 
 def test_a_limit_on_host_memory_goes_on() -> None:
     given = BudgetSchedule(
         parse_budget({"memory": "8gb", "host_memory": "16gb"}), changes=scheduled(step_1="6gb").changes
     )
-    assert given.budget_at(step=3, batch=1)[0].host_memory_bytes == 16 * 2**30
+    assert given.budget_at(3)[0].host_memory_bytes == 16 * 2**30
 
 
 def test_a_step_time_limit_goes_on() -> None:
     given = BudgetSchedule(parse_budget({"memory": "8gb", "step_time": 1.2}), changes=scheduled(step_1="6gb").changes)
-    assert given.budget_at(step=3, batch=1)[0].step_time == 1.2
+    assert given.budget_at(3)[0].step_time == 1.2
 
 
 @pytest.mark.parametrize(
@@ -70,18 +65,12 @@ def test_a_step_time_limit_goes_on() -> None:
     [
         ([{"step": 8}, {"step": 4}], "step 4 after step 8"),
         ([{"step": 8}, {"step": 8}], "step 8 after step 8"),
-        ([{"batch": 64}, {"step": 4}, {"batch": 32}], "batch 32 after batch 64"),
     ],
 )
 def test_entries_that_take_back_what_came_before_are_refused(entries: list[dict[str, int]], said: str) -> None:
     schedule = [BudgetChange(budget=parse_budget("8gb"), **entry) for entry in entries]
     with pytest.raises(BadInputError, match=rf"budget\.schedule has {said}: list its entries in the order"):
         check_order(schedule)
-
-
-def test_steps_and_batches_may_be_mixed_as_they_come() -> None:
-    schedule = [{"step": 90}, {"batch": 32}, {"step": 100}, {"batch": 64}]
-    check_order([BudgetChange(budget=parse_budget("8gb"), **entry) for entry in schedule])
 
 
 # -- relaxation -------------------------------------------------------------------------------------------------------
@@ -118,19 +107,3 @@ def test_calm_blocks_offer_their_next_cheaper_candidate() -> None:
     lower = lowered(parse_budget("unlimited"), plan=plan, saved_bytes=70)
     assert lower.state_fraction is not None and int(lower.state_fraction * 1000) == 170
     assert lowered(parse_budget("8gb"), plan=replace(plan, peak_bytes=5000), saved_bytes=70).memory_bytes == 4930
-
-
-def test_a_footprint_grows_with_its_activations() -> None:
-    footprint = Footprint(
-        device="cpu",
-        micro_batch=8,
-        weights_bytes=100,
-        gradients_bytes=100,
-        forward_backward_bytes=500,
-        validation_bytes=300,
-        resident_bytes=210,
-    )
-    larger = grown(footprint, micro_batch=16)
-    assert (larger.micro_batch, larger.forward_backward_bytes, larger.resident_bytes) == (16, 800, 220)
-    assert grown(footprint, micro_batch=4) == footprint
-    assert grown(footprint, micro_batch=16, saved_bytes=400, largest_bytes=50).forward_backward_bytes == 1300

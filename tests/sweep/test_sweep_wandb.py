@@ -1,14 +1,11 @@
-"""W&B of a sweep, without a network: the frontier as a run of its own, trials in their study's group, the dashboard."""
+"""W&B of a sweep, without a network: the frontier as a run of its own, trials in their study's group."""
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from baoc.frontier.build import frontier_of
 from baoc.frontier.wandb_frontier import log_frontier
-from baoc.sweep.dashboard import COLUMNS, main, panels
 from baoc.tracking.files import write_json
 from tests.support.sweep_jobs import config, job
 from tests.support.tiny import LIGHTNING_NOISE, TinyModule
@@ -53,19 +50,3 @@ def test_a_trial_is_in_the_group_of_its_study(tmp_path: Path, monkeypatch: pytes
     wandb_job(tmp_path, "a", TinyModule())
     run = one("run", records(tmp_path / "a"))
     assert (run["run_group"], run["job_type"]) == ("my_study", "trial")
-
-
-def test_the_dashboard_is_valid_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert main(["--entity", "team", "--project", "p", "--out", str(tmp_path)]) == 0
-    assert "not sent: WANDB_MODE says so" in capsys.readouterr().out
-    workspace = json.loads((tmp_path / "wandb_workspace.json").read_text())
-    assert (workspace["entity"], workspace["project"]) == ("team", "p")
-    sections = workspace["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == list(panels())
-    kinds = [panel["viewType"] for section in sections for panel in section["panels"]]
-    assert kinds.count("Scatter Plot") == 4 and kinds.count("Parallel Coordinates Plot") == 1
-    report = (tmp_path / "wandb_report.json").read_text()
-    for name, of_config in COLUMNS:
-        assert (f"config:{name.replace('.', '.value.')}" if of_config else f"summary:{name}") in report
-    assert yaml.safe_load(report)["project"]["name"] == "p"

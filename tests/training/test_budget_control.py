@@ -15,7 +15,6 @@ from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.tracking.checkpoints import load_checked
 from baoc.training import lightning as strategy_module
 from baoc.units import GIB
 from tests.support.training_runs import EVERY_STEP, config, logged
@@ -158,18 +157,13 @@ def test_what_comes_after_the_last_step_is_said(
     assert "step 4 never comes" not in told
 
 
-def test_the_largest_batch_outlives_a_kill_under_a_budget_that_is_found_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """budget=auto is another number of bytes whenever a run starts: what is free by then."""
+def test_a_budget_that_is_found_anew_is_what_is_free_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, found = tmp_path / "day" / "run", iter([9 * GIB, 8 * GIB])
     monkeypatch.setattr(strategy_module, "free_bytes", lambda device: next(found))
-    dynamics = scheduled(ScheduleEntry(budget="1gb", batch=33))
+    dynamics = scheduled(ScheduleEntry(budget="1gb", step=33))
     changes = {"budget": parse_budget("auto"), "dynamics": dynamics, "checkpoint": EVERY_STEP}
     with pytest.raises(Killed):
         run(run_dir, monkeypatch, Watch(step_3=kill), **changes)
-    last = load_checked(run_dir / "checkpoints" / "last.ckpt")["callbacks"]["BudgetControl"]
-    assert last["largest_batch"] == 32
     again = Watch()
     run(run_dir, monkeypatch, again, resume=str(run_dir), trainer=replace(config().trainer, max_steps=4), **changes)
     assert set(again.budgets.values()) == {"auto"}
@@ -217,12 +211,7 @@ def test_calm_blocks_give_up_state_for_good(
 
 
 def test_a_schedule_goes_on_over_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch()
-    dynamics = scheduled(ScheduleEntry(budget="state_10", batch=32))
-    run(tmp_path / "day" / "run", monkeypatch, watch, dynamics=dynamics, micro_batch=16)
-    assert set(watch.budgets.values()) == {"state_10"}, "a step has 32 samples from the first one on"
-    low = replace(config().trainer, max_steps=3)
-    watch = Watch()
-    dynamics = scheduled(ScheduleEntry(budget="state_10", batch=33))
-    run(tmp_path / "day" / "other", monkeypatch, watch, dynamics=dynamics, micro_batch=16, trainer=low)
-    assert set(watch.budgets.values()) == {"state_25"}
+    watch, low = Watch(), replace(config().trainer, max_steps=3)
+    dynamics = scheduled(ScheduleEntry(budget="state_10", step=2))
+    run(tmp_path / "day" / "run", monkeypatch, watch, dynamics=dynamics, micro_batch=16, trainer=low)
+    assert watch.budgets[1] == "state_25" and watch.budgets[2] == "state_10", "optimizer steps count, not micro-batches"

@@ -1,6 +1,6 @@
 """The budget that a running job should have at each step: by schedule, by a file's request, or after relaxation.
 
-Pure: it maps steps and sizes to a Budget and its reason. `training.budget_control` applies it.
+Pure: it maps steps to a Budget and its reason. `training.budget_control` applies it.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,20 @@ from baoc.types import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChange:
-    """`budget` holds once `step` optimizer steps are done, or from the first batch of `batch` samples on; give one."""
+    """`budget` holds once `step` optimizer steps are done."""
 
     budget: Budget
-    step: int | None = None
-    batch: int | None = None
-
-    @property
-    def when(self) -> str:
-        return f"step {self.step}" if self.step is not None else f"batch {self.batch}"
+    step: int
 
 
 def check_order(changes: Sequence[BudgetChange]) -> None:
-    """Raises BadInputError where steps or batches do not increase: an entry would undo another or never act."""
-    for key in ("step", "batch"):
-        values = [value for change in changes if (value := getattr(change, key)) is not None]
-        for before, after in pairwise(values):
-            if after <= before:
-                raise BadInputError(
-                    f"budget.schedule has {key} {after} after {key} {before}: list its entries in the order in which "
-                    f"they come, each {key} once"
-                )
+    """Raises BadInputError where steps do not increase: an entry would undo another or never act."""
+    for before, after in pairwise(change.step for change in changes):
+        if after <= before:
+            raise BadInputError(
+                f"budget.schedule has step {after} after step {before}: list its entries in the order in which they "
+                "come, each step once"
+            )
 
 
 class BudgetSchedule:
@@ -42,7 +35,7 @@ class BudgetSchedule:
 
     The last of `changes` that has begun counts. A budget given to `request` replaces it until `request("")`. `ceiling`
     is what progressive relaxation left; only `request` may exceed it. `free_bytes` is the meaning of `auto`, which
-    limits nothing without it. `largest_batch` is the most samples that a step has had.
+    limits nothing without it.
     """
 
     def __init__(self, base: Budget, *, changes: Sequence[BudgetChange] = ()):
@@ -51,15 +44,13 @@ class BudgetSchedule:
         self.free_bytes: int | None = None
         self.ceiling: Budget | None = None
         self._requested: Budget | None = None
-        self.largest_batch = 0
 
     def request(self, text: str) -> None:
         """Asks for a budget in any spelling; "" returns to the schedule. Raises BadInputError, with nothing changed."""
         self._requested = parse_budget(text.strip()) if text.strip() else None
 
-    def budget_at(self, *, step: int, batch: int) -> tuple[Budget, str]:
+    def budget_at(self, step: int) -> tuple[Budget, str]:
         """The budget after `step` steps, where the coming step has `batch` samples, and the reason for it."""
-        self.largest_batch = max(self.largest_batch, batch)
         budget, why = self._scheduled(step)
         if self._requested is not None:
             budget, why = self._resolved(self._requested), "the budget file asks for it"
@@ -70,9 +61,8 @@ class BudgetSchedule:
     def _scheduled(self, step: int) -> tuple[Budget, str]:
         budget, why = self.base, "the budget of the run"
         for change in self.changes:
-            came = step >= change.step if change.step is not None else self.largest_batch >= (change.batch or 0)
-            if came:
-                budget, why = change.budget, f"budget.schedule, {change.when}"
+            if step >= change.step:
+                budget, why = change.budget, f"budget.schedule, step {change.step}"
         return self._resolved(budget), why
 
     def _resolved(self, budget: Budget) -> Budget:
