@@ -193,6 +193,14 @@ def inductor_kernels(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs, config_patches={"deterministic": True})
 
 
+def start_compiler() -> None:
+    """Starts the processes that compile kernels, if there are none: they take seconds to come up, in which a network
+    is built, and what is asked for before they are there is compiled one kernel after the other."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     """A subclass of the same name with another forward pass."""
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}

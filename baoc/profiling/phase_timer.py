@@ -1,7 +1,7 @@
 """Seconds that planning spends, by phase: written to the run folder and shown on the console."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 
 
@@ -25,12 +25,34 @@ class PhaseTimer:
             self.seconds[name] += took - self._nested_s.pop()
             self._nested_s[-1] += took
 
+    @contextmanager
+    def compiling(self, name: str) -> Iterator[None]:
+        """Inside, what torch.compile does is a phase called `name`, whatever it interrupts."""
+        from torch._dynamo.callback import callback_handler
+
+        begun: list[AbstractContextManager[None]] = []
+
+        def start(_: object) -> None:
+            begun.append(self(name))
+            begun[-1].__enter__()
+
+        def end(_: object) -> None:
+            begun.pop().__exit__(None, None, None)
+
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
+
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
     def summary(self) -> str:
-        """`12.3 s: trials 6.1, rehearsals 4.0, ...`: longest phase first, without phases below 0.1 s."""
+        """`12.3 s: 6.1 trials, 4.0 rehearsals, ...`: longest phase first, without phases below 0.1 s."""
         long = sorted(((s, name) for name, s in self.seconds.items() if s >= 0.1), key=lambda pair: -pair[0])
-        parts = ", ".join(f"{name} {seconds:.1f}" for seconds, name in long)
+        parts = ", ".join(f"{seconds:.1f} {name}" for seconds, name in long)
         return f"{self.total_s:.1f} s" + (f": {parts}" if parts else "")

@@ -27,7 +27,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.prepare import Preparation, prepare
-from baoc.models.switches import recomputable_layers, recomputed_layers
+from baoc.models.switches import recomputable_layers, recomputed_layers, start_compiler
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
 from baoc.racing.entrants import leave_entrants
@@ -172,6 +172,8 @@ def quieten() -> None:
 def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:
     """The LightningModule and the DataModule of any task, and the start-up summary."""
     config = resolved.config
+    if device == "cuda" and config.model.compile is True:
+        start_compiler()
     undecided = resolved.open and not isinstance(config.micro_batch, int)
     data = build_data(
         config.dataset.name,

@@ -10,8 +10,10 @@ table of what each case decided and measured.
 
 `--search S` holds decisions against an exhaustive search: each case is decided with no decision of it in the cache,
 then for S seconds every option that fits and was not tried is tried, those first that promise most; then a new process
-decides again, as the cache has it, and trains. OUT/ratio.csv has the seconds of both decisions (`decide_s`, `wall_s` in
-`deciding`), the rates of the chosen and the best option as tried, and what is untried; OUT/search.csv each option.
+decides again, as the cache has it, and trains. OUT/ratio.csv has the seconds of both decisions (`decide_s`, `total_s`
+in `deciding`, of which `training_s` compiled what training runs), the rates of the chosen and the best option as tried,
+and what is untried; OUT/search.csv each option. `--first` decides each case anew without a search, and trains; with
+`--stacks` each process leaves what it spent its seconds in, in OUT/NAME.stacks.txt.
 """
 
 import argparse
@@ -30,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from stacks import sampled  # noqa: E402
 
 ADAMW = ("allocator=uniform_adamw",)
 KEPT = (*ADAMW, "model.checkpointing=false")
@@ -78,7 +82,7 @@ QUIET = (
     "task.num_samples=0",
 )
 WAY = ("micro_batch", "recomputed", "num_layers", "release", "compiled")  # of the option that was chosen
-TOLD = ("case", *WAY, "deciding_s", "samples_per_s", "peak_gib", "predicted_gib", "why")
+TOLD = ("case", *WAY, "deciding_s", "training_s", "samples_per_s", "peak_gib", "predicted_gib", "why")
 GIB = {"peak_gib": "peak_bytes", "predicted_gib": "peak_bytes_predicted"}
 MEASURED = (
     "samples_per_s",
@@ -95,9 +99,11 @@ MEASURED = (
 )
 
 
-def run_case(name: str, *, steps: int, warm: int, folder: Path, run_s: float | None = None) -> None:
+def run_case(
+    name: str, *, steps: int, warm: int, folder: Path, run_s: float | None = None, stacks: Path | None = None
+) -> None:
     """One case in this process, which ends with it; what it says goes to a log in its folder. `run_s`: it is decided
-    for a run of so many seconds."""
+    for a run of so many seconds. `stacks`: where the seconds until its end are told by what they were spent in."""
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra
     from baoc.training import run as training
@@ -112,7 +118,8 @@ def run_case(name: str, *, steps: int, warm: int, folder: Path, run_s: float | N
     os.dup2(log, 2)
     assembly.StepMonitor = partial(assembly.StepMonitor, warmup_steps=warm)
     overrides = [*CASES[name], f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
-    training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
+    with sampled(stacks):
+        training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
 
 
 class Searched(Exception):
@@ -204,7 +211,9 @@ def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, Any
     chosen = [option for option in options_of(folder) if option["chosen"] == "True"]
     if chosen:
         row |= {key: chosen[0][key] for key in ("option", "weights", *WAY)}
-        row["deciding_s"] = round(json.loads(read(folder / "deciding.json") or "{}").get("wall_s", math.nan), 2)
+        seconds = json.loads(read(folder / "deciding.json") or "{}")
+        row["deciding_s"] = round(seconds.get("total_s", math.nan), 2)
+        row["training_s"] = round(seconds.get("training_s", math.nan), 2)  # of these, for what is trained anyway
     if result:
         row["torch"] = result["versions"].get("torch", "")
         if result["step_ms"] is not None:  # else too few steps to time one
@@ -241,6 +250,8 @@ def main() -> None:
     parser.add_argument("--run-seconds", type=float, metavar="S", help="decide as for runs that last so long")
     parser.add_argument("--case-seconds", type=float, default=120.0, help="of one case")
     parser.add_argument("--only", nargs="*", choices=list(CASES))
+    parser.add_argument("--first", action="store_true", help="decide anew, as if nothing was kept")
+    parser.add_argument("--stacks", action="store_true", help="leave what the seconds were spent in")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.only is None:
@@ -255,7 +266,7 @@ def main() -> None:
     import baoc.tasks.language
     import baoc.tasks.vision  # noqa: F401
 
-    if asked.search:
+    if asked.search or asked.first:
         from baoc.cache import cache_folder
 
         for kept in cache_folder().glob("decision-*.json"):
@@ -271,17 +282,20 @@ def main() -> None:
             continue
         folder = asked.runs / name
         given = {"steps": asked.steps, "warm": asked.warm, "run_s": asked.run_seconds}
+        stacks = {key: asked.out / f"{key}.stacks.txt" if asked.stacks else None for key in (name, f"{name}_search")}
         search, why = {}, ""
         if asked.search:
             first = asked.runs / f"{name}_search"
-            run = partial(search_case, name, folder=first, search_s=asked.search, **given)
+            run = partial(
+                search_case, name, folder=first, search_s=asked.search, stacks=stacks[f"{name}_search"], **given
+            )
             why = forked(run, folder=first, seconds=min(end - began, asked.case_seconds))
             search = json.loads(read(first / "search.json") or "{}")
             search["first_deciding"] = read(first / "deciding.json") or ""
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
-        run = partial(run_case, name, folder=folder, **given)
+        run = partial(run_case, name, folder=folder, stacks=stacks[name], **given)
         why = forked(run, folder=folder, seconds=min(end - time.monotonic(), asked.case_seconds)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]

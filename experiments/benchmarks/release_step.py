@@ -3,7 +3,8 @@
 `python experiments/benchmarks/release_step.py` on a machine with an NVIDIA GPU, under a minute. A decoder of Llama
 130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, the
 processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where
-gradients are released. Rows go to release_step.csv in $OUT or experiments/results.
+gradients are released. Rows go to release_step.csv in $OUT or experiments/results, and with `--stacks` what a hundred
+more steps of a case spend their seconds in to release_SPEC_HOW.stacks.txt beside it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from optimizer_step import clean, events_ms  # noqa: E402
+from stacks import sampled  # noqa: E402
 
 from baoc.optim import BlockwiseOptimizer, GradientRelease  # noqa: E402
 
@@ -65,7 +67,9 @@ def trained(spec: str, how: str, *, net: Decoder, tokens: Tensor) -> tuple[Block
     return optimizer, step
 
 
-def time_case(spec: str, how: str, *, width: int, layers: int, batch: int) -> dict[str, object]:
+def time_case(
+    spec: str, how: str, *, width: int, layers: int, batch: int, stacks: Path | None = None
+) -> dict[str, object]:
     torch.manual_seed(0)
     net = Decoder(width=width, layers=layers, device="cuda")
     tokens = torch.randint(VOCABULARY, (batch, 1024), device="cuda")
@@ -76,6 +80,11 @@ def time_case(spec: str, how: str, *, width: int, layers: int, batch: int) -> di
     low, middle, high = quantiles(events_ms(step, steps=STEPS), n=4)
     cpu_ms = median(processor_ms(step))
     peak = torch.cuda.max_memory_allocated() / 2**30
+    if stacks is not None:
+        with sampled(stacks):
+            for _ in range(100):
+                step()
+            torch.cuda.synchronize()
     chosen = {choice.backend for choice in optimizer.registry.choices.values()}
     return {
         "spec": spec, "gradients": how, "parameters": sum(p.numel() for p in net.parameters()), "batch": batch,
@@ -101,6 +110,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--specs", nargs="+", default=sorted({spec for spec, _ in CASES}))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences of 1,024 tokens")
+    parser.add_argument("--stacks", action="store_true", help="leave what the seconds of more steps were spent in")
     args = parser.parse_args()
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +119,9 @@ def main() -> None:
     with (folder / "release_step.csv").open("w", newline="") as file:
         for batch in args.batch:
             for spec, how in [case for case in CASES if case[0] in args.specs]:
-                row = {**time_case(spec, how, width=args.width, layers=args.layers, batch=batch), **common}
+                stacks = folder / f"release_{spec}_{how}.stacks.txt" if args.stacks else None
+                sizes = {"width": args.width, "layers": args.layers, "batch": batch}
+                row = {**time_case(spec, how, stacks=stacks, **sizes), **common}
                 if writer is None:
                     writer = csv.DictWriter(file, list(row))
                     writer.writeheader()

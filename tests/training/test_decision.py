@@ -396,6 +396,9 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
         return
     pinned = run(tmp_path / "day" / "pinned", model=ModelConfig(options={"dropout": 0.1}, compile=True))
     assert {row["compiled"] for row in rows(tmp_path / "day" / "pinned")} == {"True"} and pinned.budget_met
+    account = json.loads((tmp_path / "day" / "pinned" / "deciding.json").read_text())
+    assert 0 < account["training_s"] <= account["phases_s"]["compiling"] < account["total_s"]
+    assert account["total_s"] == pytest.approx(sum(account["phases_s"].values()))
 
 
 def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():

@@ -82,11 +82,20 @@ class Tryouts:
             return
         exactly = exactly or self.one_size
         set_compiled(self.task.model, any_batch=not exactly)
-        size = way[0] if exactly or way[0] == 1 else 0
-        parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
-        missing = {(size, narrow, part) for part in parts or {False}} - self._ready.keys()
+        missing = self._kinds(way, narrow=narrow, exactly=exactly) - self._ready.keys()
         if missing:
             self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]))
+
+    def _kinds(self, way: Way, *, narrow: bool, exactly: bool) -> set[tuple[int, bool, bool]]:
+        """What has to be compiled to run a way: its kept layers, its recomputed ones, or both."""
+        size = way[0] if exactly or way[0] == 1 else 0
+        parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
+        return {(size, narrow, part) for part in parts or {False}}
+
+    def compiled_s(self, way: Way) -> float:
+        """What compiling this way as training has it took; 0 where it is not compiled."""
+        kinds = self._kinds(way, narrow=way in self.in_16_bits, exactly=True) if self.compiled else set()
+        return sum({self._ready.get(kind, 0.0) for kind in kinds})  # those of one number were compiled together
 
     def compiling_s(self, size: int) -> float:
         """About what is still to be compiled takes, to try this micro-batch as training has it."""

@@ -122,6 +122,8 @@ def decide(
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
+        if config.model.compile is True:
+            visit.enter_context(phases.compiling("compiling"))
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         with phases("the key"):
             key = decision.key()
@@ -137,10 +139,13 @@ def decide(
         if choice is not None:  # what measuring options won, and what was left
             left = [option.name for option in choice.left]
             account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
-        account |= {"total_s": phases.total_s, "wall_s": monotonic() - began, "phases_s": phases.seconds}
+        own_s = decision.tryouts.compiled_s(made.chosen.way) if made is not None else 0.0
+        phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
+        account |= {"total_s": phases.total_s, "training_s": own_s, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
         how = f": taken over from {path_of(key)}, as its bytes were found again" if choice is None else told(choice)
-        console.say(f"the decision took {phases.summary()}{how}")
+        own = f"; {own_s:.1f} s of it compiled what training runs" if own_s else ""
+        console.say(f"the decision took {phases.summary()}{own}{how}")
         if made is None:
             raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
         take_option(made.chosen, task=task, data=data, name=config.model.name)

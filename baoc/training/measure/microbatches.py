@@ -93,7 +93,7 @@ class Trials:
         batch = self._cleared(micro_batch)
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
-        with silent(self.module), self._seeded(), self._flowing(), self.phases("trials, bytes"):
+        with silent(self.module), self._seeded(), self._flowing(), self.phases("bytes of trials"):
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
@@ -106,7 +106,7 @@ class Trials:
                 released=released,
                 thinned=thinned,
             )
-            with self.phases("trials, seconds"):
+            with self.phases("seconds of trials"):
                 seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
         footprint = with_averages(footprint, ema, module=self.module, validates=val_batch is not None)
         if narrowed:
