@@ -94,7 +94,8 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:
     """`; did you mean a or b?`, or empty if no name is similar."""
-    near = get_close_matches(str(given), list(dict.fromkeys(allowed)), n=3)
+    names = {name.lower(): name for name in allowed}
+    near = [names[low] for low in get_close_matches(str(given).lower(), names, n=3)]
     return f"; did you mean {' or '.join(prefix + name for name in near)}?" if near else ""
 
 

@@ -106,6 +106,8 @@ def _unknown_key(key: str) -> BadInputError:
         return BadInputError(f"trainer.{leaf} is decided by BAOC: {TRAINER_OWNED[leaf]}")
     if group in GROUPS and leaf not in own_keys(group):
         return _unknown_option(group, leaf)
+    if group == "recipe":  # which has every key that is set below it
+        return BadInputError(f"unknown key below {key}: that is a value, not a group of keys as recipe.lr is")
     keys: Any = {**to_conf(RunConfig()), **dict.fromkeys((*COLLECTIONS, "debug"))}
     path: list[str] = []
     for part in key.split("."):

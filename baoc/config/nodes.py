@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -101,6 +101,8 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
+    if ["base"] in keys:
+        raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
     for name in [*([*RECIPES, RACED] if keys else ()), *asked]:
         node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
         ConfigStore.instance().store(
@@ -134,18 +136,32 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
 
 
 def _keys_below(group: str, overrides: Sequence[str]) -> list[list[str]]:
-    """The keys below a group that overrides set, each as its parts."""
-    keys = [text.lstrip("+").partition("=")[0].split(".") for text in overrides if "=" in text]
-    return [key[1:] for key in keys if key[0] == group and len(key) > 1]
+    """The keys below a group that overrides set, each as its parts: `group.a.b=1` and `group.a={b: 1}` alike."""
+    keys: list[list[str]] = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        first, *key = name.lstrip("+").split(".")
+        if first == group and key and equals:
+            override = _parsed(text) if value.startswith("{") else None
+            keys += [[*key, *inner] for inner in _paths(None if override is None else override.value())]
+    return keys
+
+
+def _paths(held: object) -> list[list[str]]:
+    """Each key of nested values as its parts; a value that is no group has none."""
+    if not isinstance(held, dict) or not held:
+        return [[]]
+    return [[str(key), *inner] for key, value in cast("dict[Any, Any]", held).items() for inner in _paths(value)]
 
 
 def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """`node` with a null, which counts as not there, at each of `keys` that it lacks."""
+    """`node` with a null, which counts as not there, at each of `keys` that it lacks, but below what is no group."""
     for *path, last in keys:
-        held = node
+        held: Any = node
         for part in path:
-            held = held.setdefault(part, {})
-        held.setdefault(last, None)
+            held = held.setdefault(part, {}) if isinstance(held, dict) else None
+        if isinstance(held, dict):
+            cast("dict[str, Any]", held).setdefault(last, None)
     return node
 
 

@@ -201,7 +201,7 @@ def _check(recipe: Recipe) -> None:
 
 
 def _check_spec(spec: object, *, key: str) -> None:
-    if spec not in SPECS:
+    if not isinstance(spec, str) or spec not in SPECS:
         if told := removed(str(spec)):
             raise BadInputError(f"{key}: {told}")
         raise BadInputError(
@@ -244,8 +244,11 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
 def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
     """Reads what `recipe_node` wrote, or a file; null counts as absent. `base` names a recipe to start from."""
     given = {str(key): value for key, value in node.items() if value is not None}
-    name = str(given.pop("name", name))
-    base = find_recipe(str(given.pop("base"))) if "base" in given else Recipe(name=name or "unnamed")
+    for key in ("name", "base", "description", "source"):
+        if not isinstance(text := given.get(key, ""), str):
+            raise BadInputError(f"recipe.{key}={text} is not allowed: it must be text")
+    name = given.pop("name", name)
+    base = find_recipe(given.pop("base")) if "base" in given else Recipe(name=name or "unnamed")
     specs = {**base.specs, **{key: value for key, value in given.items() if key not in _KEYS}}
     lr = {**base.lr, **_mapping(given.get("lr"), key="lr")}
     betas = {**base.betas, **{k: _pair(v, key=k) for k, v in _mapping(given.get("betas"), key="betas").items()}}
@@ -257,15 +260,15 @@ def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
         raise BadInputError(f"recipe.matching={matching} is not allowed: it must be true or false")
     return Recipe(
         name=name or base.name,
-        description=str(given.get("description", base.description)),
-        source=str(given.get("source", base.source)),
+        description=given.get("description", base.description),
+        source=given.get("source", base.source),
         specs=specs,
         lr=lr,
         betas=betas,
         fallback=tuple(cast("list[str]", fallback)),
         weights=str(given.get("weights", base.weights)),
         matching=matching,
-        blocks={**base.blocks, **_mapping(given.get("blocks"), key="blocks")},
+        blocks={**base.blocks, **_joined(_mapping(given.get("blocks"), key="blocks"))},
     )
 
 
@@ -274,6 +277,15 @@ def _mapping(given: object, *, key: str) -> dict[str, Any]:
         raise BadInputError(f"recipe.{key}={given} is not allowed: it must be a group of keys, such as {{muon: ...}}")
     held = cast("Mapping[str, Any]", given or {})
     return {str(name): value for name, value in held.items() if value is not None}
+
+
+def _joined(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Specs by block; a command line gives names as groups, recipe.blocks.layers.0.mlp."""
+    found: dict[str, Any] = {}
+    for name, spec in blocks.items():
+        deeper = _joined(cast("Mapping[str, Any]", spec)) if isinstance(spec, Mapping) else {"": spec}
+        found |= {f"{name}.{below}".rstrip("."): spec for below, spec in deeper.items() if spec is not None}
+    return found
 
 
 def _pair(value: object, *, key: str) -> tuple[float, float]:
@@ -287,7 +299,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     if isinstance(given, Recipe):
         return given
     if isinstance(given, Mapping):
-        return recipe_from_node(given)
+        return recipe_from_node(_filled(given, given=dict(given)))
     if str(given) in RECIPES:
         return RECIPES[str(given)]
     if is_file(str(given)):
@@ -315,11 +327,20 @@ def read_recipe(path: Path) -> Recipe:
 
     try:
         node = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"recipe={path}: there is no such file; give the path of one with a spec by role, or a name of "
+            "`python run.py --list recipes`"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"recipe={path} cannot be read: {error}") from error
-    if not isinstance(node, dict):
-        raise BadInputError(f"recipe={path} must hold roles and specs, such as `hidden: muon_int8`")
-    return recipe_from_node(cast("dict[str, Any]", node), name=path.stem)
+    return recipe_from_node(_filled(node, given=path), name=path.stem)
+
+
+def _filled(node: object, *, given: object) -> Mapping[str, Any]:
+    if not isinstance(node, Mapping) or not node:
+        raise BadInputError(f"recipe={given} must hold roles and specs, such as `hidden: muon_int8`")
+    return cast("Mapping[str, Any]", node)
 
 
 @cache

@@ -7,13 +7,12 @@ bytes, seconds and host memory count as they do in a run.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
-from baoc.core.measured import Family, at_rate, families
-from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning
+from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
+from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.measured import ADAMW, ranked, rate_here, streamed
 from baoc.planning.planner import Planner
@@ -74,27 +73,15 @@ def proposals(
     Raises:
         InfeasibleBudgetError: where nothing fits, as the planner's own plan says it.
     """
-    made: list[Proposal] = []
     own = replace(planner.settings, recipe=None)
     plain = planner if planner.settings.recipe is None else planner.with_settings(replace(own, allocator="exact"))
     plan = plain.propose()
-    mixed = Proposal(name="plan", plan=plan, uniform=len(_hidden_specs(plan)) <= 1)
+    mixed = Proposal(name="plan", plan=plan, tuning=tuning_of(plan), uniform=len(_hidden_specs(plan)) <= 1)
     family = planner.family or families()["language"]  # it stands for kinds that have no nearest
-    for recipe in _known(planner, family=family) if recipes is None else recipes:
-        fitting = next(_variants(planner, _at_measured_rate(recipe, planner=planner, family=family)), None)
-        if fitting is None:  # it does not fit, or does not apply to this network
-            continue
-        recipe, plan = fitting
-        made.append(
-            Proposal(
-                name=recipe.name,
-                plan=plan,
-                tuning=recipe.tuning,
-                matching=recipe.matching,
-                uniform=len(_hidden_specs(plan) - {FALLBACK}) <= 1,  # the others are those to which it does not apply
-                recipe=recipe,
-            )
-        )
+    if recipes is None:
+        made = _known(planner, family=family)
+    else:
+        made = [one for recipe in recipes if (one := _proposal(planner, recipe, family=family)) is not None]
     known = [dict(one.choices) for one in made if one.plan.blocks == mixed.plan.blocks]
     beside = [] if dict(mixed.choices) in known else [mixed]
     moved = permuted(mixed.plan.blocks, mixed.choices, seed=seed) if beside else None
@@ -106,27 +93,59 @@ def proposals(
     return [*made[: max(most - len(beside), 0)], *beside]
 
 
-def _at_measured_rate(recipe: Recipe, *, planner: Planner, family: Family) -> Recipe:
-    """The recipe with the multiple of the learning rate at which it measured best, as a plan by the table has it; as it
-    is where it was not measured. A race's own multiples come on top, so that one rate asks each at its own."""
+def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
+    """A recipe that fits, at the multiple of the learning rate at which it measured best, as a plan by the table has it
+    (1 where it was not measured): a race's own multiples come on top. None where it does not fit or apply."""
     runs = (recipe.specs, recipe.betas)
     rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
-    return at_rate(recipe, rate_here(planner, rate, family=family))
+    fitting = next(_variants(planner, at_rate(recipe, rate_here(planner, rate, family=family))), None)
+    if fitting is None:
+        return None
+    recipe, plan = fitting
+    return Proposal(
+        name=recipe.name,
+        plan=plan,
+        tuning=recipe.tuning,
+        matching=recipe.matching,
+        uniform=len(_hidden_specs(plan) - {FALLBACK}) <= 1,  # the others are those to which it does not apply
+        recipe=recipe,
+    )
 
 
-def _known(planner: Planner, *, family: Family) -> list[Recipe]:
+def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits and
-    was not worse than fp32 AdamW, a few more measured ones, the catalogue's."""
-    fitting = [one for one in ranked(planner, family=family) if next(_variants(planner, one.recipe), None) is not None]
+    was not worse than fp32 AdamW, a few more measured ones, the catalogue's, those that were measured first. Of several
+    that run the same on this network, as those that differ in the embedding alone where there is none, the first."""
+    measured: dict[object, MeasuredRecipe] = {}
+    made: dict[object, Proposal] = {}
+    for one in ranked(planner, family=family):
+        proposal = _proposal(planner, RECIPES.get(one.name, one.recipe), family=family)
+        if proposal is not None and (key := _what_runs(proposal)) not in made:
+            measured[key], made[key] = one, proposal
     adamw = family.recipe(ADAMW).change.mean
-    first: dict[str, Recipe] = {}
-    for one in fitting:
+    first: dict[str, object] = {}
+    for key, one in measured.items():
         hidden = one.recipe.specs.get(HIDDEN) or one.recipe.specs["mlp_in"]  # of a mixture, the part that is largest
         if one.change.mean <= adamw:
-            first.setdefault(SPECS[hidden].rule, one.recipe)
-    known = {recipe.name: recipe for recipe in first.values()}
-    more = (one.recipe for one in fitting if one.name not in known and one.name not in RECIPES)
-    return list((known | {recipe.name: recipe for recipe in islice(more, MOST_MEASURED)} | RECIPES).values())
+            first.setdefault(SPECS[hidden].rule, key)
+    more = [key for key, one in measured.items() if one.name not in RECIPES and key not in first.values()]
+    catalogue = [key for key, one in measured.items() if one.name in RECIPES]
+    order = [*first.values(), *more[:MOST_MEASURED], *catalogue]
+    tried = {one.name for one in family.recipes}
+    for name, recipe in RECIPES.items():
+        if name not in tried and (proposal := _proposal(planner, recipe, family=family)) is not None:
+            key = _what_runs(proposal)
+            made.setdefault(key, proposal)
+            order.append(key)
+    return [made[key] for key in dict.fromkeys(order)]
+
+
+def _what_runs(proposal: Proposal) -> object:
+    """Equal for entrants that differ in the learning rate at most, which a race finds for each."""
+    tuning = proposal.tuning or Tuning()
+    specs = [(block, proposal.choices[block.name]) for block in proposal.plan.blocks]
+    tuned = [(block.name, spec, tuning.of(block, rule=SPECS[spec].rule)) for block, spec in specs]
+    return proposal.matching, tuple((name, spec, None if of is None else of.betas) for name, spec, of in tuned)
 
 
 def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]:

@@ -49,7 +49,7 @@ from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.storage import differences, setting_text
 from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial_process import COMMAND, TrialProcess, quote
+from baoc.sweep.trial_process import COMMAND, TrialProcess, preload, quote
 from baoc.tracking import files
 from baoc.tracking.console import figures, make_console, make_table, say
 from baoc.tracking.files import read_json, write_json, write_text
@@ -305,6 +305,7 @@ class RaceRun:
             race = self.config.race
             own = [f"race.recipes=[{','.join(map(quote, race.recipes))}]"] if race.recipes else []
             own += [word for word in self.words if word.startswith(("model.size=", "optim.lr=", "trainer.max_"))]
+            preload(self._fixed)  # the first process starts the server
             process = TrialProcess(
                 [*kept_words(self.words), *own, "mode=plan", "race=auto", f"seed={self.config.seed}"],
                 folder=self.folder / "plan",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -19,9 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.frontier.runs import ERROR
-from baoc.models import MODELS
 from baoc.parallel import refuse_ranks
-from baoc.sweep import forkserver
 from baoc.sweep.early_stopping import EarlyStopping
 from baoc.sweep.gpu_slots import GpuSlots, Held, find_gpus
 from baoc.sweep.progress import Progress
@@ -39,7 +38,7 @@ from baoc.sweep.storage import (
 )
 from baoc.sweep.study_config import DEVICES, StudyConfig
 from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
-from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess
+from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess, preload
 from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import say
 from baoc.tracking.files import write_json
@@ -76,8 +75,7 @@ def run_study(
     config = with_extra(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
-    trained = (forkserver.PRELOAD, *model_modules(config)) if code == COMMAND else ()
-    forkserver.preload(TrialProcess.__module__, *trained)
+    preload(_words_of(config), code=code)
     worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)
     with explain_storage_errors(config.storage, folder=folder), worker.signals.installed():
         try:
@@ -151,14 +149,10 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def model_modules(config: StudyConfig) -> list[str]:
-    """Modules that building the trials' networks imports, for models that an override names. The fork server imports
-    them once; each trial would pay 0.3 s (transformers) to 1 s (diffusers)."""
-    chosen = [str(value) for param in config.space if param.key == "model" for value in param.choices]
-    lists = [config.fixed, *config.baselines, *config.repeats]
-    chosen += [word.removeprefix("model=") for words in lists for word in words if word.startswith("model=")]
-    families = [MODELS[name] for name in dict.fromkeys(chosen) if name in MODELS]
-    return [module for family in families for module in (family.module, *family.imports)]
+def _words_of(config: StudyConfig) -> list[str]:
+    """Every override that a trial may have of those that name a network."""
+    searched = [f"model={value}" for param in config.space if param.key == "model" for value in param.choices]
+    return [*searched, *chain(config.fixed, *config.baselines, *config.repeats)]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerProcess
@@ -16,6 +16,7 @@ from typing import Any
 from baoc.cli.failures import BUG, INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
 from baoc.frontier.runs import CONFIG, ERROR, RESULT
+from baoc.models import MODELS
 from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import count_oom_kills
 from baoc.tracking.files import read_json
@@ -29,6 +30,15 @@ _UNQUOTED = re.compile(r"[A-Za-z0-9_./:+@-]+")  # values that Hydra reads withou
 _BESIDE = ("hydra", "trainer.devices=")  # words that say how a trial runs, not what it is
 SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
 _TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
+
+
+def preload(words: Iterable[str], *, code: str = COMMAND) -> None:
+    """Has the fork server import what runs with these overrides need, if it is still to start: Lightning and the
+    packages of the networks that they name. Each run would pay some seconds for them."""
+    named = dict.fromkeys(word.removeprefix("model=") for word in words if word.startswith("model="))
+    families = [MODELS[name] for name in named if name in MODELS]
+    networks = [module for family in families for module in (family.module, *family.imports)]
+    forkserver.preload(__name__, *((forkserver.PRELOAD, *networks) if code == COMMAND else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from baoc.frontier.runs import RunFolder, find_runs
-from baoc.models import MODELS
-from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import find_gpus
-from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess
+from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess, preload
 from baoc.tracking.files import read_json
 from experiments.benchmarks.fronts import device_of, paired
 
@@ -90,9 +88,7 @@ def run_all(
     code: str = COMMAND,
 ) -> None:
     """`gpus`: as CUDA_VISIBLE_DEVICES names them; one empty name is the CPU. `code`: the program of a run."""
-    named = {word.removeprefix("model=") for line, _ in jobs for word in line.words if word.startswith("model=")}
-    families = [MODELS[name] for name in sorted(named) if name in MODELS]
-    forkserver.preload(forkserver.PRELOAD, *(name for one in families for name in (one.module, *one.imports)))
+    preload(word for line, _ in jobs for word in line.words)
     places = [gpu for _ in range(per_gpu) for gpu in gpus]
     done = {(row["group"], row["label"], int(row["seed"])) for row in read_rows(rows)}
     left = iter([(line, seed) for line, seed in jobs if (line.group, line.label, seed) not in done])

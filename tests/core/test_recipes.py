@@ -179,7 +179,11 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
     ("make", "text"),
     [
         (lambda: find_recipe("muon8_leen"), r"no such recipe; did you mean muon8_lean"),
-        (lambda: find_recipe("nowhere.yaml"), r"recipe=nowhere.yaml cannot be read"),
+        (lambda: find_recipe("MUON8_LEAN"), r"no such recipe; did you mean muon8_lean"),
+        (lambda: find_recipe("nowhere.yaml"), r"recipe=nowhere.yaml: there is no such file; give the path of one with"),
+        (lambda: find_recipe({}), r"recipe={} must hold roles and specs, such as `hidden: muon_int8`"),
+        (lambda: find_recipe({"hidden": {"muon": 1}}), r"recipe.hidden={'muon': 1}: there is no such optimizer spec"),
+        (lambda: find_recipe({"hidden": "muon", "name": [1]}), r"recipe.name=\[1\] is not allowed: it must be text"),
         (lambda: Recipe(name="r", specs={"mpl": "sign"}), r"unknown key recipe.mpl .*did you mean recipe.mlp\?"),
         (lambda: Recipe(name="r", specs={"mlp": "foam_l9"}), r"recipe.mlp=foam_l9: there is no such .*did you mean"),
         (lambda: Recipe(name="r", specs={"mlp": "adamw@updated"}), r"recipe.mlp: adamw@updated was removed"),
@@ -196,6 +200,9 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: compose(["recipe=muon", "allocator=exact"]), r"recipe=muon and allocator=exact exclude each other"),
         (lambda: compose(["recipe.mlp=sign"]), r"recipe.mlp changes a recipe, and none is named"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.mpl=sign"])), r"unknown key recipe.mpl"),
+        (lambda: from_hydra(compose(["recipe=muon", "recipe.lr={mun: 2}"])), r"did you mean recipe.lr.muon\?"),
+        (lambda: from_hydra(compose(["recipe=muon", "recipe.mlp={a: sign}"])), r"recipe.mlp={'a': 'sign'}: there is"),
+        (lambda: compose(["recipe=muon", "recipe.base=adamw"]), r"recipe.base is a key of files; here recipe=NAME"),
     ],
 )
 def test_what_is_typed_wrong_says_what_to_do(make: object, text: str):
@@ -218,6 +225,19 @@ def test_overrides_change_a_recipe_and_the_configuration_keeps_all_of_it(tmp_pat
     assert read_config(tmp_path / "config.yaml") == run
     settings = session_settings(run).planner
     assert settings.recipe == run.recipe and settings.keep_fp32_roles == ()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe.lr={muon: 2, norm: 0.5}", "recipe.blocks={layers.0.mlp: sign}"],
+        ["recipe.lr.muon=2", "recipe.lr.norm=0.5", "recipe.blocks.layers.0.mlp=sign"],
+    ],
+)
+def test_keys_of_a_group_come_one_by_one_or_together(words: list[str]):
+    run = from_hydra(compose(["recipe=muon8_lean", *words]))
+    assert run.recipe is not None
+    assert run.recipe.lr == {"muon": 2, "norm": 0.5} and run.recipe.blocks == {"layers.0.mlp": "sign"}
 
 
 def test_a_recipe_comes_from_a_file(tmp_path: Path):

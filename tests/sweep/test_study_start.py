@@ -1,5 +1,6 @@
 """What a study pays once and a trial does not pay again: imports of its networks, and composing twice."""
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -8,23 +9,48 @@ from hydra._internal.hydra import Hydra
 
 from baoc.cli import jobs
 from baoc.cli.main import main
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
 from baoc.models import MODELS
-from baoc.sweep import study
+from baoc.sweep import forkserver, study
+from baoc.sweep.race import run_race
 from baoc.sweep.study_config import read_study
 from baoc.sweep.trial_process import COMMAND
 
 
-def model_modules(**given: object) -> list[str]:
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the fork server is to import. No process starts."""
+    told: list[str] = []
+    monkeypatch.setattr(forkserver, "preload", lambda *modules: told.extend(modules))
+    monkeypatch.setattr(forkserver, "start", lambda *_, **__: sys.exit("a process starts"))
+    return told
+
+
+NEEDED = ["baoc.sweep.trial_process", forkserver.PRELOAD]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, ()),
+        ({"fixed": ["model=dit", "optim.lr=1e-3"]}, ("dit",)),
+        ({"space": {"model": {"choices": ["vit", "llama"]}}, "repeats": [["model=vit"], ["seed=1"]]}, ("vit", "llama")),
+        ({"baselines": [["model=unheard_of"]]}, ()),  # a trial of it says what is wrong
+    ],
+)
+def test_only_networks_that_overrides_name_are_imported_beforehand(tmp_path, imported, given, names):
     known = {"name": "s", "objectives": {"quality": "minimize"}, "space": {"seed": {"choices": [0, 1]}}}
-    return study.model_modules(read_study(known | given))
+    with pytest.raises(SystemExit, match="a process starts"):
+        study.run_study(read_study(known | given), folder=tmp_path)
+    assert imported == [*NEEDED, *(module for name in names for module in (MODELS[name].module, *MODELS[name].imports))]
 
 
-def test_only_networks_that_overrides_name_are_imported_beforehand():
-    assert model_modules() == []
-    assert model_modules(fixed=["model=dit", "optim.lr=1e-3"]) == ["baoc.models.dit"]
-    both = model_modules(space={"model": {"choices": ["vit", "llama"]}}, repeats=[["model=vit"], ["seed=1"]])
-    assert both == [module for name in ("vit", "llama") for module in (MODELS[name].module, *MODELS[name].imports)]
-    assert model_modules(baselines=[["model=unheard_of"]]) == [], "a trial of it says what is wrong"
+def test_the_plan_of_a_race_starts_a_server_that_imports_for_its_runs_too(tmp_path, imported):
+    words = ["model=dit", "mode=race"]
+    with pytest.raises(SystemExit, match="a process starts"):
+        run_race(from_hydra(compose(words)), words=words, folder=tmp_path, command="c")
+    assert imported == [*NEEDED, MODELS["dit"].module, *MODELS["dit"].imports]
 
 
 @pytest.mark.parametrize("name", MODELS)
