@@ -1,7 +1,7 @@
 """experiments/claims.csv: every published figure, remade from its raw rows, and rendered as tables.
 
     python -m experiments.analysis.claims          # the figures that their raw rows do not give
-    python -m experiments.analysis.claims --write  # renders the tables of README.md and docs/results.md
+    python -m experiments.analysis.claims --write  # renders README's picture, its tables and those of docs/results.md
 
 One row of claims.csv is one figure. `rows` names a file of experiments/results, `where` selects rows of it
 (`key=value;key!=value`), and `column` and `statistic` say how the figure follows from them:
@@ -18,13 +18,14 @@ A figure without `column` is pinned: its raw rows were not kept, so only its com
 import argparse
 import csv
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from string import ascii_uppercase
 
 from baoc.core.statistics import mean_interval
-from experiments.analysis import allocation_pairs, peak_predictions
+from experiments.analysis import allocation_pairs, frontier_picture, peak_predictions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -166,13 +167,16 @@ def stale() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="render the tables of README.md and docs/results.md")
+    parser.add_argument("--write", action="store_true", help="render README's picture, its tables and the page's")
     claims = read_claims()
     if parser.parse_args().write:
         for page in (README, PAGE):
             page.write_text(rendered(page.read_text(encoding="utf-8"), claims), encoding="utf-8")
+        frontier_picture.PICTURE.write_text(frontier_picture.picture(frontier_picture.read_points()), encoding="utf-8")
     complaints = stale() + [found for claim in claims if claim["column"] and (found := complaint(claim))]
-    print("\n".join(complaints) or f"{sum(bool(claim['column']) for claim in claims)} figures follow from their rows")
+    if complaints:
+        sys.exit("\n".join(complaints))
+    print(f"{sum(bool(claim['column']) for claim in claims)} figures follow from their rows")
 
 
 if __name__ == "__main__":

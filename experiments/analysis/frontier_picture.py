@@ -1,9 +1,8 @@
 """The picture of README: what the product chooses, quality against share of the state, from recorded rows, as an SVG.
 
-    python -m experiments.analysis.frontier_picture
-
-Reads experiments/results/product_runs.csv and writes docs/assets/frontier.svg. The SVG is written by hand, so that it
-needs no plotting package and the same rows give the same bytes.
+`python -m experiments.analysis.claims --write` reads experiments/results/product_runs.csv and writes
+docs/assets/frontier.svg. The SVG is written by hand, so that it needs no plotting package and the same rows give the
+same bytes.
 """
 
 import csv
@@ -169,13 +168,3 @@ def text(
 ) -> str:
     style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
-
-
-def main() -> None:
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    PICTURE.write_text(picture(read_points()), encoding="utf-8")
-    print(PICTURE.relative_to(ROOT))
-
-
-if __name__ == "__main__":
-    main()
