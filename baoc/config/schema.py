@@ -291,6 +291,11 @@ class RunConfig:
                 f"device={self.device} is planned for as one device that has all of the network: leave "
                 "trainer.strategy=fsdp out, or plan on devices that are there"
             )
+        if self.trainer.strategy != "fsdp" and self.trainer.reshard_after_forward != "auto":
+            raise BadInputError(
+                f"trainer.reshard_after_forward={self.trainer.reshard_after_forward} is of trainer.strategy=fsdp: set "
+                "that, or leave it out"
+            )
         searches = "auto" in (self.micro_batch, self.model.checkpointing) or self.objective != "quality"
         if self.trainer.strategy == "fsdp" and searches:
             raise BadInputError(

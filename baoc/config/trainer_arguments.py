@@ -49,13 +49,14 @@ class TrainerConfig:
 
     `devices` is the number of processes, on this machine or as torchrun or srun started them. Each has one device.
     `strategy` is `ddp` (also `auto`), where each process holds the whole network, or `fsdp`, where it holds its rows of
-    all weights. `reshard_after_forward` frees gathered layers of fsdp between forward and backward. `precision=auto` is
-    resolved for the device (`baoc.config.resolve`).
+    all weights. `reshard_after_forward` frees gathered layers of fsdp between forward and backward; `auto` keeps them
+    where a memory budget holds a plan as good then. `precision=auto` is resolved for the device
+    (`baoc.config.resolve`).
     """
 
     devices: Annotated[int, at_least(1)] = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     precision: _Precision | None = None
     max_epochs: Literal[-1] | _Epochs | None = None
     min_epochs: Annotated[int, at_least(0)] | None = None

@@ -13,7 +13,6 @@ optimizer from what was read is `optim.loading`.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
-from baoc.optim.state import LiveBlock, Saved, Slot, State, allocate, alone, by_column, new_step, slot_under, whole_slot
+from baoc.optim.state import LiveBlock, Saved, allocate, gathered, new_step, shown, slot_under, whole_slot
 from baoc.types import OptimizerSpec
-from baoc.types.specs import PARTS
 
 SCHEMA = 2
 _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
@@ -65,40 +63,6 @@ def save(
     groups = _plain_groups(param_groups)
     groups[0][_COLLECTED] = json.dumps(own, default=Tensor.tolist)
     return {**own, "param_groups": groups, "state": state}
-
-
-def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
-    """The shape of a state with rows of its parameter first, or parts of them where rows do not have whole groups."""
-    numel = prod(shape)
-    if not shape or shape[0] == rows or not rows:
-        return shape
-    return (rows, numel // rows) if numel % rows == 0 else (PARTS, numel // PARTS)
-
-
-def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
-    """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
-
-    All ranks show the same keys, those without a row of it too. What a rule keeps by column is the same on all.
-    """
-    if slot.shard is None:
-        return {key: alone(value) for key, value in state.items()}
-    rows, found, whole_ = slot.shard.owner.shape[0], State(), whole_slot(slot, spec=spec)
-    alike = by_column(whole_)
-    for part in whole_.parts:
-        if part.key in alike:
-            found[part.key] = alone(state[part.key])
-            continue
-        shape, own = by_row(part.shape, rows=rows), state.get(part.key)
-        value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
-        found[part.key] = slot.shard.shown(value, shape=shape)
-    return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
-
-
-def _gathered(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
-    """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
-    shapes = {part.key: part.shape for part in whole_slot(slot, spec=spec).parts}
-    found = {key: whole(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
-    return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
 
 
 def _block_entry(live: LiveBlock) -> dict[str, Any]:
@@ -318,7 +282,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
             with registry.states_on_device(live, keep=False):
                 state = registry.state[slot.param]
                 if slot.sums and migration.needs_all_rows(slot.rule.info, adamw.rule.info):
-                    state = _gathered(slot, state, spec=live.spec)
+                    state = gathered(slot, state, spec=live.spec)
                     source, adamw = (whole_slot(slot, spec=of, device="cpu") for of in (live.spec, SPECS["adamw"]))
                 (new,) = allocate([adamw])
                 unknown = migration.convert(

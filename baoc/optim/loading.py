@@ -14,7 +14,7 @@ from baoc.core.recipes import Tuned
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
-from baoc.optim.checkpoint import alike, by_row
+from baoc.optim.checkpoint import alike
 from baoc.optim.codecs import Kept
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
@@ -29,6 +29,7 @@ from baoc.optim.state import (
     State,
     allocate,
     by_column,
+    by_row,
     make_slot,
     slot_under,
     whole_slot,

@@ -11,6 +11,7 @@ The averages of a rule that counts no steps are taken to have no bias. Weights a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import isnan, nan
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch import Tensor
 from baoc.optim import inherit, weights
 from baoc.optim.backends.eager import decoded, update_norm
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, step_of
+from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, by_column, gathered, step_of, whole_slot
 from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import state_bytes, weight_bytes
-from baoc.types import BlockMove, Moments, RuleInfo, StateDecl, StateKind, StateLayout
+from baoc.types import BlockMove, Moments, OptimizerSpec, RuleInfo, StateDecl, StateKind, StateLayout
 
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a
 # step: (1 - beta1) sqrt(age) <= 1 at beta1 = .9.
@@ -72,8 +73,6 @@ def convert(
     kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
     needs_v = target.owner.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
     step = step_of(source, old)
-    if (source.sums or target.sums) and needs_all_rows(source.rule.info, target.rule.info):
-        seeded = False  # v starts from the next gradient, in which ranks add it up
     has_v = StateKind.V in kinds and seeded
     if target.matrix is None:
         moments = None
@@ -91,6 +90,23 @@ def convert(
         mover = _Mover(target=target, kind=kind, held=held, step=step, age=age, betas=betas)
         mover.move(old, new, moments=moments, report=report)
     return needs_v and not has_v and moments is None
+
+
+def _convert_together(
+    source: Slot, target: Slot, old: State, new: State, *, specs: tuple[OptimizerSpec, OptimizerSpec], **how: Any
+) -> bool:
+    """`convert` of the whole tensor on the host, where v comes of the rows of all ranks. Collective."""
+    assert target.shard is not None
+    there, here = (
+        whole_slot(slot, spec=spec, device="cpu") for slot, spec in zip((source, target), specs, strict=True)
+    )
+    (made,) = allocate([here], at_home=False)
+    unseeded = convert(there, here, gathered(source, old, spec=specs[0]), made, **how)
+    alike = {"step", *by_column(target)}
+    for key in new.keys() - {weights.CORRECTION}:
+        rows = made[key] if key in alike else target.shard.taken(made[key], shape=new[key].shape)
+        new[key].copy_(rows)
+    return unseeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +283,8 @@ def move(
         news = allocate(target.slots, at_home=False)
         for source, slot, new in zip(held.slots, target.slots, news, strict=True):
             old = registry.state[slot.param]
-            unseeded = convert(
+            together = slot.shard is not None and needs_all_rows(source.rule.info, slot.rule.info)
+            unseeded = (partial(_convert_together, specs=(held.spec, target.spec)) if together else convert)(
                 source,
                 slot,
                 old,

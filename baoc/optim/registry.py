@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_ba
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, part_of, shard_of, twin_of
+from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, one_of, part_of, shard_of, twin_of
 from baoc.optim.state import (
     LiveBlock,
     Saved,
@@ -57,6 +58,8 @@ from baoc.types import Block, OptimizerSpec, ParamInfo
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
+_LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
+_DATA_PTR = torch._C.TensorBase.data_ptr  # of the class: a third faster than looked up in each tensor
 FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all
 
 
@@ -176,14 +179,19 @@ class BlockRegistry:
         return self.twins[param]
 
     def lend_gradients(self) -> None:
-        """Gives twins their parameters' gradients, and the data of parameters that were moved."""
-        for param, (twin, _) in self.twins.items():
-            part, grad = local(param), param.grad
-            if part.data_ptr() != twin.data_ptr():
+        """Gives twins their parameters' gradients, and the data of parameters that were moved.
+
+        All of one kind at once: in every step it is done for each tensor, and the device waits for the host meanwhile.
+        """
+        twins = [twin for twin, _ in self.twins.values()]
+        parts = list(map(_LOCAL, self.twins))
+        if list(map(_DATA_PTR, parts)) != list(map(_DATA_PTR, twins)):
+            for twin, part in zip(twins, parts, strict=True):
                 twin.grad = None
                 twin.data = part.detach()
-                self.drop_backends()
-            twin.grad = None if grad is None else local(grad)
+            self.drop_backends()
+        for twin, grad in zip(twins, map(_GRAD, self.twins), strict=True):
+            twin.grad = getattr(grad, "_local_tensor", grad)
 
     def return_gradients(self) -> None:
         """Drops the twins' gradients, so that whoever drops a parameter's gradient frees it."""

@@ -47,6 +47,14 @@ def whole(param: Any) -> Tensor:
     return bytes_.full_tensor().view(param.dtype).squeeze(-1)
 
 
+def cut_again(module: Any) -> None:
+    """Frees what `fully_shard` has gathered: some of it stays so after a forward that no backward follows."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for part in module.modules():
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
 def whole_on_first(state: Any) -> Any:
     """`state` with each DTensor replaced by the whole on rank 0's CPU, and by None on other ranks. Collective."""
     if isinstance(state, Mapping):

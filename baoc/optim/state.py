@@ -8,6 +8,7 @@ the host have their slab there, in the optimizer's arena.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import Tuned
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
-from baoc.optim.shards import Shard, largest_part
+from baoc.optim.shards import Shard, largest_part, whole
 from baoc.optim.weights import CORRECTION
 from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, StateLayout
+from baoc.types.specs import PARTS
 
 State = dict[str, Tensor]
 FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
@@ -242,6 +244,40 @@ def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device:
 def by_column(slot: Slot) -> set[str]:
     """Keys of states that are the same on all ranks which have rows of the parameter, and on the others."""
     return {key for kept in slot.kept if kept.decl.layout is StateLayout.PER_COLUMN for _, key in kept.keys}
+
+
+def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
+    """The shape of a state with rows of its parameter first, or parts of them where rows do not have whole groups."""
+    numel = prod(shape)
+    if not shape or shape[0] == rows or not rows:
+        return shape
+    return (rows, numel // rows) if numel % rows == 0 else (PARTS, numel // PARTS)
+
+
+def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+    """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
+
+    All ranks show the same keys, those without a row of it too. What a rule keeps by column is the same on all.
+    """
+    if slot.shard is None:
+        return {key: alone(value) for key, value in state.items()}
+    rows, found, whole_ = slot.shard.owner.shape[0], State(), whole_slot(slot, spec=spec)
+    alike = by_column(whole_)
+    for part in whole_.parts:
+        if part.key in alike:
+            found[part.key] = alone(state[part.key])
+            continue
+        shape, own = by_row(part.shape, rows=rows), state.get(part.key)
+        value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
+        found[part.key] = slot.shard.shown(value, shape=shape)
+    return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
+
+
+def gathered(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+    """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
+    shapes = {part.key: part.shape for part in whole_slot(slot, spec=spec).parts}
+    found = {key: whole(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
+    return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
 
 
 def _part(key: str, tensor: Tensor) -> Part:

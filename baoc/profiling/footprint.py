@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
+from baoc.optim.shards import cut_again
 from baoc.planning.cost import grouped_bytes
 from baoc.profiling import memory
 from baoc.profiling.cuda_emulation import CachingAllocator
@@ -317,6 +318,8 @@ def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Par
         with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
             yield restorer
     finally:
+        if module is not None:
+            cut_again(module)
         restorer.restore()
         if python is not None:
             python.restore()

@@ -7,19 +7,19 @@ checkpoints are the file of one device too.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from baoc.errors import BadInputError
 from baoc.models.switches import recomputable_layers
-from baoc.optim.shards import is_sharded, warm, whole_on_first
+from baoc.optim.shards import cut_again, is_sharded, warm, whole_on_first
 from baoc.parallel import ranks, refusal
 from baoc.tasks.ema import EmaWeights
 from baoc.training.averages import averaging_callbacks
@@ -78,7 +78,7 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
 
     Args:
         reshard_after_forward: False keeps layers in full between forward and backward, which takes more memory and a
-            message per layer less.
+            message per layer less; "auto" does so where a memory budget holds a plan as good then.
     """
 
     strategy_name = "baoc_fsdp"
@@ -88,12 +88,13 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         self,
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         **settings: Any,
     ):
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
         self.settings = replace(self.settings, overlap=False)
         self.reshard_after_forward = reshard_after_forward
+        self._layers: list[FSDPModule] = []  # that were cut here
 
     def _join(self) -> None:
         self.ranks = ranks()
@@ -106,6 +107,11 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         params = list(module.parameters())
         if not any(map(is_sharded, params)):
             self._shard(module)
+        elif self.reshard_after_forward != "auto" and not self._layers:
+            raise BadInputError(
+                f"reshard_after_forward={self.reshard_after_forward} was given to BaocFSDPStrategy, and "
+                f"configure_model of {type(module).__name__} calls fully_shard itself: give it there, or leave one out"
+            )
         left = [name for name, param in module.named_parameters() if not is_sharded(param)]
         if left:
             raise refusal("left_whole", names=", ".join(left[:3]))
@@ -122,10 +128,22 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
                 part.to(self.root_device)
                 self.ranks.share(tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor))
                 if any(True for _ in part.parameters()):
-                    again = self.reshard_after_forward if part is not child else None
-                    fully_shard(part, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=again)
+                    cut = fully_shard(part, mesh=self.device_mesh, mp_policy=policy)
+                    self._layers += [cut] if part is not child else []
             if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward
                 register_fsdp_forward_method(child, "features")
+        if self.reshard_after_forward == "auto":
+            self._gather_again = self._gathers_again if self._layers else None
+        else:
+            self._gathers_again(bool(self.reshard_after_forward))
+
+    def _gathers_again(self, again: bool) -> None:
+        for layer in self._layers:
+            layer.set_reshard_after_forward(again, recurse=False)
+
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        cut_again(self.lightning_module)
 
     def evaluator(self) -> SingleDeviceStrategy:
         return _EvaluatorInPlace(self.root_device)
@@ -154,6 +172,10 @@ class _EvaluatorInPlace(SingleDeviceStrategy):
 
     def model_to_device(self) -> None:
         pass
+
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        cut_again(self.lightning_module)
 
     def teardown(self) -> None:
         pass

@@ -120,7 +120,7 @@ class BudgetedStrategy(Strategy):
         self.verbose = verbose
         self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
         self.narrators: list[Narrator] = []
-        self._recomputed = ""  # see Session
+        self.layers_told = ""  # see Session
         self._first_step: PeakMeter | None = None
         self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
         self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
@@ -131,6 +131,7 @@ class BudgetedStrategy(Strategy):
         self.reallocator: Reallocator | None = None
         self._guard = _GradientGuard()
         self.context_bytes = 0
+        self._gather_again: Callable[[bool], None] | None = None  # see Session
         self._waits = False  # whether weights in full pass the budget
         self._between = WeightsBetweenFits()
         self._last = False  # the backward that comes is the last one of its step
@@ -232,7 +233,7 @@ class BudgetedStrategy(Strategy):
         ]
         unseen = set(self.reallocators)
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
-            narrator.recomputed = self._recomputed
+            narrator.layers_told = self.layers_told
             if self._unmeasured is not None:
                 one.optimizer.register_step_post_hook(lambda *_, one=one: self._learn(one, unseen=unseen))
             else:
@@ -259,6 +260,7 @@ class BudgetedStrategy(Strategy):
             module=module,
             ranks=self.ranks,
         )
+        session.gather_again = self._gather_again
         whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
         self.ranks.share(whole)  # states are made of them, of some their last bits
         with ExitStack() as visit:
@@ -276,7 +278,7 @@ class BudgetedStrategy(Strategy):
                 )
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))
-            self.context_bytes, self._recomputed = session.context_bytes, session.recomputed
+            self.context_bytes, self.layers_told = session.context_bytes, session.layers_told
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):

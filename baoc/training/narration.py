@@ -35,7 +35,7 @@ class Narrator:
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
         self.by_rank: tuple[int, ...] = ()  # peaks as of the newest comparison; empty for a process alone
-        self.recomputed = ""  # how many layers are, where somebody asked for it
+        self.layers_told = ""  # see Session
         self.num_moves = 0  # that were accepted
         self._stepped = self._begun = self._told = False
         self._pid = os.getpid()
@@ -142,8 +142,8 @@ class Narrator:
         """The plan, before the first step."""
         if self.verbose:
             say(summary_text(self.plan, title=f"{self.name}: plan for budget {self.plan.budget.name}") + "\n")
-            if self.recomputed:
-                say(f"{self.name}: {self.recomputed}")
+            if self.layers_told:
+                say(f"{self.name}: {self.layers_told}")
         self._begun = True
         self._log()
 

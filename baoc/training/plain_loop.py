@@ -176,7 +176,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
         self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
-        self.narrator.recomputed = session.recomputed
+        self.narrator.layers_told = session.layers_told
         self._settings = settings
         self._first_step = first_step  # None once it is measured
         if first_step is not None:

@@ -313,7 +313,9 @@ class Session:
         self.less = bf16_savings(self.narrow)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
-        self.recomputed = ""  # how many layers are, where the settings say anything of it
+        self.layers_told = ""  # how they are recomputed and gathered, where that was asked for
+        self.gather_again: Callable[[bool], None] | None = None  # layers of fully_shard in backward, if that is open
+        self.gathers_again: bool | None = None
         self.planner: Planner
         self.plan: Plan
         self.profiler: GradientProfiler | None = None
@@ -329,9 +331,38 @@ class Session:
 
     def measure(self, measurer: Measurer, **given: Any) -> None:
         """Plans by what `measurer` finds within the budget's cap, see `_measure`, with as many recomputed layers as the
-        settings ask for. Where that is auto the measurer looks at none of them, at all, and at the number in question.
+        settings ask for. Where that is auto the measurer looks at none of them, at all, and at the number in question;
+        likewise at layers that stay gathered and those that do not, where `gather_again` can switch that.
         """
-        look = partial(self._measure, measurer, **given)
+        look = partial(self._in_layers, partial(self._measure, measurer, **given))
+        look() if self.gather_again is None else self._gathered_or_not(look, self.gather_again)
+
+    def _gathered_or_not(self, look: Callable[[], None], gather_again: Callable[[bool], None]) -> None:
+        """Plans with layers that stay gathered from forward to backward where a memory budget holds a plan as good as
+        with layers that are gathered again, and no more of them recomputed."""
+        assert self.module is not None
+        searches = self.settings.checkpointing == "auto"
+
+        def risk_and_layers(again: bool) -> tuple[float, int]:
+            clear_cache(self.device)
+            gather_again(again)
+            self.gathers_again = again
+            look()
+            return self.plan.allocation.risk, recomputed_layers(self.module) if searches and self.module else 0
+
+        kept = math.inf, 0
+        if self.budget.memory_bytes is not None:
+            with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
+                kept = risk_and_layers(False)
+        if math.isinf(kept[0]) or self.plan.binding or kept[1]:
+            risk, layers = risk_and_layers(True)
+            if kept[0] <= risk * (1 + ALIKE) + 1e-9 and kept[1] <= layers:
+                risk_and_layers(False)
+        gathered = "gathered again in backward" if self.gathers_again else "gathered once, from forward to backward"
+        self.layers_told = "; ".join(filter(None, (self.layers_told, f"layers are {gathered}")))
+
+    def _in_layers(self, look: Callable[[], None]) -> None:
+        """Plans by `look` with as many recomputed layers as the settings ask for."""
         if self.settings.checkpointing != "auto":
             self.recompute_as_asked()
             return look()
@@ -344,7 +375,7 @@ class Session:
                 raise
         else:
             look()
-        self.recomputed = f"recomputed layers {number} of {num_layers}"
+        self.layers_told = f"recomputed layers {number} of {num_layers}"
 
     def recompute_as_asked(self) -> None:
         """Sets the number of recomputed layers that the settings have. Raises BadInputError where the module has no
@@ -360,7 +391,7 @@ class Session:
         num_layers = len(self._layers())
         number = max(1, num_layers) if asked is True else int(asked)
         self._recompute(number)
-        self.recomputed = f"recomputed layers {number} of {num_layers}"
+        self.layers_told = f"recomputed layers {number} of {num_layers}"
 
     def _layers(self) -> list[nn.Module]:
         if self.module is None:
@@ -378,7 +409,8 @@ class Session:
         """As `fewest_layers`; or the number that it found before in the same place, so that a resumed run has it again,
         where a step with so many still takes the bytes that it took then."""
         assert self.module is not None
-        key = layers_key(self.module, budget=self.budget, settings=self.settings, device=self.device)
+        settings = self.settings, self.gathers_again
+        key = layers_key(self.module, budget=self.budget, settings=settings, device=self.device)
         path = cache_folder() / f"layers-{hash_of(key)[:32]}.json"
         with suppress(ValueError, KeyError, TypeError, InfeasibleBudgetError, torch.OutOfMemoryError):
             kept = self.ranks.from_first(lambda: json.loads(read_own(path) or "{}"))

@@ -37,6 +37,7 @@ from baoc.profiling import context_bytes, context_now
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking.checkpoints import REMEDY
+from baoc.tracking.console import say
 from baoc.tracking.loggers import log_plan, log_reallocations
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
@@ -124,7 +125,11 @@ def make_strategy(
         plan_only=config.mode == "plan",
         record_latency=True,
         verbose=False,  # the recorder tells more
-        plan_listeners=[recorder.planned, lambda _, plan: log_plan(loggers, plan=plan)],
+        plan_listeners=[
+            recorder.planned,
+            lambda _, plan: log_plan(loggers, plan=plan),
+            lambda *_: say(strategy.layers_told) if strategy.layers_told else None,
+        ],
         reallocation_listeners=[recorder.reallocated, moved],
     )
     strategy.resume_listeners.append(recorder.resumed)

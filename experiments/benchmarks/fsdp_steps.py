@@ -5,7 +5,9 @@ fsdp_steps.csv in $OUT or experiments/results as they come. Sizes (350m, 1b) may
 A plain loop: bf16 in forward and backward, gradients reduced in fp32, a full shard per layer. `step_ms` is the median
 over windows of 5 steps of the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay,
 `one_gpu_ms` the same of the whole network on one GPU, and `over_share` the quotient of both where a rank's share of the
-network is 1. `--tries 5` times optimizers alone instead, so often anew: fsdp_shares.csv. `peak_bytes` is the largest of
+network is 1. `--tries 5` times optimizers alone instead, so often anew: fsdp_shares.csv. There `_host_ms` is the median
+after which `step` returns, `_queued_ms` a step of 10 in a row, where the host prepares one while the device is at the
+one before, as it does behind a backward, and `over_share_queued` the quotient of these. `peak_bytes` is the largest of
 ranks, context included; `peak_bytes_predicted` what a probe without optimizer states holds, and the states of a rank.
 `loss` is the mean over ranks after the last step, on the same data for all rows of a network.
 """
@@ -15,6 +17,7 @@ import csv
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,7 +46,7 @@ from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
 from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.types import TextDataSpec  # noqa: E402
 
-WARM, WINDOW, WINDOWS, ALONE = 8, 5, 4, 10
+WARM, WINDOW, WINDOWS, ALONE, QUEUED = 8, 5, 4, 10, 10
 SEQUENCE, VOCABULARY = 1024, 32_000
 SPEC = TextDataSpec(
     dataset="random", vocab_size=VOCABULARY, sequence_length=SEQUENCE, num_train=0, num_val=1, bytes_per_token=1.0
@@ -130,29 +133,43 @@ class Share:
     optimizer_ms: float
     one_gpu_ms: float
     over_share: float
+    optimizer_host_ms: float
+    one_gpu_host_ms: float
+    optimizer_queued_ms: float
+    one_gpu_queued_ms: float
+    over_share_queued: float
     device: str
     torch: str
     commit: str
 
 
 def share_of(name: str, size: str, *, device: torch.device) -> dict[str, float]:
-    """`optimizer_ms` and `one_gpu_ms`, medians over steps in turn, each of the slowest rank."""
+    """Milliseconds of `optimizer` and `one_gpu`, medians over steps in turn, each of the slowest rank."""
     models = {
-        "one_gpu_ms": network(size, device=device, narrow="+" in name),
-        "optimizer_ms": sharded(network(size, device=device, narrow="+" in name)),
+        "one_gpu": network(size, device=device, narrow="+" in name),
+        "optimizer": sharded(network(size, device=device, narrow="+" in name)),
     }
     optimizers = {}
     for which, model in models.items():
         for param in model.parameters():
             param.grad = torch.randn_like(param)
         optimizers[which] = built(name, model)
-    times: dict[str, list[float]] = {which: [] for which in models}
+    times: dict[str, list[float]] = defaultdict(list)
     for turn in range(WARM + ALONE):
         for which, optimizer in optimizers.items():
+            host: list[float] = []
+
+            def step(optimizer: torch.optim.Optimizer = optimizer, host: list[float] = host) -> None:
+                begin = perf_counter()
+                optimizer.step()
+                host.append(1e3 * (perf_counter() - begin))
+
             dist.barrier()
-            spent = 1e3 * seconds(optimizer.step)
-            if turn >= WARM:
-                times[which].append(spent)
+            alone = 1e3 * seconds(step)
+            dist.barrier()
+            queued = 1e3 * seconds(lambda step=step: [step() for _ in range(QUEUED)]) / QUEUED
+            for kind, spent in (("_ms", alone), ("_host_ms", host[0]), ("_queued_ms", queued)):
+                times[which + kind] += [spent] if turn >= WARM else []
     found = {which: median(each) for which, each in times.items()}
     return dict(zip(found, (round(ms, 4) for ms in ranks().most(*found.values())), strict=True))
 
@@ -164,15 +181,22 @@ def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[st
             for name in (name for name in OPTIMIZERS if name != MUON):
                 found = share_of(name, size, device=device)
                 fresh()
-                over = round(found["optimizer_ms"] * ranks().size / found["one_gpu_ms"], 4)
-                given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "number": number}
-                rows.append(Share(**given, **found, over_share=over, **place))
+                given: dict[str, Any] = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name}
+                for kind in ("", "_queued"):
+                    over = found[f"optimizer{kind}_ms"] * ranks().size / found[f"one_gpu{kind}_ms"]
+                    given[f"over_share{kind}"] = round(over, 4)
+                rows.append(Share(**given, **found, number=number, **place))
                 if ranks().rank == 0:
                     written(out, rows)
     if ranks().rank == 0:
         for network_, name in dict.fromkeys((row.network, row.optimizer) for row in rows):
-            found_ = [row.over_share for row in rows if (row.network, row.optimizer) == (network_, name)]
-            print(f"{network_:12} {name:20} over a share of one GPU's: {mean_interval(found_, level=0.95)}")
+            own = [row for row in rows if (row.network, row.optimizer) == (network_, name)]
+            alone, queued = ([getattr(row, key) for row in own] for key in ("over_share", "over_share_queued"))
+            told = f"alone {mean_interval(alone, level=0.95)}, queued {mean_interval(queued, level=0.95)}"
+            host = ", ".join(
+                f"{median(getattr(row, key) for row in own):.2f}" for key in ("optimizer_host_ms", "one_gpu_host_ms")
+            )
+            print(f"{network_:12} {name:20} over a share of one GPU's: {told}; host ms {host}")
 
 
 def written(out: Path, rows: Sequence[Any]) -> None:

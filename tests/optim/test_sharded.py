@@ -275,6 +275,8 @@ def moved() -> dict[str, Tensor]:
     optimizer = BlockwiseOptimizer(module, specs_for(NATIVE[MOVES[0]], module), lr=1e-2)
     for index, name in enumerate(MOVES):
         optimizer.migrate(specs_for(NATIVE[name], module))
+        known = {"adafactor_momentum_int8", "adamw_int8"}  # by v of another shape before
+        assert name not in known or not any(live.unseeded for live in optimizer.registry.live.values())
         stepped(optimizer, module, first=2 * index, steps=2)
     return optimizer.export_weights()
 

@@ -2,11 +2,13 @@
 processes clip, save and resume bit for bit."""
 
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from baoc import BaocFSDPStrategy
+from baoc.callbacks.memory import MemoryMonitor
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from tests.support.ranks import as_launched, group, in_processes
@@ -63,6 +66,16 @@ class Cut(Planned):
         pass
 
 
+class Deep(Cut):
+    """Has layers that are cut one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(6)]
+        self.net = nn.Sequential(*layers)
+
+
 def fitted(
     size: int,
     *,
@@ -70,11 +83,15 @@ def fitted(
     save: Path | None = None,
     load: Path | None = None,
     module: L.LightningModule | None = None,
+    strategy: BaocFSDPStrategy | None = None,
+    memory: MemoryMonitor | None = None,
 ) -> dict[str, Tensor]:
     """The weights after `steps` on batches that are all alike, as a plain loader starts anew in a resume."""
     by_lightning = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+    ours = strategy or BaocFSDPStrategy("state_50", verbose=False)
     trainer = L.Trainer(
-        strategy=by_lightning if module is None else BaocFSDPStrategy("state_50", verbose=False),
+        strategy=by_lightning if module is None else ours,
+        callbacks=[memory] if memory is not None else [],
         accelerator="cpu",
         devices=size,
         plugins=[LightningEnvironment()],
@@ -96,6 +113,14 @@ def fitted(
     return optimizer.export_weights()
 
 
+def gathered(size: int, *, budget: str, again: Any = "auto", module: Any = Deep) -> dict[str, Any]:
+    strategy, memory = BaocFSDPStrategy(budget, reshard_after_forward=again, verbose=False), MemoryMonitor()
+    weights = fitted(size, steps=3, module=module(), strategy=strategy, memory=memory)
+    assert strategy.plan is not None
+    peaks = strategy.plan.peak_bytes, memory.peak_bytes
+    return {"weights": weights, "told": strategy.layers_told, "peaks": peaks}
+
+
 def work(rank: int, size: int, store: Path, *, folder: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
         whole = fitted(size, steps=4)
@@ -106,16 +131,41 @@ def work(rank: int, size: int, store: Path, *, folder: Path) -> dict[str, Any]:
             found[name] = fitted(size, steps=4, module=make())
             fitted(size, steps=2, save=file, module=make())
             found[f"{name}, resumed"] = fitted(size, steps=4, load=file, module=make())
-        try:
-            fitted(size, steps=1, module=Left())
-        except BadInputError as error:
-            found["left"] = str(error)
+        given = {
+            "kept": ("8mb", "auto"),
+            "asked": ("8mb", True),
+            "again": ("1.7mb", "auto"),
+            "without": ("state_99", "auto"),
+        }
+        found |= {name: gathered(size, budget=budget, again=again) for name, (budget, again) in given.items()}
+        for name, make, again in (("left", Left, "auto"), ("own choice", Planned, False)):
+            try:
+                gathered(size, budget="8mb", again=again, module=make)
+            except BadInputError as error:
+                found[name] = str(error)
         return found
 
 
-def test_lightning_shards_clips_saves_and_resumes() -> None:
+@pytest.fixture(scope="module")
+def found() -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        first, second = in_processes(partial(work, folder=Path(folder)))
+        yield in_processes(partial(work, folder=Path(folder)))
+
+
+def test_layers_stay_gathered_where_a_budget_of_memory_holds_as_good_a_plan(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "gathered once" in each["kept"]["told"] and each["asked"]["told"] == ""
+        assert "again in backward" in each["again"]["told"] and "again in backward" in each["without"]["told"]
+        assert all(map(torch.equal, each["kept"]["weights"].values(), each["asked"]["weights"].values()))
+        predicted, held = each["kept"]["peaks"]
+        assert 0.98 * predicted < held <= predicted and predicted > 1.2 * each["asked"]["peaks"][0]
+        assert (
+            "reshard_after_forward=False was given" in each["own choice"] and "fully_shard itself" in each["own choice"]
+        )
+
+
+def test_lightning_shards_clips_saves_and_resumes(found: list[dict[str, Any]]) -> None:
+    first, second = found
     start = Sharded().state_dict()
     for name, value in first["whole"].items():
         assert not torch.equal(value, start[name])
