@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from baoc.errors import BadInputError, TrainingFailedError
@@ -91,6 +92,10 @@ REFUSED = {
         "reallocation={mode} was asked for a module that fully_shard cuts: statistics of gradients are not added up "
         "over its ranks yet. Set reallocation=off"
     ),
+    "averaged_narrow": (
+        "task.ema_decay averages weights, of which precision={precision} keeps 16 bits and a rank has only rows under "
+        "fully_shard: set trainer.precision=bf16-mixed, task.ema_decay=0, or trainer.strategy=ddp"
+    ),
     "left_whole": (
         "BaocFSDPStrategy trains parameters that are cut over its ranks, and {names} are left whole: call fully_shard "
         "on the module that has them, last of all, in configure_model, or use BaocDDPStrategy"
@@ -168,6 +173,7 @@ class Ranks:
 
 
 ALONE = Ranks()
+PATIENCE_S = 120.0  # that a rank with an error waits for the others to hear of it
 
 
 class Group(Ranks):
@@ -213,7 +219,15 @@ class Group(Ranks):
 
     def agreed(self, make: Callable[[], T]) -> T:
         result, own = _tried(make)
-        if not self.most(own is not None)[0]:
+        failed = self._torch.tensor([own is not None], dtype=self._torch.int64)
+        told = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
+        try:
+            told.wait() if own is None else told.wait(timedelta(seconds=PATIENCE_S))
+        except RuntimeError:
+            if own is None:
+                raise
+            raise own from None  # the others wait for a message in the middle of what was made
+        if not failed.item():
             return result
         others = [error for error in self.gathered(_packed(own)) if error is not None]
         raise own or _unpacked(others[0])

@@ -29,11 +29,11 @@ STAND_IN = 8  # samples of the example batch while the micro-batch is undecided
 def is_open(config: RunConfig, *, device: str) -> bool:
     """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together. It does on request
     (micro_batch or model.checkpointing=auto, or an objective other than quality), and by default on CUDA with limited
-    memory and no given micro-batch. Released gradients need the whole batch as one micro-batch."""
-    if config.mode == "eval" or config.trainer.strategy == "fsdp":
+    memory and no given micro-batch, but not under fsdp. Released gradients need the whole batch as one micro-batch."""
+    if config.mode == "eval":
         return False
     requested = "auto" in (config.micro_batch, config.model.checkpointing) or config.objective != "quality"
-    if config.optim.release_gradients and not requested:
+    if (config.optim.release_gradients or config.trainer.strategy == "fsdp") and not requested:
         return False
     limited = config.budget.memory_bytes is not None or config.budget.name == "auto"
     supported = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")

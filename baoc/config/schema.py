@@ -296,12 +296,6 @@ class RunConfig:
                 f"trainer.reshard_after_forward={self.trainer.reshard_after_forward} is of trainer.strategy=fsdp: set "
                 "that, or leave it out"
             )
-        searches = "auto" in (self.micro_batch, self.model.checkpointing) or self.objective != "quality"
-        if self.trainer.strategy == "fsdp" and searches:
-            raise BadInputError(
-                "trainer.strategy=fsdp takes micro_batch=N, model.checkpointing=true, false or N and "
-                "objective=quality: the search for a micro-batch runs on one device, which has all of the network"
-            )
 
     @property
     def micro_batch_size(self) -> int:

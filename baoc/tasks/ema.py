@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.masters import kept
+from baoc.optim.shards import Shard, cut_again, is_sharded, local, shard_of, whole_on_first
 from baoc.optim.weights import CORRECTION, master
+from baoc.parallel import refusal
 
 CHUNK = 2**22  # elements of a bf16 weight that are converted to float32 at a time
 ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
@@ -30,7 +32,8 @@ class EmaWeights(L.Callback):
 
     They lie in one tensor on the module's device, `nbytes` long. `swapped(module)` lets the parameters point to the
     averages, without a copy unless the module needs bf16. Checkpoints hold the averages by parameter name under
-    `callbacks`, key "EmaWeights".
+    `callbacks`, key "EmaWeights". Of parameters that `fully_shard` cuts each rank averages its rows, and checkpoints
+    hold the whole; there weights and averages trade places in memory, as what is gathered is made of that very memory.
     """
 
     def __init__(self, decay: float):
@@ -44,6 +47,7 @@ class EmaWeights(L.Callback):
         self._last_step = -1
         self._pending: Mapping[str, Any] | None = None
         self._live: dict[str, Tensor] = {}  # the weights' own data while the averages stand in for them
+        self._shards: dict[str, Shard] = {}
 
     @property
     def state_key(self) -> str:
@@ -54,14 +58,14 @@ class EmaWeights(L.Callback):
     @staticmethod
     def nbytes(module: nn.Module) -> int:
         """Bytes of the averages of `module`."""
-        return 4 * sum(_padded(p.numel()) for p in module.parameters() if p.requires_grad)
+        return 4 * sum(_padded(local(p).numel()) for p in module.parameters() if p.requires_grad)
 
     def validation_bytes(self, module: nn.Module) -> int:
         """Bytes that validation needs beside the averages: 16-bit copies, for modules that only accept 16 bits."""
         if not self._rounded:
             return 0
         small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
-        return sum(p.numel() * p.element_size() for p in small)
+        return sum(local(p).nbytes for p in small)
 
     def buffers(self) -> list[Tensor]:
         """All tensors that it keeps on the device now."""
@@ -71,7 +75,9 @@ class EmaWeights(L.Callback):
 
     def start(self, module: nn.Module) -> None:
         """Allocates the averages, with the values of a loaded checkpoint or of the present weights."""
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        owners = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._shards = {name: shard for name, p in owners.items() if (shard := shard_of(p)) is not None}
+        named = {name: local(p.detach()) for name, p in owners.items()}
         if not named or self.averages.keys() == named.keys():
             return
         saved = self._pending["averages"] if self._pending is not None else self.averages
@@ -82,7 +88,10 @@ class EmaWeights(L.Callback):
         for name, parameter in named.items():
             average = averages[name] = room[start : start + parameter.numel()].view(parameter.shape)
             start += _padded(parameter.numel())
-            average.copy_(_fitting(saved[name], parameter, name=name) if name in saved else parameter.detach())
+            given = _fitting(saved[name], owners[name], name=name) if name in saved else parameter
+            if name in saved and name in self._shards:
+                given = self._shards[name].taken(given, shape=parameter.shape)
+            average.copy_(given)
         self.averages, self._pending = averages, None
 
     @torch.no_grad()
@@ -99,6 +108,7 @@ class EmaWeights(L.Callback):
             average = self.averages.get(name)
             if average is None or not parameter.requires_grad:
                 continue
+            parameter = local(parameter)
             state = states.get(parameter, {})
             if parameter.dtype is torch.float32 and CORRECTION not in state:
                 plain.append(parameter.detach())
@@ -118,19 +128,27 @@ class EmaWeights(L.Callback):
             self.swap_out(module)
 
     def swap_in(self, module: nn.Module) -> None:
+        cut_again(module)
         if self._pending is not None:
             self.start(module)
         if self._live:
             return
         for name, parameter in module.named_parameters():
-            if name in self.averages:
+            if name in self._shards:
+                self._live[name] = self.averages[name]
+                _trade_(local(parameter.detach()), self.averages[name])
+            elif name in self.averages:
                 self._live[name] = parameter.data
                 average = self.averages[name]
                 parameter.data = average.to(parameter.dtype) if self._rounded else average
 
     def swap_out(self, module: nn.Module) -> None:
+        if self._live:
+            cut_again(module)  # what is gathered has averages
         for name, parameter in module.named_parameters():
-            if name in self._live:
+            if name in self._live and name in self._shards:
+                _trade_(local(parameter.detach()), self.averages[name])
+            elif name in self._live:
                 parameter.data = self._live[name]
         self._live = {}
 
@@ -138,6 +156,8 @@ class EmaWeights(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._rounded = trainer.precision in ROUNDED
+        if self._rounded and any(map(is_sharded, pl_module.parameters())):
+            raise refusal("averaged_narrow", precision=trainer.precision)
         if stage == "fit":
             self.averages, self.num_updates, self._pending = {}, 0, None  # another fit; a checkpoint is loaded later
 
@@ -168,10 +188,22 @@ class EmaWeights(L.Callback):
         if self._pending is not None:
             return dict(self._pending)
         assert not self._live, "a checkpoint during validation would hold the averages as weights"
-        return {"num_updates": self.num_updates, "averages": dict(self.averages)}
+        return {"num_updates": self.num_updates, "averages": self.whole()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """The averages by parameter name; of what is cut the whole on rank 0's CPU. Collective there."""
+        cut = self._shards
+        shown = {n: cut[n].shown(a, shape=cut[n].owner.shape) if n in cut else a for n, a in self.averages.items()}
+        return whole_on_first(shown) if cut else shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending, self.averages = state_dict, {}
+
+
+def _trade_(a: Tensor, b: Tensor) -> None:
+    held = a.clone()
+    a.copy_(b)
+    b.copy_(held)
 
 
 def _padded(numel: int) -> int:

@@ -5,15 +5,17 @@ read into the whole module on the host, which is cut then, layer by layer, and p
 checkpoints are the file of one device too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
@@ -21,9 +23,9 @@ from baoc.errors import BadInputError
 from baoc.models.switches import recomputable_layers
 from baoc.optim.shards import cut_again, is_sharded, warm, whole_on_first
 from baoc.parallel import ranks, refusal
-from baoc.tasks.ema import EmaWeights
 from baoc.training.averages import averaging_callbacks
 from baoc.training.lightning import BudgetedStrategy
+from baoc.training.session import Gathering
 from baoc.types import Budget
 
 
@@ -35,9 +37,7 @@ class _OneFile(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
-        # By one dimension, so that messages are the default group's: each group has buffers of its own.
-        kind = self.root_device.type
-        self._device_mesh = init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))
+        self._device_mesh = one_mesh(self.root_device)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -64,6 +64,34 @@ class _OneFile(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+
+def one_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension, so that messages are the default group's: each group has buffers of its own."""
+    return init_device_mesh(device.type, (ranks().size,), mesh_dim_names=("data_parallel",))
+
+
+def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
+    """Cuts the module by fully_shard, on its device: each part comes there as rank 0 has it, the repeated layers of
+    each child, then the child."""
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for child in module.children():
+        layers = recomputable_layers(child) if any(True for _ in child.parameters()) else []
+        for part in (*layers, child):
+            part.to(device)
+            ranks().share(tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor))
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward
+            register_fsdp_forward_method(child, "features")
+
+
+def _layers_of(module: L.LightningModule) -> Iterator[FSDPModule]:
+    """The layers that `cut` has cut one by one."""
+    for child in module.children():
+        yield from (part for part in recomputable_layers(child) if isinstance(part, FSDPModule) and part is not child)
 
 
 class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
@@ -94,7 +122,7 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
         self.settings = replace(self.settings, overlap=False)
         self.reshard_after_forward = reshard_after_forward
-        self._layers: list[FSDPModule] = []  # that were cut here
+        self._layers: list[FSDPModule] = []  # whose gathering is decided here
 
     def _join(self) -> None:
         self.ranks = ranks()
@@ -104,38 +132,25 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         """Cuts the module where it is, so that no device ever holds it in full."""
         module = self.lightning_module
         assert module is not None
-        params = list(module.parameters())
-        if not any(map(is_sharded, params)):
-            self._shard(module)
-        elif self.reshard_after_forward != "auto" and not self._layers:
+        if not any(map(is_sharded, module.parameters())):
+            cut(module, mesh=self.device_mesh, device=self.root_device, precision=str(module.trainer.precision))
+        elif is_overridden("configure_model", module) and self.reshard_after_forward != "auto":
             raise BadInputError(
                 f"reshard_after_forward={self.reshard_after_forward} was given to BaocFSDPStrategy, and "
                 f"configure_model of {type(module).__name__} calls fully_shard itself: give it there, or leave one out"
             )
+        self._layers = [] if is_overridden("configure_model", module) else list(_layers_of(module))
+        if self.reshard_after_forward != "auto":
+            self._gathers_again(bool(self.reshard_after_forward))
+        elif self._layers:
+            narrow = torch.bfloat16.itemsize if module.trainer.precision == "bf16-mixed" else None
+            params = [param for layer in self._layers for param in cast(nn.Module, layer).parameters()]
+            num_bytes = sum(param.numel() * (narrow or param.element_size()) for param in params)
+            self._gathering = Gathering(switch=self._gathers_again, num_bytes=num_bytes)
         left = [name for name, param in module.named_parameters() if not is_sharded(param)]
         if left:
             raise refusal("left_whole", names=", ".join(left[:3]))
         module.to(self.root_device)
-
-    def _shard(self, module: L.LightningModule) -> None:
-        """Each part comes to the device as rank 0 has it."""
-        policy = MixedPrecisionPolicy()
-        if module.trainer.precision == "bf16-mixed":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for child in module.children():
-            layers = recomputable_layers(child) if any(True for _ in child.parameters()) else []
-            for part in (*layers, child):
-                part.to(self.root_device)
-                self.ranks.share(tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor))
-                if any(True for _ in part.parameters()):
-                    cut = fully_shard(part, mesh=self.device_mesh, mp_policy=policy)
-                    self._layers += [cut] if part is not child else []
-            if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward
-                register_fsdp_forward_method(child, "features")
-        if self.reshard_after_forward == "auto":
-            self._gather_again = self._gathers_again if self._layers else None
-        else:
-            self._gathers_again(bool(self.reshard_after_forward))
 
     def _gathers_again(self, again: bool) -> None:
         for layer in self._layers:
@@ -154,11 +169,10 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
                 "the module sets automatic_optimization=False: BaocFSDPStrategy trains one AdamW in automatic "
                 "optimization. Use that, or BaocStrategy in one process"
             )
-        own = [type(one).__name__ for one in trainer.callbacks if isinstance(one, EmaWeights)]  # pyright: ignore[reportAttributeAccessIssue]
-        if averaging := [*averaging_callbacks(trainer), *own]:
+        if averaging := averaging_callbacks(trainer):
             raise BadInputError(
-                f"{', '.join(averaging)} averages weights, of which a rank has only rows under fully_shard: leave "
-                "averages out (task.ema_decay=0 of diffusion), or use BaocDDPStrategy"
+                f"{', '.join(averaging)} copies the module to average its weights, of which a rank has only rows under "
+                "fully_shard: use baoc.tasks.ema.EmaWeights, or BaocDDPStrategy"
             )
 
 

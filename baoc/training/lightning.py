@@ -9,10 +9,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -47,6 +49,7 @@ from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import (
+    Gathering,
     RecipeLike,
     Session,
     SessionSettings,
@@ -131,7 +134,7 @@ class BudgetedStrategy(Strategy):
         self.reallocator: Reallocator | None = None
         self._guard = _GradientGuard()
         self.context_bytes = 0
-        self._gather_again: Callable[[bool], None] | None = None  # see Session
+        self._gathering: Gathering | None = None  # see Session
         self._waits = False  # whether weights in full pass the budget
         self._between = WeightsBetweenFits()
         self._last = False  # the backward that comes is the last one of its step
@@ -260,7 +263,7 @@ class BudgetedStrategy(Strategy):
             module=module,
             ranks=self.ranks,
         )
-        session.gather_again = self._gather_again
+        session.gathering = self._gathering
         whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
         self.ranks.share(whole)  # states are made of them, of some their last bits
         with ExitStack() as visit:
@@ -478,6 +481,15 @@ class BudgetedStrategy(Strategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A file, or a folder of parts that Lightning's ModelParallelStrategy wrote."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        content: dict[str, Any] = _load_distributed_checkpoint(Path(checkpoint_path))
+        parts = sorted((key for key in content if key.startswith("optimizer_")), key=lambda key: (len(key), key))
+        states = [content.pop(key) for key in parts]
+        return {**content, "state_dict": content.pop("model"), "optimizer_states": states}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""

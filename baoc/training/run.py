@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from baoc.config.options import code_of, instantiated
 from baoc.config.resolve import STAND_IN, Resolved, choose_device, divisor, resolve
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core import own_code
+from baoc.core.budgets import resolve_auto
 from baoc.data import MODELS_OWN, build_data
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
@@ -30,6 +32,7 @@ from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import recomputable_layers, recomputed_layers, start_compiler
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
+from baoc.profiling import free_bytes
 from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
@@ -37,7 +40,7 @@ from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, plan_for, stored_profile, write_plan_line
-from baoc.training.measure.microbatch_search import Decided, decide, take_option
+from baoc.training.measure.microbatch_search import Decided, decide, device_of, take_option
 from baoc.training.resume import (
     check_resume,
     find_checkpoint,
@@ -79,7 +82,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     elif resolved.open:
         settings = session_settings(config)
         given = {"device": device, "settings": settings, "run_dir": run_dir}
-        decided = decide_on_first_rank(config, task=task, data=data, group=group, **given)
+        decided = decide_together(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency
     loggers = make_loggers(
         config.logger,
@@ -111,7 +114,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         metrics = final_metrics(parts, task, data)
         parts.memory.compare()  # once more: that validation was each rank's own
         cut = {name: param for name, param in task.named_parameters() if is_sharded(param)}
-        whole = whole_on_first(cut if config.checkpoint.export else {})
+        averages = task.ema.whole() if task.ema is not None and config.checkpoint.export else {}
+        whole = averages or whole_on_first(cut if config.checkpoint.export else {})
         if group.rank:
             return None  # what is made of it is rank 0's
         check_quality(metrics, task=task, step=parts.trainer.global_step)
@@ -124,15 +128,25 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         return result
 
 
-def decide_on_first_rank(
-    config: RunConfig, *, task: Task, data: DataModule, group: Ranks, run_dir: Path, **given: Any
+def decide_together(
+    config: RunConfig, *, task: Task, data: DataModule, device: str, group: Ranks, run_dir: Path, **given: Any
 ) -> Decided:
-    """The decision on rank 0's device, by the share of a batch that each rank has, and taken over by all."""
+    """The decision by the share of a batch that each rank has: on rank 0's device, and taken over by all; under fsdp by
+    all ranks in step, on the network as it is cut."""
     size = config.trainer.devices
     share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
-    decided = group.from_first(lambda: decide(share, task=task, data=data, run_dir=run_dir, **given))
-    if group.rank:
-        take_option(decided.option, task=task, data=data, name=config.model.name)
+    here = partial(decide, task=task, data=data, device=device, run_dir=run_dir, **given)
+    if config.trainer.strategy == "fsdp" and group is not ALONE:
+        from baoc.training.fully_sharded import cut, one_mesh
+
+        where = device_of(device)
+        budget = resolve_auto(config.budget, free_bytes=-int(group.most(-free_bytes(where))[0]))
+        cut(task, mesh=one_mesh(where), device=where, precision=str(config.trainer.precision))
+        decided = here(replace(share, budget=budget))
+    else:
+        decided = group.from_first(lambda: here(share))
+        if group.rank:
+            take_option(decided.option, task=task, data=data, name=config.model.name)
     made = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)
     return replace(decided, config=made)
 
@@ -356,14 +370,12 @@ def result_of_run(
 
 
 def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
-    """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; its averaged
-    weights where the task keeps such, as it is judged by them; `whole` are those that this rank has in part."""
+    """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; `whole` are
+    its averaged weights where the task keeps such, as it is judged by them, else those that this rank has in part."""
     assert parts.strategy.reallocator is not None
     task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
-    weights = {name: value.to(torch.float32) for name, value in whole.items()}
-    if task.ema is not None and task.ema.averages:
-        weights = {name: average.cpu() for name, average in task.ema.averages.items()}
-    elif not whole and any(p.dtype != torch.float32 for p in task.model.parameters()):
+    weights = {name: value.to("cpu", torch.float32) for name, value in whole.items()}
+    if not whole and any(p.dtype != torch.float32 for p in task.model.parameters()):
         weights = parts.strategy.reallocator.optimizer.export_weights()
     named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     export_model(task.model, folder=folder, weights=named)

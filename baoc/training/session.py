@@ -80,6 +80,14 @@ class SessionSettings:
         check(self.reallocation, path="reallocation")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """Layers of fully_shard: `switch(again)` says whether backward gathers them again; `num_bytes` of all of them."""
+
+    switch: Callable[[bool], None]
+    num_bytes: int
+
+
 def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:
     """Warns of a matrix that is embedding and head in one and begins LARGE times as large as a head's usual weights,
     where the plan's rates were measured on networks that begin small: logits begin saturated there, and training at
@@ -314,7 +322,7 @@ class Session:
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
         self.layers_told = ""  # how they are recomputed and gathered, where that was asked for
-        self.gather_again: Callable[[bool], None] | None = None  # layers of fully_shard in backward, if that is open
+        self.gathering: Gathering | None = None  # if it is open
         self.gathers_again: bool | None = None
         self.planner: Planner
         self.plan: Plan
@@ -332,32 +340,37 @@ class Session:
     def measure(self, measurer: Measurer, **given: Any) -> None:
         """Plans by what `measurer` finds within the budget's cap, see `_measure`, with as many recomputed layers as the
         settings ask for. Where that is auto the measurer looks at none of them, at all, and at the number in question;
-        likewise at layers that stay gathered and those that do not, where `gather_again` can switch that.
+        likewise at layers of fully_shard that are gathered again in backward, and at such that stay so.
         """
         look = partial(self._in_layers, partial(self._measure, measurer, **given))
-        look() if self.gather_again is None else self._gathered_or_not(look, self.gather_again)
+        look() if self.gathering is None else self._gathered_or_not(look, self.gathering)
 
-    def _gathered_or_not(self, look: Callable[[], None], gather_again: Callable[[bool], None]) -> None:
-        """Plans with layers that stay gathered from forward to backward where a memory budget holds a plan as good as
-        with layers that are gathered again, and no more of them recomputed."""
-        assert self.module is not None
-        searches = self.settings.checkpointing == "auto"
+    def _gathered_or_not(self, look: Callable[[], None], gathering: Gathering) -> None:
+        """Plans with layers that are gathered again in backward, or with such that stay so from forward on where a
+        memory budget holds a plan as good then, and no more of them recomputed.
 
-        def risk_and_layers(again: bool) -> tuple[float, int]:
+        Those that stay are looked at only where a plan holds them by their bytes: a step of fully_shard that runs out
+        of memory in its middle leaves what no later one is sure to cope with.
+        """
+
+        def looked(again: bool) -> tuple[float, int]:
             clear_cache(self.device)
-            gather_again(again)
+            gathering.switch(again)
             self.gathers_again = again
             look()
-            return self.plan.allocation.risk, recomputed_layers(self.module) if searches and self.module else 0
+            searched = self.settings.checkpointing == "auto" and self.module is not None
+            return self.plan.allocation.risk, recomputed_layers(self.module) if searched and self.module else 0
 
-        kept = math.inf, 0
-        if self.budget.memory_bytes is not None:
-            with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
-                kept = risk_and_layers(False)
-        if math.isinf(kept[0]) or self.plan.binding or kept[1]:
-            risk, layers = risk_and_layers(True)
-            if kept[0] <= risk * (1 + ALIKE) + 1e-9 and kept[1] <= layers:
-                risk_and_layers(False)
+        risk, layers = looked(True)
+        footprint, most = self.planner.footprint, risk * (1 + ALIKE) + 1e-9
+        if footprint is not None and self.budget.memory_bytes is not None:
+            beside = replace(footprint, others_bytes=footprint.others_bytes + gathering.num_bytes)
+            planner, kept = self._planner(beside, budget=self.budget), (math.inf, 0)
+            with suppress(InfeasibleBudgetError):
+                if self.ranks.from_first(planner.propose).allocation.risk <= most:
+                    kept = looked(False)
+            if not self.gathers_again and (kept[0] > most or kept[1] > layers):
+                looked(True)
         gathered = "gathered again in backward" if self.gathers_again else "gathered once, from forward to backward"
         self.layers_told = "; ".join(filter(None, (self.layers_told, f"layers are {gathered}")))
 

@@ -1,13 +1,18 @@
 """BlockwiseOptimizer with explicit specs under DistributedDataParallel: two processes end with equal weights."""
 
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from baoc import parallel
 from baoc.optim import BlockwiseOptimizer
+from baoc.parallel import ranks
 from tests.support.ranks import group, in_processes
 
 NUM_STEPS = 4
@@ -19,10 +24,22 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
 
 
-def train(rank: int, size: int, store: Path) -> dict[str, dict[str, Tensor]]:
+def train(rank: int, size: int, store: Path) -> dict[str, Any]:
     """One rank with its own data: the weights that each spec ends with."""
     with group(rank, size, store=store):
-        return {spec: trained(rank, spec) for spec in SPECS}
+        found: dict[str, Any] = {spec: trained(rank, spec) for spec in SPECS}
+        return {**found, "unheard": unheard(rank)}
+
+
+def unheard(rank: int) -> str:
+    """What a rank raises whose error the others never come to hear of, as they wait for a message in mid-step."""
+    mine = ranks()
+    if rank == 0:
+        time.sleep(1.0)
+        return ""
+    with mock.patch.object(parallel, "PATIENCE_S", 0.2), pytest.raises(ZeroDivisionError) as raised:
+        mine.agreed(lambda: 1 / 0)
+    return str(raised.value)
 
 
 def trained(rank: int, spec: str) -> dict[str, Tensor]:
@@ -43,6 +60,7 @@ def trained(rank: int, spec: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_ranks_end_with_equal_weights_that_moved():
     first, second = in_processes(train)
+    assert (first["unheard"], second["unheard"]) == ("", "division by zero")
     start = network().state_dict()
     for spec in SPECS:
         assert first[spec].keys() == start.keys()

@@ -3,6 +3,7 @@
 What takes a launcher, a command's exit code or a killed process is in tests/cli/test_several_devices.py.
 """
 
+import csv
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from baoc.config.schema import (
     AllocatorConfig,
     CatalogueConfig,
     CheckpointConfig,
+    FaultsConfig,
     ModelConfig,
     OptimConfig,
     ReallocationConfig,
@@ -36,6 +38,7 @@ from baoc.tasks.vision import VisionTask
 from baoc.tracking import files
 from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
+from baoc.training.measure import microbatch_search
 from baoc.training.reallocator import Reallocator
 from tests.support.ranks import as_launched, group, in_processes
 from tests.support.training_runs import brief, config
@@ -65,6 +68,7 @@ FROM_HOST = {
 }
 BEFALLS: dict[str, dict[str, Any]] = {
     "nan, late": OFTEN,
+    "nan, rewound": {"faults": FaultsConfig(nonfinite_loss="rewind", max_rewinds=1)},
     "clock": {"checkpoint": CheckpointConfig(every_n_steps=None, every_minutes=0.2, keep=9, export=False)},
     "SIGUSR1": {},
     "in a decision": OFTEN,
@@ -162,6 +166,9 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(4, shared / "two"), **cut)
         found["cut, hosted"] = ran(base / "hosted", ranks=2, steps=2, **{**cut, **OWN, **FROM_HOST})
         found["cut, narrow"] = ran(base / "narrow", ranks=2, steps=2, precision="bf16-true", **cut)
+        with mock.patch.object(microbatch_search, "DECIDING_S", 1.0):
+            searched = {"micro_batch": "auto", "objective": "throughput", "budget": parse_budget("60mb"), "steps": 2}
+            found["cut, searched"] = ran(base / "searched", ranks=2, strategy="fsdp", **searched, **OWN)
         with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
             resumed = {"resume": shared / "by column", "strategy": "fsdp", "steps": AT + 2}
             found["cut, budget"] = ran(folder, ranks=2, **resumed, **BY_COLUMN)
@@ -180,6 +187,10 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
         saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
         found["saved"] = {name.removeprefix("model.net."): value for name, value in saved["state_dict"].items()}
+    options = list(csv.DictReader((base / "searched" / "options.csv").open()))
+    chosen = [{key: option[key] for key in ("micro_batch", "accumulation", "recomputed")} for option in options]
+    found["options"] = [row for row, option in zip(chosen, options, strict=True) if option["chosen"] == "True"]
+    found["options"] += chosen if rank == 0 else []
     moves = base / "budget file" / files.REALLOCATIONS_FILE
     found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
     return found
@@ -226,6 +237,13 @@ def test_states_on_the_host_under_fully_shard(found: list[dict[str, Any]]) -> No
     assert [each["cut, hosted"]["ended"] for each in found] == ["", ""]
 
 
+def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert [each["cut, searched"]["ended"] for each in found] == ["", ""]
+    result, (chosen, *others) = found[0]["cut, searched"]["result"], found[0]["options"]
+    assert found[1]["options"] == [chosen] and result.budget_met and result.peak_bytes <= result.peak_bytes_predicted
+    assert 2 * int(chosen["micro_batch"]) * int(chosen["accumulation"]) == 64 and others
+
+
 def test_a_new_budget_under_fully_shard(found: list[dict[str, Any]]) -> None:
     assert [each["cut, budget"]["ended"] for each in found] == ["", ""]
     assert found[0]["cut, budget"]["result"].budget["name"] == "state_10"
@@ -240,6 +258,7 @@ def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
 
 ENDS = {
     "nan, late": "",
+    "nan, rewound": "DivergedError: the loss of step 7 is nan after 1 rewinds (faults.max_rewinds=1)",
     "clock": "",
     "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
     "in a decision": "PreemptedError: SIGTERM ended the run after step 6",

@@ -26,6 +26,7 @@ from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import recomputable_layers, set_compiled, set_recomputed
+from baoc.optim.shards import is_sharded, local
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import Choice, Race, choose
 from baoc.planning.microbatch import (
@@ -52,7 +53,7 @@ from baoc.training.measure.measurements import Tryouts, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.resume import decision_of, with_decision, write_decision
-from baoc.training.session import Session, SessionSettings, make_profiler
+from baoc.training.session import Session, SessionSettings, held_at_most, make_profiler, refuse_sharded
 from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
@@ -127,7 +128,7 @@ def decide(
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         with phases("the key"):
             key = decision.key()
-            made, choice = read_decision(key), None
+            made, choice = decision.ranks.from_first(lambda: read_decision(key)), None
         if made is None or not decision.confirms(made):
             choice = decision.search(began=began, tell=tell)
             made = decision.entry(choice)
@@ -166,6 +167,11 @@ def decide(
     )
 
 
+def device_of(device: str) -> torch.device:
+    """This process's device, of the kind `cuda` or `cpu`."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
 def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
     """Sets the layers of a network, called `name` in messages, and its data as an option has them."""
     set_recomputed(task.model, option.recomputed, name=name)
@@ -174,7 +180,10 @@ def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> N
 
 
 class Decision:
-    """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts."""
+    """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts.
+
+    Ranks that have parts of the task decide in step: what is measured, and rank 0's clock, are the same on all of them.
+    """
 
     def __init__(
         self,
@@ -189,21 +198,25 @@ class Decision:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.constant: dict[bool, dict[str, Any]] = {}
-        self.where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        self.where = device_of(device)
+        self.sharded = any(map(is_sharded, task.parameters()))
+        self.ranks = ranks() if self.sharded else ALONE
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
         self.params = {name: param for name, param in task.named_parameters() if param.requires_grad}
+        refuse_sharded(self.params, budget=self.budget, settings=settings)
         with phases("the network's blocks"):
             self.session = Session(
-                describe(task, optimizer_groups=task._groups()),
+                held_at_most(describe(task, optimizer_groups=task._groups()), params=self.params),
                 params=self.params,
                 budget=self.budget,
                 settings=settings,
                 betas=config.optim.betas,
                 device=self.where,
                 module=task,
+                ranks=self.ranks,
             )
         with phases("device and weights"):
             capped, waits = self._bring(self.session.narrow, visit=visit)
@@ -289,7 +302,7 @@ class Decision:
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: end - monotonic(),
+            left_s=lambda: self.ranks.first_number(end - monotonic()),
             run_s=partial(run_seconds, self.config),
         )
         choice = choose(self.options(), objective=self.config.objective, race=race)
@@ -354,7 +367,7 @@ class Decision:
         if trial is None:
             return False
         fixed = {name: getattr(before, name) for name in CONSTANT}
-        context = max(trial.footprint.context_bytes, context_bytes(self.where))
+        context = int(self.ranks.most(max(trial.footprint.context_bytes, context_bytes(self.where)))[0])
         found = replace(trial.footprint, context_bytes=context, **fixed)
         self.planner.footprint, self.planner.latency = found, kept.latency
         with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
@@ -385,7 +398,7 @@ class Decision:
         """Fields of a footprint that do not depend on the micro-batch: the profiler, and temporaries of a step."""
         make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
         assert self.planner.footprint is not None
-        found = self.session.complete(self.planner.footprint)
+        found = self.session.largest(self.session.complete(self.planner.footprint))
         return {name: getattr(found, name) for name in CONSTANT}
 
     def _trials(self, data: DataModule, *, precision: str) -> Trials:
@@ -403,6 +416,8 @@ class Decision:
         except BadInputError:  # the context alone takes the budget
             self.task.to(self.where)
             return False, False
+        if self.sharded:
+            return True, False  # each rank's part is there
         context = context_bytes(self.where)
         waits = must_wait(self.task, device=self.where, budget=self.budget, context_bytes=context)
         given = narrow if waits else {}
@@ -432,13 +447,14 @@ class Decision:
             table = time_specs(
                 specs,
                 device=self.where,
-                num_elements=sum(param.numel() for param in self.params.values()),
+                num_elements=sum(local(param).numel() for param in self.params.values()),
                 num_tensors=len(self.params),
                 upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
                 needed=soon_timed(specs, device=self.where) if limited else (),
                 max_s=LIMITED_S if limited else FUSED_S,
                 cache_dir=cache_folder(),
             )
+        table = replace(self.ranks.first(table), device=str(self.where))
         known = [(trial, kind) for kind, trials in self.tryouts.tried.items() for trial in trials]
         trial, recomputed = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, recomputed, False
@@ -457,7 +473,9 @@ class Decision:
         return options
 
     def made(self) -> list[Option]:
-        self.context = context_bytes(self.where)  # has grown by the kernels of what was tried since
+        self.context = int(
+            self.ranks.most(context_bytes(self.where))[0]
+        )  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
         with self.phases("plans of the options"):
             if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
@@ -578,7 +596,8 @@ class Decision:
             self.planner.budget, self.table = self.budget, self._table()
         options = self.options()
         kind = option.compared, option.release
-        took = (monotonic() - began) * self.pace.get(kind, 1.0) / max(expected_s, 1e-3)
+        spent = self.ranks.first_number(monotonic() - began)
+        took = spent * self.pace.get(kind, 1.0) / max(expected_s, 1e-3)
         self.pace[kind] = min(SLOWER, took)  # the first one compiles what the next ones find
         return options
 
@@ -627,4 +646,4 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
 def compile_is_open(decision: Decision) -> bool:
     """Whether a run that is long enough has compiled layers searched, too."""
     is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.tryouts.capped
-    return is_open and decision.axes.num_layers > 0
+    return is_open and decision.axes.num_layers > 0 and not decision.sharded

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from baoc.data.batches import MadeBatch, resized
 from baoc.errors import BadInputError
+from baoc.optim.shards import is_sharded
 from baoc.parallel import ALONE, ranks
 from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
@@ -41,7 +43,8 @@ RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one wa
 class Trials:
     """Micro-batches of `module` on `device`, which it is on already.
 
-    `batch` and `val_batch` are real ones, of any size. With `emulate_cuda` all of them are fake tensors of a CPU, and
+    `batch` and `val_batch` are real ones, of any size. Ranks that have parts of it try in step; what takes most counts,
+    and an error of one is one of all. With `emulate_cuda` all of them are fake tensors of a CPU, and
     flow as on a card. Raises BadInputError for a precision whose weights a Trainer would convert.
     """
 
@@ -62,9 +65,15 @@ class Trials:
                 f"{precision}: give a micro_batch, or one of these"
             )
         self.module, self.device, self.phases = module, device, phases or PhaseTimer()
+        self._ranks = ranks() if any(map(is_sharded, module.parameters())) else ALONE  # who try in step
         self._batch, self._val_batch = batch, val_batch
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
+
+    @property
+    def _buckets(self) -> bool:
+        """Whether DistributedDataParallel will keep gradients."""
+        return ranks() is not ALONE and self._ranks is ALONE
 
     @property
     def batches(self) -> tuple[Any, Any]:
@@ -90,6 +99,29 @@ class Trials:
         `narrowed`: what parameters have less than native ones where the caller holds them in 16 bits; the footprint is
         told as that of native ones.
         """
+        given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
+        given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
+        footprint, seconds = self._ranks.agreed(lambda: self._run(micro_batch, **given))
+        if self._ranks is not ALONE:
+            found = self._ranks.gathered((footprint, seconds))
+            most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
+            footprint = replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one, _ in found))
+            seconds = max(each for _, each in found)
+        if narrowed:
+            footprint = as_native(footprint, savings=narrowed)
+        return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
+
+    def _run(
+        self,
+        micro_batch: int,
+        *,
+        accumulation: int,
+        timed: bool,
+        context_bytes: int,
+        released: Sequence[Sequence[Tensor]],
+        per_step: int,
+        thinned: bool,
+    ) -> tuple[Footprint, float]:
         batch = self._cleared(micro_batch)
         val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
@@ -99,7 +131,7 @@ class Trials:
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
                 run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
                 micro_batch=micro_batch,
-                accumulation=accumulation if ranks() is ALONE else max(accumulation, 2),  # buckets of gradients stay
+                accumulation=max(accumulation, 2) if self._buckets else accumulation,  # where they stay
                 context_bytes=context_bytes,
                 warm=not self._emulate_cuda,
                 allocator=CachingAllocator() if self._emulate_cuda else None,
@@ -107,11 +139,8 @@ class Trials:
                 thinned=thinned,
             )
             with self.phases("seconds of trials"):
-                seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
-        footprint = with_averages(footprint, ema, module=self.module, validates=val_batch is not None)
-        if narrowed:
-            footprint = as_native(footprint, savings=narrowed)
-        return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
+                seconds = self._seconds(batch, per_step=per_step) if timed else math.nan
+        return with_averages(footprint, ema, module=self.module, validates=val_batch is not None), seconds
 
     def compile(self, micro_batch: int) -> float:
         """Runs it once, for what is compiled then; seconds that this took."""
@@ -122,13 +151,13 @@ class Trials:
         self.module.zero_grad(set_to_none=True)
         gc.collect()
         gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
-        return perf_counter() - began
+        return self._ranks.most(perf_counter() - began)[0]
 
     def timed(self, micro_batch: int, *, per_step: int) -> float:
         """Seconds of forward and backward alone, as `run` takes them."""
         batch = self._cleared(micro_batch)
         with silent(self.module), self._seeded(), self.phases("comparisons"):
-            return self._seconds(batch, per_step=per_step)
+            return self._ranks.most(self._ranks.agreed(lambda: self._seconds(batch, per_step=per_step)))[0]
 
     def rehearsed(
         self,
@@ -143,20 +172,12 @@ class Trials:
     ) -> float:
         """Seconds of a whole step but for the optimizer's part, see `rehearse`; by default REHEARSED_S of them."""
         batch = self._cleared(micro_batch)
+        given: dict[str, Any] = {"batch": batch, "module": self.module, "device": self.device, "clip": clip}
+        given |= {"accumulation": per_step, "blocks": blocks, "specs": specs, "release": release}
+        given["params"] = [param for param in self.module.parameters() if param.requires_grad]
+        given["max_s"] = REHEARSED_S[self.device.type] if max_s is None else max_s
         with silent(self.module), self._seeded(), self.phases("rehearsals"):
-            return rehearse(
-                self._loss,
-                batch=batch,
-                module=self.module,
-                params=[param for param in self.module.parameters() if param.requires_grad],
-                device=self.device,
-                accumulation=per_step,
-                clip=clip,
-                blocks=blocks,
-                specs=specs,
-                release=release,
-                max_s=REHEARSED_S[self.device.type] if max_s is None else max_s,
-            )
+            return self._ranks.most(self._ranks.agreed(lambda: rehearse(self._loss, **given)))[0]
 
     def _cleared(self, micro_batch: int) -> Any:
         """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
@@ -180,6 +201,8 @@ class Trials:
         found: list[float] = []
         series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
         given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
+        if self._ranks is not ALONE:  # as often on each
+            series, least, given["max_s"] = 1, 2, 0.0
         for _ in range(series):
             before = allocations(self.device)
             found.append(series_seconds(run, least=least, **given))
