@@ -1,9 +1,6 @@
 """fully_shard in Lightning, by its own ModelParallelStrategy over BlockwiseOptimizer and by BaocFSDPStrategy: two
-processes clip, save and resume bit for bit."""
+processes clip and end alike. Checkpoints are in test_checkpoint_kinds.py."""
 
-import tempfile
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +77,11 @@ def fitted(
     size: int,
     *,
     steps: int,
-    save: Path | None = None,
-    load: Path | None = None,
     module: L.LightningModule | None = None,
     strategy: BaocFSDPStrategy | None = None,
     memory: MemoryMonitor | None = None,
 ) -> dict[str, Tensor]:
-    """The weights after `steps` on batches that are all alike, as a plain loader starts anew in a resume."""
+    """The weights after `steps` on batches that are all alike."""
     by_lightning = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     ours = strategy or BaocFSDPStrategy("state_50", verbose=False)
     trainer = L.Trainer(
@@ -103,11 +98,7 @@ def fitted(
         enable_checkpointing=False,
     )
     module = module or Sharded()
-    trainer.fit(
-        module, DataLoader(TensorDataset(torch.linspace(-1, 1, 64).repeat(64, 1)), batch_size=8), ckpt_path=load
-    )
-    if save is not None:
-        trainer.save_checkpoint(save)
+    trainer.fit(module, DataLoader(TensorDataset(torch.linspace(-1, 1, 64).repeat(64, 1)), batch_size=8))
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, BlockwiseOptimizer)
     return optimizer.export_weights()
@@ -121,16 +112,10 @@ def gathered(size: int, *, budget: str, again: Any = "auto", module: Any = Deep)
     return {"weights": weights, "told": strategy.layers_told, "peaks": peaks}
 
 
-def work(rank: int, size: int, store: Path, *, folder: Path) -> dict[str, Any]:
+def work(rank: int, size: int, store: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
-        whole = fitted(size, steps=4)
-        fitted(size, steps=2, save=folder / "half.ckpt")
-        found: dict[str, Any] = {"whole": whole, "resumed": fitted(size, steps=4, load=folder / "half.ckpt")}
-        for name, make in {"own": Planned, "ours": Cut}.items():
-            file = folder / f"{name}.ckpt"
-            found[name] = fitted(size, steps=4, module=make())
-            fitted(size, steps=2, save=file, module=make())
-            found[f"{name}, resumed"] = fitted(size, steps=4, load=file, module=make())
+        found: dict[str, Any] = {"lightning": fitted(size, steps=4)}
+        found |= {name: fitted(size, steps=4, module=make()) for name, make in {"own": Planned, "ours": Cut}.items()}
         given = {
             "kept": ("8mb", "auto"),
             "asked": ("8mb", True),
@@ -147,9 +132,8 @@ def work(rank: int, size: int, store: Path, *, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield in_processes(partial(work, folder=Path(folder)))
+def found() -> list[dict[str, Any]]:
+    return in_processes(work)
 
 
 def test_layers_stay_gathered_where_a_budget_of_memory_holds_as_good_a_plan(found: list[dict[str, Any]]) -> None:
@@ -164,15 +148,11 @@ def test_layers_stay_gathered_where_a_budget_of_memory_holds_as_good_a_plan(foun
         )
 
 
-def test_lightning_shards_clips_saves_and_resumes(found: list[dict[str, Any]]) -> None:
-    first, second = found
+def test_lightning_shards_and_clips(found: list[dict[str, Any]]) -> None:
     start = Sharded().state_dict()
-    for name, value in first["whole"].items():
-        assert not torch.equal(value, start[name])
-        for each in (first, second):
-            assert torch.equal(each["whole"][name], value) and torch.equal(each["resumed"][name], value)
-            for cut in ("own", "ours"):
-                assert torch.equal(each[cut][name], first["own"][name])
-                assert not torch.equal(each[cut][name], start[name])
-                assert torch.equal(each[f"{cut}, resumed"][name], each[cut][name])
-    assert "scale" in first["left"] and first["left"] == second["left"]
+    for each in found:
+        for name, value in start.items():
+            for kind in ("lightning", "own"):
+                assert torch.equal(each[kind][name], found[0][kind][name]) and not torch.equal(each[kind][name], value)
+            assert torch.equal(each["ours"][name], found[0]["own"][name])
+        assert "scale" in each["left"] and each["left"] == found[0]["left"]
