@@ -132,14 +132,15 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         """Cuts the module where it is, so that no device ever holds it in full."""
         module = self.lightning_module
         assert module is not None
+        theirs = any(map(is_sharded, module.parameters())) and is_overridden("configure_model", module)
         if not any(map(is_sharded, module.parameters())):
             cut(module, mesh=self.device_mesh, device=self.root_device, precision=str(module.trainer.precision))
-        elif is_overridden("configure_model", module) and self.reshard_after_forward != "auto":
+        if theirs and self.reshard_after_forward != "auto":
             raise BadInputError(
                 f"reshard_after_forward={self.reshard_after_forward} was given to BaocFSDPStrategy, and "
                 f"configure_model of {type(module).__name__} calls fully_shard itself: give it there, or leave one out"
             )
-        self._layers = [] if is_overridden("configure_model", module) else list(_layers_of(module))
+        self._layers = [] if theirs else list(_layers_of(module))
         if self.reshard_after_forward != "auto":
             self._gathers_again(bool(self.reshard_after_forward))
         elif self._layers:

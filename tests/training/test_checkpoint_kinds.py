@@ -68,7 +68,9 @@ class Sharded(Plain):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        return BlockwiseOptimizer(self, BaocOptimizer(Plain(), budget=BUDGET, verbose=False).specs, lr=1e-2)
+        planned = BaocOptimizer(Plain(), budget=BUDGET, verbose=False)
+        specs = {param.name: planned.specs[block.name] for block in planned.blocks for param in block.params}
+        return BlockwiseOptimizer(self, specs, lr=1e-2)
 
 
 def by_trainer(kind: str, size: int, *, steps: int, read: Path | None, write: Path | None) -> dict[str, Tensor]:
