@@ -151,7 +151,8 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         left = [name for name, param in module.named_parameters() if not is_sharded(param)]
         if left:
             raise refusal("left_whole", names=", ".join(left[:3]))
-        module.to(self.root_device)
+        if any(tensor.device != self.root_device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(self.root_device)  # which makes parameters anew, and none that a decision has run may be
 
     def _gathers_again(self, again: bool) -> None:
         for layer in self._layers:

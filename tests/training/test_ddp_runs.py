@@ -238,7 +238,7 @@ def test_states_on_the_host_under_fully_shard(found: list[dict[str, Any]]) -> No
 
 
 def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: list[dict[str, Any]]) -> None:
-    assert [each["cut, searched"]["ended"] for each in found] == ["", ""]
+    assert [each["cut, searched"]["ended"] for each in found] == ["", ""], found[0]["cut, searched"]["told"]
     result, (chosen, *others) = found[0]["cut, searched"]["result"], found[0]["options"]
     assert found[1]["options"] == [chosen] and result.budget_met and result.peak_bytes <= result.peak_bytes_predicted
     assert 2 * int(chosen["micro_batch"]) * int(chosen["accumulation"]) == 64 and others
@@ -258,7 +258,7 @@ def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
 
 ENDS = {
     "nan, late": "",
-    "nan, rewound": "DivergedError: the loss of step 7 is nan after 1 rewinds (faults.max_rewinds=1)",
+    "nan, rewound": "",
     "clock": "",
     "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
     "in a decision": "PreemptedError: SIGTERM ended the run after step 6",
@@ -276,9 +276,10 @@ def test_what_befalls_one_rank_ends_or_spares_all_in_the_same_step(kind: str, fo
         assert list(found[0]["losses"][kind]) == list(range(STEPS))
 
 
-@pytest.mark.parametrize("kind", ["nan, late", "nan, late, cut"])
-def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_all(kind: str, found: list[dict[str, Any]]) -> None:
-    assert "the loss of step 7 is nan: the step changes nothing" in " ".join(found[0][kind]["told"].split())
+@pytest.mark.parametrize("kind", [f"nan, {kind}" for kind in ("late", "late, cut", "rewound", "rewound, cut")])
+def test_a_loss_that_is_no_number_on_one_rank_is_one_of_all(kind: str, found: list[dict[str, Any]]) -> None:
+    told = "back to the weights and states of step 4" if "rewound" in kind else "the step changes nothing"
+    assert f"the loss of step 7 is nan: {told}" in " ".join(found[0][kind]["told"].split())
 
 
 @pytest.mark.parametrize("kind", ["clock", "clock, cut"])
