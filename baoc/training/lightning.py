@@ -488,8 +488,7 @@ class BudgetedStrategy(Strategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         content: dict[str, Any] = _load_distributed_checkpoint(Path(checkpoint_path))
         parts = sorted((key for key in content if key.startswith("optimizer_")), key=lambda key: (len(key), key))
-        states = [content.pop(key) for key in parts]
-        return {**content, "state_dict": content.pop("model"), "optimizer_states": states}
+        return {"optimizer_states": [content.pop(key) for key in parts], **content}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
