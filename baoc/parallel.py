@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from baoc.errors import BadInputError, TrainingFailedError
+from baoc.errors import BadInputError, BudgetBreachedError, TrainingFailedError
 
 T = TypeVar("T")
 
@@ -226,7 +226,12 @@ class Group(Ranks):
         except RuntimeError:
             if own is None:
                 raise
-            raise own from None  # the others wait for a message in the middle of what was made
+            if type(own).__name__ != "OutOfMemoryError":
+                raise own from None
+            raise BudgetBreachedError(  # which nothing smaller is tried after: the others wait in mid-step
+                f"rank {self.rank} alone ran out of memory, in a step that the others are in the middle of ({own}): "
+                "lower micro_batch, or give a larger budget"
+            ) from own
         if not failed.item():
             return result
         others = [error for error in self.gathered(_packed(own)) if error is not None]
