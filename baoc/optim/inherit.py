@@ -88,4 +88,4 @@ def m_square(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, 
     if not held:
         return torch.zeros((), device=slot.param.device)
     values = {kept.decl: kept.decode(state) for kept in held}
-    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(held[0].decl, beta=beta, at=age)).square()
+    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(held[0].decl, beta=beta, at=age)).square_()

@@ -113,6 +113,7 @@ class BlockwiseOptimizer(Optimizer):
         self.rms_matching = bool(rms_matching)
         matched_by = "rms" if isinstance(rms_matching, bool) else rms_matching
         releasing = release_settings(release, nonfinite=nonfinite)
+        self.before_zeroing: list[Callable[[], object]] = []
         self.before_check: list[Callable[[], object]] = []  # overlap adds to it for one step
         self.before_step: list[BeforeStep] = []
         self.after_step: list[Callable[[], object]] = []
@@ -376,6 +377,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets what `mask_nonfinite` found in the gradients."""
+        for subscriber in self.before_zeroing:
+            subscriber()
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
@@ -561,7 +564,8 @@ class BlockwiseOptimizer(Optimizer):
     @staticmethod
     def _subscribed() -> dict[str, Any]:
         """The values of a copy's subscribers, late_planner and network."""
-        return {"before_check": [], "before_step": [], "after_step": [], "late_planner": None, "network": None}
+        lists = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
+        return {**lists, "late_planner": None, "network": None}
 
     def _own(self) -> dict[str, Any]:
         hidden = ("_optimizer_", "_warned", "_zero_grad")

@@ -14,11 +14,16 @@ from torch import Tensor
 from baoc.kernels.usable import usable
 from baoc.optim import inherit
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.rules import RuleContext
-from baoc.optim.rules.matrix import as_matrix
-from baoc.optim.shards import Shard
 from baoc.optim.state import LiveBlock, Slot, State, step_of
-from baoc.types import Moments, StateKind
+from baoc.types import StateKind
+
+SQUARED = 2**22  # elements of a gradient that are squared at a time
+
+
+def temporary_bytes(params: Iterable[Tensor]) -> int:
+    """The most that `seed` holds at once, beside the states: of the largest parameter."""
+    most = max((param.numel() for param in params), default=0)
+    return 3 * 4 * (most + min(most, SQUARED))
 
 
 def seed(blocks: Iterable[LiveBlock], *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
@@ -34,37 +39,44 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
         grad = slot.param.grad
         if slot.name not in live.unseeded or grad is None:
             continue
-        grad = grad.detach().to(torch.float32)
-        square = torch.where(usable(grad), grad, 0.0).square_()
-        some = square.any().to(torch.float32)
+        lines, across, some = _means(grad.detach(), slot=slot)
         if bool(some if slot.shard is None else slot.shard.shards.total_(some)):
-            _start(slot, state[slot.param], square, betas=slot.betas(param_groups))
+            _start(slot, state[slot.param], lines, across, betas=slot.betas(param_groups))
             live.unseeded.discard(slot.name)
 
 
-def _start(slot: Slot, state: State, square: Tensor, *, betas: tuple[float, float]) -> None:
+def _start(slot: Slot, state: State, lines: Tensor, across: Tensor, *, betas: tuple[float, float]) -> None:
+    """v from the means of the squares by stored line and across them; holds three times the parameter's fp32 bytes."""
     ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
     age = step_of(slot, state)
-    spread = _spread(square, ctx=ctx) if slot.shard is None else _spread_over(square, slot=slot, shard=slot.shard)
-    full = torch.maximum(spread, inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx))
+    full = (lines.unsqueeze(1) * (across / across.mean().clamp(min=inherit.TINY))).reshape(slot.param.shape)
+    least = inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx)
+    torch.maximum(full, least, out=full)
+    del least
     for kept in slot.kept:
         if kept.decl.kind is StateKind.V:
             bias = inherit.bias(kept.decl, beta=betas[1], at=age)
-            kept.encode_(state, inherit.reduce(full, kept.decl, ctx=ctx) * bias)
+            kept.encode_(state, inherit.reduce(full, kept.decl, ctx=ctx).mul_(bias))  # a v in full is the only one
 
 
-def _spread_over(square: Tensor, *, slot: Slot, shard: Shard) -> Tensor:
-    """`_spread` of a tensor of which this rank has some rows."""
+def _means(grad: Tensor, *, slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean squares of what is usable of a gradient: of each stored line of a matrix, and across all ranks' lines; of
+    all of a vector, twice. And whether any is there. A part is squared at a time, as much as fits a few MiB."""
+    length = 1 if slot.matrix is None else slot.matrix[0 if slot.info.transposed else 1]
+    stored = grad.reshape(-1, length)
+    lines = torch.empty(len(stored), dtype=torch.float32, device=grad.device)
+    across = torch.zeros(length, dtype=torch.float32, device=grad.device)
+    step = max(1, SQUARED // length)
+    for begin in range(0, len(stored), step):
+        part = stored[begin : begin + step].to(torch.float32)
+        square = torch.where(usable(part), part, 0.0).square_()
+        lines[begin : begin + step] = square.mean(1)
+        across += square.sum(0)
+    some = across.any().to(torch.float32)
+    total, num = across, len(stored)
+    if slot.shard is not None:
+        total, num = slot.shard.shards.total_(across), slot.shard.owner.numel() // length
+    across = total / num
     if slot.matrix is None:
-        return (shard.shards.total_(square.sum()) / shard.owner.numel()).expand(square.shape)
-    lines = square.reshape(-1, slot.matrix[0 if slot.info.transposed else 1])
-    col = shard.shards.total_(lines.sum(0)) / (shard.owner.numel() // lines.shape[1])
-    return (lines.mean(1, keepdim=True) * (col / col.mean().clamp(min=inherit.TINY))).reshape(square.shape)
-
-
-def _spread(square: Tensor, *, ctx: RuleContext) -> Tensor:
-    """Squares of one gradient -> the v that they are a sample of, in the same shape."""
-    if ctx.matrix is None:
-        return square.mean().expand(square.shape)
-    matrix = as_matrix(square, ctx)
-    return inherit.from_moments(Moments(row=matrix.mean(1), col=matrix.mean(0)), ctx=ctx, param=square)
+        lines = across.expand(len(stored))
+    return lines, across, some

@@ -26,6 +26,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,10 +114,16 @@ def probe_footprint(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
+        # Experts that this batch had no sample for: a later one has some.
+        idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
         if released and device.type == "cuda":  # where blocks wait for others, which are dropped one by one here
             waiting = grouped_bytes(sum(param.nbytes for param in params if param.requires_grad))
             peak, gradients_bytes, resident_bytes = peak + waiting, gradients_bytes + waiting, resident_bytes + waiting
         validation = _validation(run_validation_batch, module, meter, named=named)
+    peak, gradients_bytes, resident_bytes = peak + idle, gradients_bytes + idle, resident_bytes + idle
+    intervals, validation = (
+        tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
+    )
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
@@ -163,13 +170,15 @@ class FirstStepMemory:
     """Measures the first step of the caller's own training loop, from construction to `finish` (or `stop`).
 
     Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
-    which is an upper bound.
+    which is an upper bound. A parameter that got no gradient in it, as an expert without a sample, may get one later.
     """
 
     def __init__(self, params: Sequence[Tensor], *, states: Sequence[Any] = (), context_bytes: int = 0):
         self._params = list(params)
         self._context_bytes = context_bytes
-        self._stepping_bytes = self._gradients_bytes = 0
+        self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
+        self._idle = {param for param in self._params if param.requires_grad}  # that had no gradient so far
+        self._hooks = [p.register_post_accumulate_grad_hook(self._idle.discard) for p in self._idle]
         device = next((param.device for param in self._params), torch.device("cpu"))
         self._meter: PeakMeter | None = PeakMeter(device, self._params, states)
         self._meter.__enter__()
@@ -181,8 +190,15 @@ class FirstStepMemory:
         self._gradients_bytes = max(self._gradients_bytes, gradients)
         self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
+    def note_zeroing(self) -> None:
+        """To be called when gradients are zeroed. What was held until then is forward's, in a loop that zeroes between
+        forward and backward: there it is held beside the gradients of the step before, from the second step on."""
+        assert self._meter is not None
+        self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes)
+
     def stop(self) -> None:
         """Ends measuring if no step was finished."""
+        self._remove_hooks()
         if self._meter is not None:
             self._meter.leave()
             self._meter = None
@@ -192,22 +208,30 @@ class FirstStepMemory:
         assert self._meter is not None, "the first step was finished before"
         meter, self._meter = self._meter, None
         meter.__exit__(None, None, None)
+        self._remove_hooks()
         device = meter.device
-        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
-        weights = storage_bytes(self._params)
         released = self._stepping_bytes > 0
+        idle = 0 if released else storage_bytes([p for p in self._idle if p.grad is None])
+        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None]) + idle
+        weights = storage_bytes(self._params)
+        peak = max(meter.peak_bytes + idle, self._forward_bytes + (0 if released else gradients)) - state_bytes
         return Footprint(
             device=str(device),
             micro_batch=0,
             weights_bytes=weights,
             gradients_bytes=self._gradients_bytes if released else gradients,
-            forward_backward_bytes=meter.peak_bytes - state_bytes,
+            forward_backward_bytes=peak,
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
             context_bytes=memory.settle_context(device) or self._context_bytes,
-            reserve_bytes=_reserve(device, peak=meter.peak_bytes),
+            reserve_bytes=_reserve(device, peak=peak + state_bytes),
             released=released,
         )
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _reserve(device: torch.device, *, peak: int) -> int:

@@ -8,7 +8,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -196,6 +196,12 @@ def _profiler_with_room(
         make_profiler(planner, params, settings=settings, betas=betas)
     planner.propose()
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
+
+
+def _bare(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    """The error without frames, which hold a profiler and activations that the next look is not to find."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
@@ -509,21 +515,27 @@ class Session:
         propose = partial(
             self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
         )
-        again, found = bool(self.narrow) and not tight, False
-        # An error is gone before the next look, and with its frames the profiler that they held.
-        with suppress(InfeasibleBudgetError) if again or decided is not None else nullcontext():
-            propose(self.with_context(footprint))
-            found = True
-        if not found and again:
-            clear_cache(self.device)
-            footprint, _ = look(narrow=self.narrow, whole=False)
-            with suppress(InfeasibleBudgetError) if decided is not None else nullcontext():
+        refusals: list[InfeasibleBudgetError] = []
+
+        def planned(footprint: Footprint) -> bool:
+            try:
                 propose(footprint)
-                found = True
-        if not found:
-            assert decided is not None
+            except InfeasibleBudgetError as error:
+                refusals.append(_bare(error))
+                return False
+            return True
+
+        found = planned(self.with_context(footprint))
+        if not found and self.narrow and not tight:
             clear_cache(self.device)
-            propose(self.as_decided(self.with_context(footprint), decided=decided))
+            found = planned(look(narrow=self.narrow, whole=False)[0])
+        if not found and decided is not None:
+            clear_cache(self.device)
+            found = planned(self.as_decided(self.with_context(footprint), decided=decided))
+        if not found:
+            if tight and whole and self.less:
+                refusals += self._refused_in_full(measurer)
+            raise min(refusals, key=lambda error: error.least_feasible_bytes)
         if full is not None and self.budget.step_time is not None:
             raise BadInputError(
                 f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
@@ -565,10 +577,7 @@ class Session:
         and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
 
-        def look() -> Footprint:
-            given = {"context_bytes": self.context_bytes, "released": self.released}
-            return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
-
+        look = partial(self._looked, measurer)
         if whole:
             with suppress(torch.OutOfMemoryError):
                 return look(), False
@@ -579,6 +588,22 @@ class Session:
             clear_cache(self.device)
         with uncapped(self.device, budget=self.budget), cast_to_bf16(narrow, module=self.module):
             return as_native(look(), savings=self.less), True
+
+    def _looked(self, measurer: Measurer) -> Footprint:
+        given = {"context_bytes": self.context_bytes, "released": self.released}
+        return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
+
+    def _refused_in_full(self, measurer: Measurer) -> list[InfeasibleBudgetError]:
+        """The refusal by a look with weights in full, outside of the cap: as a budget of what it names is looked at,
+        which tells more closely what is needed than a look with weights of 16 bits."""
+        clear_cache(self.device)
+        with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget):
+            footprint = self.with_context(self._looked(measurer))
+            try:
+                self.ranks.from_first(self._planner(footprint, budget=self.budget).propose)
+            except InfeasibleBudgetError as error:
+                return [_bare(error)]
+        return []
 
     def _time(
         self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool

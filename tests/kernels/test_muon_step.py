@@ -5,6 +5,7 @@ product, agrees as other fused steps do.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +221,33 @@ def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch
         pair.fused.step()
     assert [room.numel() for room in taken] == [muon_plan.temporary_bytes(table.shapes)] * 2
     assert table.room is None and keys[0] != keys[1]
+
+
+@interpreted
+def test_where_memory_has_gaps_batches_are_halved_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Steps("muon")
+    pair.give()
+    pair.step()
+    (unit,) = pair.fused.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
+    (table,) = [table for table in unit.engine.tables if table.kind.rule == "muon"]
+    whole, most = muon_plan.temporary_bytes(table.shapes), [0]
+    empty, asked = torch.empty, list[int]()
+
+    def held(*size: Any, **given: Any) -> Tensor:
+        if given.get("dtype") is torch.uint8:
+            asked.append(size[0])
+            if size[0] > most[0]:
+                raise torch.OutOfMemoryError("no place")
+        return empty(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", held)
+    most[0] = whole - 1
+    for _ in range(2):
+        pair.give()
+        pair.step_and_check()
+    assert asked == [whole, asked[1], asked[1]] and asked[1] < whole  # not tried anew in the second step
+    most[0] = 0
+    pair.give()
+    with pytest.raises(torch.OutOfMemoryError, match="no place"):
+        pair.fused.step()
+    assert asked[-1] == polar.room_bytes(1, *muon_plan.whole_sides(max(map(muon_plan.stored, table.shapes)), ranks=1))

@@ -337,14 +337,21 @@ def _compare(
         step = torch.where((codes & 3) == (expected & 3), 4 * (8 >> (codes & 3)), 1)
         neighbours = ((codes & 3) - (expected & 3)).abs() == 1
         gap = torch.where((gap == step) | neighbours, 1, gap)
+    off = torch.zeros_like(gap, dtype=torch.bool)  # one number, or one in 10^4, as `_compare_numbers` has it
     if a.dtype is torch.bfloat16 and b.numel():  # what nearly cancelled is known to a part of the largest
-        distance = (a.to(torch.float32) - b.to(torch.float32)).abs()
-        gap = torch.where(distance <= rtol * 0.1 * float(b.abs().max()), gap.clamp(max=1), gap)
+        distance, largest = (a.to(torch.float32) - b.to(torch.float32)).abs(), float(b.abs().max())
+        gap = torch.where(distance <= rtol * 0.1 * largest, gap.clamp(max=1), gap)
+        off = (gap > 1) & (distance <= loose * largest)
+        off &= int(off.sum()) <= max(1, off.numel() // 10_000)
     if codes_of == "root8m":  # likewise: 3e-8 of its group's largest is code 2, the same below zero -2
         shares = [c.to(torch.float32).div(127).pow(4).copysign(c) for c in (codes, expected)]
         gap = torch.where((shares[0] - shares[1]).abs() <= rtol * 0.1, gap.clamp(max=1), gap)
     beyond = gap if moved is None else gap - moved.to(gap.device, gap.dtype)
-    assert not gap.numel() or int(beyond.max()) <= 1, f"{where}: codes are up to {int(gap.max())} apart"
+    wrong = (beyond > 1) & ~off
+    assert not bool(wrong.any()), (
+        f"{where}: {int(wrong.sum())} of {gap.numel()} codes are up to {int(gap[wrong].max())} apart: "
+        f"{a[wrong][:4].tolist()} where {b[wrong][:4].tolist()} is expected"
+    )
     return odd + int(gap.count_nonzero()), total + gap.numel()
 
 

@@ -204,6 +204,7 @@ class Engine:
         `graphs` False: launched plainly, as a profile needs.
         """
         staged, self._staged = self._staged, False
+        room = self._take_room()
         if staged:
             self._upload.number()
         if (measure or others_measure) and matched:
@@ -213,9 +214,9 @@ class Engine:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._add_up()
             self._match(measure=True)
-        room = self._take_room()
         # Room is taken anew in each step, and as a rule where it was in the last.
-        key = (staged, self.gradients.variant_number, matched, marked, 0 if room is None else room.data_ptr())
+        lies = (0, 0) if room is None else (room.data_ptr(), room.numel())
+        key = (staged, self.gradients.variant_number, matched, marked, *lies)
         for number, launch_part in enumerate(self._parts(staged=staged, matched=matched, marked=marked)):
             if number:
                 self._add_up()  # which no graph captures
@@ -247,11 +248,24 @@ class Engine:
         return [begin, end] if matched and self.share is not None else [whole]
 
     def _take_room(self) -> Tensor | None:
-        """Memory for the step alone, shared by the tables that need some, which step one after the other."""
+        """Memory for the step alone, shared by the tables that need some, which step one after the other.
+
+        Within a cap there may be the bytes but, between gradients, no place for so many together: then tables take half
+        for good, and more launches.
+        """
         if not self._roomy:
             return None
-        most = max(import_module(table.kind.family.module).room_bytes(table) for table in self._roomy)
-        room = torch.empty(most, dtype=torch.uint8, device=self.device)
+        families = [(table, import_module(table.kind.family.module)) for table in self._roomy]
+        while True:
+            needs = [family.room_bytes(table) for table, family in families]
+            try:
+                room = torch.empty(max(needs), dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                largest = [one for one, need in zip(families, needs, strict=True) if need == max(needs)]
+                if not all([family.halve_room(table) for table, family in largest]):
+                    raise
+            else:
+                break
         for table in self._roomy:
             table.room = room
         return room

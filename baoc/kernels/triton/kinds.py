@@ -184,7 +184,8 @@ class Family:
     programs (places in `table.partial`) a tensor gets. `sizes`: bytes of each state of a tensor, by key. `columns`:
     state key -> column of its address in `table.ptrs` (0 is the parameter, 5 the correction, or
     the seed of weights rounded at random, 6 the match). `takes_room`: launches need memory while they
-    work, `room_bytes(table)` of the module. The engine takes it: a graph that did would never give it back.
+    work, `room_bytes(table)` of the module. The engine takes it: a graph that did would never give it back. Where the
+    device has no place for it, `halve_room(table)` of the module makes it less.
     """
 
     module: str

@@ -262,6 +262,9 @@ def room_bytes(table: "FusedTable") -> int:
     return muon_plan.plan_of(table).room_bytes
 
 
+halve_room = muon_plan.halve_room
+
+
 def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`, in the table's room or, outside of an engine's step, in its own."""
     if call.mode == "repair":  # the step used the very factor

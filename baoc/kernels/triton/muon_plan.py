@@ -15,14 +15,15 @@ from baoc.kernels.triton.table import FusedTable, kept_by_table
 ROOM = 256 * 2**20
 
 
-def batches(shapes: Iterable[Shape], *, ranks: int = 1) -> Iterator[list[int]]:
-    """Indices of matrices that are orthogonalized together: of one shape, as many as ROOM of each rank holds, in equal
-    shares."""
+def batches(shapes: Iterable[Shape], *, ranks: int = 1, room: int | None = None) -> Iterator[list[int]]:
+    """Indices of matrices that are orthogonalized together: of one shape, as many as `room` bytes of each rank hold
+    (None: ROOM), in equal shares."""
+    room = ROOM if room is None else room
     same: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         same.setdefault(stored(shape), []).append(index)
     for sides, members in same.items():
-        most = ranks * max(1, ROOM // room_bytes(1, *whole_sides(sides, ranks=ranks)))
+        most = ranks * max(1, room // room_bytes(1, *whole_sides(sides, ranks=ranks)))
         share = -(-len(members) // -(-len(members) // most))
         for begin in range(0, len(members), share):
             yield members[begin : begin + share]
@@ -33,10 +34,10 @@ def whole_sides(sides: tuple[int, int], *, ranks: int) -> tuple[int, int]:
     return padded(-(-sides[0] // ranks) * ranks), padded(sides[1])
 
 
-def temporary_bytes(shapes: Iterable[Shape], *, ranks: int = 1) -> int:
+def temporary_bytes(shapes: Iterable[Shape], *, ranks: int = 1, room: int | None = None) -> int:
     """Peak bytes of a step of these matrices beyond its states; `ranks` share the matrices."""
     shapes = list(shapes)
-    found = batches(shapes, ranks=ranks)
+    found = batches(shapes, ranks=ranks, room=room)
     sides = ((len(batch), whole_sides(stored(shapes[batch[0]]), ranks=ranks)) for batch in found)
     return max((room_bytes(-(-num // ranks), *whole) for num, whole in sides), default=0)
 
@@ -63,15 +64,15 @@ class Plan:
     """Batches and small buffers of one table, all of them the table's (`FusedTable.extra`), as its `nbytes` has."""
 
     def __init__(self, table: FusedTable):
-        device, num = table.device, len(table.params)
+        device, num, room = table.device, len(table.params), table.most_room
 
         def keep(name: str, tensor: Tensor) -> Tensor:
-            return table.extra(f"muon {name}", lambda: tensor.to(device))
+            return table.extra(f"muon {name} {room}", lambda: tensor.to(device))
 
         self.batches: list[Batch] = []
         first, slots = [0] * num, [0] * num
         ranks = table.shards.size if table.shards is not None else 1
-        for index, members in enumerate(batches(table.wholes, ranks=ranks)):
+        for index, members in enumerate(batches(table.wholes, ranks=ranks, room=room)):
             owner: list[int] = []
             for slot, member in enumerate(members):
                 first[member], slots[member] = len(owner), slot
@@ -103,11 +104,31 @@ class Plan:
         self.scales = keep("scales", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))
         self.totals = keep("totals", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))
         self.factors = keep("factors", torch.ones(num, dtype=torch.float32, device="cpu"))
-        self.room_bytes = temporary_bytes(table.wholes, ranks=ranks)
+        self.room_bytes = temporary_bytes(table.wholes, ranks=ranks, room=room)
 
 
 def _int32(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-plan_of = kept_by_table(Plan)
+_plans = kept_by_table(lambda _: dict[int | None, Plan]())
+
+
+def plan_of(table: FusedTable) -> Plan:
+    """The table's plan within its `most_room`."""
+    made = _plans(table)
+    if table.most_room not in made:
+        made[table.most_room] = Plan(table)
+    return made[table.most_room]
+
+
+def halve_room(table: FusedTable) -> bool:
+    """Has the table's batches take half of what they take, one matrix at least; False where they cannot, and on several
+    ranks, who exchange batches and so must have the same."""
+    before, kept = plan_of(table).room_bytes, table.most_room
+    if table.shards is None:
+        table.most_room = before // 2
+        if plan_of(table).room_bytes < before:
+            return True
+    table.most_room = kept
+    return False

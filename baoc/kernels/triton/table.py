@@ -65,6 +65,7 @@ class FusedTable:
     partial: Tensor  # fp32 [programs]
     steps: Tensor  # fp32, on the CPU
     room: Tensor | None = None  # uint8, shared with other tables, while a step runs of a family that takes room
+    most_room: int | None = None  # bytes that it may have, where the device had no place for what it takes at best
 
     def __init__(
         self,

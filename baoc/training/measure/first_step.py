@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.profiling import FirstStepMemory, context_bytes, uncapped
+from baoc.optim import seeding
+from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
+from baoc.types import Footprint, StateKind
 
 
 class FirstStep:
@@ -42,6 +45,8 @@ class FirstStep:
             reallocator.awaited = self._sessions[0].budget
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
             self._hooks.callback(hook.remove)
+            reallocator.optimizer.before_zeroing.append(self._note_zeroing)
+            self._hooks.callback(reallocator.optimizer.before_zeroing.clear)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = self._note_block
 
@@ -57,6 +62,10 @@ class FirstStep:
     def _note_block(self) -> None:
         if self._memory is not None:
             self._memory.note_block()
+
+    def _note_zeroing(self) -> None:
+        if self._memory is not None:
+            self._memory.note_zeroing()
 
     def close(self) -> None:
         self._memory = None
@@ -86,7 +95,7 @@ class FirstStep:
         held = sum(profiler.nbytes for profiler in profilers)
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
-            reallocator.planner.footprint = session.largest(session.complete(footprint))
+            reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
             reallocator.planner.budget, reallocator.awaited = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:
@@ -95,11 +104,24 @@ class FirstStep:
         (seen,) = self._sessions[0].ranks.most(seen)  # all stay, or all are planned for anew
         fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
         staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
+        clear_cache(device)  # states get memory of their own, not gaps between gradients
         with self._cap:
             _leave_to_others(reallocators, staying=staying)
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
                 reallocator.replan(why=why, stays=reallocator in staying)
+
+
+def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
+    """The footprint with what v of another spec takes to start from the second step's gradient."""
+    needed = seeding.temporary_bytes(session.params.values())
+    rows = session.settings.planner.rows.values()
+    with_v = {row.name for row in rows if any(decl.kind is StateKind.V for decl in RULE_INFOS[row.rule].states)}
+    temporaries = {
+        name: max(num_bytes, needed) if name in with_v else num_bytes
+        for name, num_bytes in footprint.step_temporary_bytes.items()
+    }
+    return replace(footprint, step_temporary_bytes=temporaries)
 
 
 def _close(hooks: ExitStack, cap: ExitStack) -> None:
