@@ -177,8 +177,9 @@ class FirstStepMemory:
         self._params = list(params)
         self._context_bytes = context_bytes
         self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
-        self._idle = {param for param in self._params if param.requires_grad}  # that had no gradient so far
-        self._hooks = [p.register_post_accumulate_grad_hook(self._idle.discard) for p in self._idle]
+        trained = [param for param in self._params if param.requires_grad]
+        self._idle = idle = set(map(id, trained))  # those that had no gradient so far; a hook must not hold them
+        self._hooks = [param.register_post_accumulate_grad_hook(lambda p: idle.discard(id(p))) for param in trained]
         device = next((param.device for param in self._params), torch.device("cpu"))
         self._meter: PeakMeter | None = PeakMeter(device, self._params, states)
         self._meter.__enter__()
@@ -211,7 +212,7 @@ class FirstStepMemory:
         self._remove_hooks()
         device = meter.device
         released = self._stepping_bytes > 0
-        idle = 0 if released else storage_bytes([p for p in self._idle if p.grad is None])
+        idle = 0 if released else storage_bytes([p for p in self._params if id(p) in self._idle and p.grad is None])
         gradients = storage_bytes([param.grad for param in self._params if param.grad is not None]) + idle
         weights = storage_bytes(self._params)
         peak = max(meter.peak_bytes + idle, self._forward_bytes + (0 if released else gradients)) - state_bytes

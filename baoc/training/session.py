@@ -36,6 +36,7 @@ from baoc.parallel import ALONE, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
 from baoc.planning.candidates import applies
+from baoc.planning.messages import too_small
 from baoc.planning.microbatch import ALIKE, fewest
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
@@ -54,6 +55,7 @@ RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the cont
 log = logging.getLogger(__name__)
 TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
 RECORDING_S = 0.5  # and where it is only written down
+MOST_CONFIRMED = 4  # budgets that are planned for before a refusal names one
 MOST_RETIMED = 4  # plans whose specs are timed before one is taken
 
 
@@ -204,6 +206,26 @@ def _bare(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
     return error.with_traceback(None)
 
 
+def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
+    """The least bytes of a few that were planned for, `least` first; None where nothing could be planned. `plan_at`
+    plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError."""
+    held = None
+    for _ in range(MOST_CONFIRMED):
+        try:
+            fewer = plan_at(least)
+        except InfeasibleBudgetError as error:
+            if held is not None:
+                break
+            least = max(_bare(error).least_feasible_bytes, least + 1)
+        except (BadInputError, torch.OutOfMemoryError):
+            break
+        else:
+            held, least = least, min(least, fewer)
+            if least == held:
+                break
+    return held
+
+
 def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
     """The specs of a catalogue that keep weights in 16 bits."""
     return [spec for spec in planner.rows.values() if spec.weights != "native"]
@@ -349,7 +371,48 @@ class Session:
         likewise at layers of fully_shard that are gathered again in backward, and at such that stay so.
         """
         look = partial(self._in_layers, partial(self._measure, measurer, **given))
-        look() if self.gathering is None else self._gathered_or_not(look, self.gathering)
+        plan = look if self.gathering is None else partial(self._gathered_or_not, look, self.gathering)
+        try:
+            return plan()
+        except InfeasibleBudgetError as error:
+            if self.device.type != "cuda" or self.budget.memory_bytes is None or self.ranks.size > 1:
+                raise
+            refusal = _bare(error)
+        raise self._confirmed(refusal, plan=plan)
+
+    def _confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
+        """The refusal with a budget that was planned for. A step that is looked at outside of a cap, or with weights of
+        16 bits, tells other bytes than one within the budget that is named by it, as torch's allocator reserves less
+        where it may not have more.
+        """
+        others = (refusal.least_host_bytes, refusal.least_step_s, self.settings.planner.recipe)
+        if any(each is not None for each in others):  # bytes are not what is wanted, or a recipe's are named
+            return refusal
+        budget = self.budget
+
+        def plan_at(num_bytes: int) -> int:
+            clear_cache(self.device)
+            self.budget = replace(budget, memory_bytes=num_bytes)
+            cap_device(self.device, budget=self.budget)
+            plan()
+            return self.plan.least_feasible_bytes
+
+        least = least_planned(refusal.least_feasible_bytes, plan_at=plan_at)
+        self.budget = budget
+        clear_cache(self.device)
+        with suppress(BadInputError):
+            cap_device(self.device, budget=budget)
+        if least is None:
+            return refusal
+        return too_small(
+            budget,
+            allowed_bytes=refusal.budget_bytes,
+            least_bytes=least,
+            state_bytes_adamw=self.planner.state_bytes_adamw,
+            allocator=self.planner.settings.allocator,
+            footprint=self.planner.footprint,
+            specs=self.planner.specs,
+        )
 
     def _gathered_or_not(self, look: Callable[[], None], gathering: Gathering) -> None:
         """Plans with layers that are gathered again in backward, or with such that stay so from forward on where a
@@ -533,8 +596,6 @@ class Session:
             clear_cache(self.device)
             found = planned(self.as_decided(self.with_context(footprint), decided=decided))
         if not found:
-            if tight and whole and self.less:
-                refusals += self._refused_in_full(measurer)
             raise min(refusals, key=lambda error: error.least_feasible_bytes)
         if full is not None and self.budget.step_time is not None:
             raise BadInputError(
@@ -577,7 +638,10 @@ class Session:
         and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
 
-        look = partial(self._looked, measurer)
+        def look() -> Footprint:
+            given = {"context_bytes": self.context_bytes, "released": self.released}
+            return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
+
         if whole:
             with suppress(torch.OutOfMemoryError):
                 return look(), False
@@ -588,22 +652,6 @@ class Session:
             clear_cache(self.device)
         with uncapped(self.device, budget=self.budget), cast_to_bf16(narrow, module=self.module):
             return as_native(look(), savings=self.less), True
-
-    def _looked(self, measurer: Measurer) -> Footprint:
-        given = {"context_bytes": self.context_bytes, "released": self.released}
-        return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
-
-    def _refused_in_full(self, measurer: Measurer) -> list[InfeasibleBudgetError]:
-        """The refusal by a look with weights in full, outside of the cap: as a budget of what it names is looked at,
-        which tells more closely what is needed than a look with weights of 16 bits."""
-        clear_cache(self.device)
-        with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget):
-            footprint = self.with_context(self._looked(measurer))
-            try:
-                self.ranks.from_first(self._planner(footprint, budget=self.budget).propose)
-            except InfeasibleBudgetError as error:
-                return [_bare(error)]
-        return []
 
     def _time(
         self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool

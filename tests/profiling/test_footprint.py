@@ -278,6 +278,33 @@ def test_the_first_step_of_a_plain_loop_bounds_its_peak():
         memory.finish(state_bytes=0)
 
 
+@pytest.mark.parametrize("order", ["zero_first", "forward_first"])
+def test_a_first_step_counts_forward_beside_gradients_and_parameters_that_had_none_yet(order: str):
+    net, idle, x = Net(), nn.Linear(32, 64), data()
+    memory = FirstStepMemory([*net.parameters(), *idle.parameters()])
+    loss = net(x)
+    if order == "forward_first":
+        memory.note_zeroing()
+    loss.backward()
+    found = memory.finish(state_bytes=0)
+    del loss
+    expected, _ = tracked_peak(net, x, order)
+    buffers, later = sum(b.nbytes for b in net.buffers()), sum(2 * p.nbytes for p in idle.parameters())
+    assert expected + later - buffers <= found.forward_backward_bytes <= expected + later
+    assert found.gradients_bytes == sum(p.nbytes for p in [*net.body.parameters(), *idle.parameters()])
+
+
+def test_a_probe_counts_gradients_that_its_batch_gave_to_none():
+    """An expert that had no sample."""
+    net, idle = Net(), nn.Linear(32, 64)
+    both = nn.ModuleList([net, idle])
+    alone, found = (probe_footprint(module, run_micro_batch=lambda: net(data())) for module in (net, both))
+    weights, gradients = sum(p.nbytes for p in idle.parameters()), sum(p.nbytes for p in idle.parameters())
+    assert found.gradients_bytes == alone.gradients_bytes + gradients
+    assert found.resident_bytes == alone.resident_bytes + weights + gradients
+    assert found.forward_backward_bytes == alone.forward_backward_bytes + weights + gradients
+
+
 def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
     """The first block is stepped beside both gradients and the activations, the second beside less."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))

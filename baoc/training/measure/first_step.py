@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.optim import seeding
 from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
-from baoc.types import Footprint, StateKind
+from baoc.types import Footprint
 
 
 class FirstStep:
@@ -46,7 +45,6 @@ class FirstStep:
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
             self._hooks.callback(hook.remove)
             reallocator.optimizer.before_zeroing.append(self._note_zeroing)
-            self._hooks.callback(reallocator.optimizer.before_zeroing.clear)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = self._note_block
 
@@ -98,6 +96,7 @@ class FirstStep:
             reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
             reallocator.planner.budget, reallocator.awaited = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
+            reallocator.optimizer.before_zeroing.clear()
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
@@ -113,14 +112,9 @@ class FirstStep:
 
 
 def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
-    """The footprint with what v of another spec takes to start from the second step's gradient."""
+    """The footprint with what it takes to start v of another spec from the second step's gradient."""
     needed = seeding.temporary_bytes(session.params.values())
-    rows = session.settings.planner.rows.values()
-    with_v = {row.name for row in rows if any(decl.kind is StateKind.V for decl in RULE_INFOS[row.rule].states)}
-    temporaries = {
-        name: max(num_bytes, needed) if name in with_v else num_bytes
-        for name, num_bytes in footprint.step_temporary_bytes.items()
-    }
+    temporaries = {name: max(held, needed) for name, held in footprint.step_temporary_bytes.items()}
     return replace(footprint, step_temporary_bytes=temporaries)
 
 
