@@ -43,7 +43,7 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
 
 
 def _start(slot: Slot, state: State, square: Tensor, *, betas: tuple[float, float]) -> None:
-    ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
+    ctx = slot.form
     age = step_of(slot, state)
     spread = _spread(square, ctx=ctx) if slot.shard is None else _spread_over(square, slot=slot, shard=slot.shard)
     full = torch.maximum(spread, inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx))
