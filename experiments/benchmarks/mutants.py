@@ -33,7 +33,10 @@ CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, 
     ),
     "codecs": ("optim/codecs.py", ("optim/test_codecs", "optim/test_codec_errors", "optim/test_packed_codecs")),
     "footprint": ("profiling/footprint.py", ("profiling/test_footprint", "profiling/test_memory_tracker")),
-    "allocators": ("planning/allocators/*.py", ("planning/test_allocator", "planning/test_allocation")),
+    "allocators": (
+        "planning/allocators/*.py",
+        (*(f"planning/test_{name}" for name in ("allocator", "allocation", "allocation_properties", "host_limits")),),
+    ),
 }
 FIELDS = ("module", "mutant", "status", "line", "changed", "commit")
 
@@ -70,7 +73,7 @@ def campaign(name: str, *, folder: Path, children: int) -> list[dict[str, str]]:
             'pytest_add_cli_args = ["-q", "-p", "no:cacheprovider", "-x", "-m", "not slow"]\n'
             'also_copy = ["conf", "tests", "run.py", "README.md", "docs", "examples", "experiments"]\n'
         )
-    env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache")}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache"), "BAOC_EXAMPLES": "quick"}
     env["PYTHONPATH"] = ":".join(part for part in env.get("PYTHONPATH", "").split(":") if part != str(ROOT))
 
     def mutmut(*words: str) -> str:
