@@ -71,6 +71,7 @@ def campaign(name: str, *, folder: Path, children: int) -> list[dict[str, str]]:
             f'only_mutate = ["baoc/{modules}"]\n'
             f"pytest_add_cli_args_test_selection = {[f'tests/{test}.py' for test in tests]}\n"
             'pytest_add_cli_args = ["-q", "-p", "no:cacheprovider", "-x", "-m", "not slow"]\n'
+            "timeout_multiplier = 4.0\n"
             'also_copy = ["conf", "tests", "run.py", "README.md", "docs", "examples", "experiments"]\n'
         )
     env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache"), "BAOC_EXAMPLES": "quick"}
