@@ -35,7 +35,12 @@ CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, 
     "footprint": ("profiling/footprint.py", ("profiling/test_footprint", "profiling/test_memory_tracker")),
     "allocators": (
         "planning/allocators/*.py",
-        (*(f"planning/test_{name}" for name in ("allocator", "allocation", "allocation_properties", "host_limits")),),
+        (
+            *(
+                f"planning/test_{name}"
+                for name in ("allocator", "allocation", "allocation_moves", "allocation_properties", "host_limits")
+            ),
+        ),
     ),
 }
 FIELDS = ("module", "mutant", "status", "line", "changed", "commit")

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
-from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem
+from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem, weighted
 from baoc.planning.allocators.moves import repair
 from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Candidate, Limits
@@ -40,7 +40,7 @@ def search(problem: Problem) -> Ints | None:
     if not (least <= problem.limits).all():
         return None
     shares = problem.spent / problem.units[:, None, None]
-    mixed = [problem.least(np.tensordot(weights, shares, axes=1)) for weights in _mixtures(problem)]
+    mixed = [problem.least(weighted(weights, shares)) for weights in _mixtures(problem)]
     distinct = list({choice.tobytes(): choice for choice in mixed}.values())
     for choice in distinct:
         if problem.feasible(choice):
