@@ -23,7 +23,7 @@ from baoc.optim.migrate import (
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, allocate, slot_under
 from baoc.planning.cost import state_bytes
-from baoc.types import BlockMove, Moments, StateKind
+from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 from tests.support.optimizing import (
     Gradients,
     assert_same,
@@ -489,3 +489,28 @@ def test_to_read_the_last_rms_leaves_states_on_the_host_alone() -> None:
     versions = {key: value._version for key, value in held.items()}
     assert optimizer.update_rms()["w"] > 0
     assert {key: value._version for key, value in held.items()} == versions
+
+
+def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() -> None:
+    params = make_params({"linear": (6, 17)})
+    (live,) = build(params, "rmsprop").registry.live.values()
+    (slot,) = live.slots
+    folded = StateDecl(name="v", kind=StateKind.V, layout=StateLayout.FOLDED, level=2)
+    value, row, col = torch.rand(6, 5), torch.rand(6, dtype=torch.float64), torch.rand(17, dtype=torch.float64)
+
+    def computed() -> list[Tensor]:
+        moments = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param)
+        nothing = inherit.m_square(slot, {}, beta=0.9, age=3, ctx=slot.form)
+        return [inherit.expand({folded: value}, ctx=slot.form, shape=(6, 17)), moments, nothing]
+
+    wanted = computed()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = computed()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(wanted, found, strict=True):
+        assert a.device == b.device and a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
+    away = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param.to("meta"))
+    assert away.device.type == "meta"

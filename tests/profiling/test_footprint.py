@@ -14,8 +14,11 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
 from baoc.profiling import step_temporaries as module
-from baoc.profiling.footprint import SCALARS_BYTES, restored
+from baoc.profiling.cuda_emulation import CachingAllocator
+from baoc.profiling.footprint import SCALARS_BYTES, _reserve, restored
+from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
+from baoc.units import KIB, MIB
 
 F32 = 4
 
@@ -345,3 +348,28 @@ def test_a_probe_that_leaves_no_gradient_is_told():
     net = Net()
     with pytest.raises(BadInputError, match=r"^no parameter has a gradient after the probe: it must run forward and"):
         probe_footprint(net, run_micro_batch=lambda: None)
+
+
+def test_fake_tensors_are_run_once_beside_zero_gradients_and_show_every_stretch():
+    net, x = Net(), data()
+    warm = probe_footprint(net, run_micro_batch=lambda: net(x))
+    cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    assert replace(cold, intervals=()) == replace(warm, intervals=())
+    raw = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, thinned=False)
+    events = [interval.name for interval in raw.intervals if interval.name != "first"]
+    assert events[0] == "dropped" and events[-1] == "ended"
+    assert [event for event in events if event.startswith("arrived ")] == [f"arrived {n}" for n in raw.gradient_order]
+    assert all(param.grad is None for param in net.frozen.parameters())
+
+
+def test_an_emulated_card_reserves_whole_pages():
+    net, x = Net(), data()
+    plain = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    emulated = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, allocator=CachingAllocator())
+    assert emulated.forward_backward_bytes == 2 * MIB > plain.forward_backward_bytes
+    assert max(interval.num_bytes for interval in emulated.intervals) == 2 * MIB
+
+
+@pytest.mark.parametrize(("device", "reserve"), [("cpu", 16 * KIB), ("cuda", LATE_MODULES_BYTES + 24 * MIB + 20 * MIB)])
+def test_a_card_keeps_room_for_late_kernels_pages_and_gaps(device: str, reserve: int):
+    assert _reserve(torch.device(device), peak=1000 * MIB) == reserve
