@@ -154,6 +154,7 @@ def test_what_runs_nothing_is_answered_in_every_process(
     assert "adamw_int8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_allocation_without_a_launcher_trains(tmp_path: Path) -> None:
     """Lightning takes it for a job of several tasks."""
     alone = {**ALONE["a batch script"], **ALONE["torchrun with one process"]}

@@ -108,6 +108,7 @@ def test_the_table_s_best_recipes_come_first_where_the_network_is_of_a_measured_
     assert "muon8_lean" in names and "foam8_lean" in names and len(names) <= 14
 
 
+@pytest.mark.slow
 def test_a_recipe_that_fits_only_with_other_weights_or_on_the_host_is_proposed_so():
     tight = within(2**40, recipe=replace(RECIPES["muon8_lean"], weights="bf16_sr")).propose().peak_bytes
 
