@@ -250,7 +250,11 @@ class Planner(BudgetedBlocks):
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:
             unknown = self.family is None or self.extrapolates
-            why = "nothing was measured of this kind of network" if unknown else "no measured recipe fits"
+            why = (
+                "nothing was measured of this kind of network"
+                if unknown
+                else "no measured recipe of the specs on offer fits"
+            )
             if self.extrapolates and self.family is not None:
                 why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
             tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""

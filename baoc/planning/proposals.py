@@ -113,9 +113,10 @@ def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal |
 
 
 def _known(planner: Planner, *, family: Family) -> list[Proposal]:
-    """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits and
-    was not worse than fp32 AdamW, a few more measured ones, the catalogue's, those that were measured first. Of several
-    that run the same on this network, as those that differ in the embedding alone where there is none, the first."""
+    """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits, on
+    networks of a measured kind if it was not worse than fp32 AdamW; a few more measured ones; the catalogue's, those
+    that were measured first. Of several that run the same on this network, as those that differ in the embedding alone
+    where there is none, the first."""
     measured: dict[object, MeasuredRecipe] = {}
     made: dict[object, Proposal] = {}
     for one in ranked(planner, family=family):
@@ -126,7 +127,7 @@ def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     first: dict[str, object] = {}
     for key, one in measured.items():
         hidden = one.recipe.specs.get(HIDDEN) or one.recipe.specs["mlp_in"]  # of a mixture, the part that is largest
-        if one.change.mean <= adamw:
+        if planner.extrapolates or one.change.mean <= adamw:
             first.setdefault(SPECS[hidden].rule, key)
     more = [key for key, one in measured.items() if one.name not in RECIPES and key not in first.values()]
     catalogue = [key for key, one in measured.items() if one.name in RECIPES]

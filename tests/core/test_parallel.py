@@ -14,6 +14,7 @@ from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.parallel import LAUNCHERS, ranks_here, unwrapped
+from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.training.run import run
@@ -90,6 +91,10 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     "study": (
         lambda: run_study(StudyConfig(name="few", objectives={"quality": "maximize"}, space=()), folder="nowhere"),
         r"a study was started as .* Start it once per worker",
+    ),
+    "race": (
+        lambda: run_race(from_plain({}), words=[], folder=Path("nowhere"), command=""),
+        r"a race was started as .*: each would hold it alone. Race in one process .*, then train with recipe=raced",
     ),
     "strategy, devices=auto": (lambda: strategy("auto"), "BaocStrategy was built in .* trains on one device, and"),
     "strategy, devices=1": (
