@@ -41,7 +41,7 @@ class Planner(BudgetedBlocks):
 
     def least_bytes(self) -> int:
         """What the allocation of fewest bytes takes in the budget's own measure."""
-        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None)))
+        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None, every=True)))
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -71,7 +71,8 @@ class Planner(BudgetedBlocks):
 
     def _propose(self, *, risk: str, profile: Profile | None, stand_ins: bool) -> Plan:
         name, allocator = risk, self.allocator
-        attempts = list(all_attempts(self, risk=name, profile=profile, stand_ins=stand_ins))
+        given = {"risk": name, "profile": profile, "stand_ins": stand_ins}
+        attempts = list(all_attempts(self, **given)) or list(all_attempts(self, **given, every=True))
         many = len(self.blocks) > FEW_BLOCKS or self.places
         quick = len(attempts) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Attempt]] = []
@@ -209,7 +210,7 @@ class Planner(BudgetedBlocks):
             ("range", risk),
             (read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
-                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile))),
+                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile, every=True))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )

@@ -61,6 +61,20 @@ def test_a_step_that_a_footprint_does_not_know_is_no_step_without_temporaries():
         known.peak_bytes(state_bytes=0, specs=("sign@streamed", "adamw", "muon"))
 
 
+def test_every_budget_from_the_least_on_is_met_however_much_room_other_specs_steps_need():
+    """With each spec the peak is another one: more levels of room than are looked at."""
+    names = sorted(planner(memory(2**40), footprint=FOOTPRINT).specs)
+    needs = {name: 6 * MIB + MIB * (2 if name == "adamw" else 4 + at) for at, name in enumerate(names)}
+    needs |= dict.fromkeys(("column_norm", "sign"), 8 * MIB + 1)
+    crowded = replace(FOOTPRINT, step_temporary_bytes=needs)
+    least = planner(memory(2**40), footprint=crowded).propose().least_feasible_bytes
+    for budget in (least, least + 1, least + 2**18, least + 2 * MIB, least + 20 * MIB):
+        plan = planner(memory(budget), footprint=crowded).propose()
+        assert plan.peak_bytes <= budget and plan.least_feasible_bytes == least
+    with pytest.raises(InfeasibleBudgetError, match=f"{least} bytes"):
+        planner(memory(least - 1), footprint=crowded).propose()
+
+
 def test_all_of_adamw_s_state_is_enough_for_adamw_where_tensors_are_padded():
     odd = [replace(p, shape=(63, 61)) for p in PARAMS]
     plan = Planner(odd, budget=Budget(name="state_100", state_fraction=1.0)).propose()

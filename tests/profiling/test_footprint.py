@@ -305,7 +305,7 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
 ):
     """On a busy machine threads wait for each other longer than such a step takes."""
     seen: list[int] = []
-    monkeypatch.setattr(module, "bytes_on_a_small_one", lambda *_: seen.append(torch.get_num_threads()) or 8)
+    monkeypatch.setattr(module, "bytes_of_a_step", lambda *_: seen.append(torch.get_num_threads()) or 8)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -313,6 +313,19 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 24, 3, 3), (16, 300), (100, 130)])
+@pytest.mark.parametrize("name", ["muon", "muon_int8+split8"])
+def test_a_step_on_matrices_takes_what_is_predicted_whatever_their_shape(name: str, shape: tuple[int, ...]):
+    def probe() -> Callable[[], object]:
+        param = nn.Parameter(torch.ones(shape))
+        param.grad = torch.randn(shape)
+        return BlockwiseOptimizer([param], SPECS[name], backend="eager").step
+
+    found = step_temporary_bytes(probe, device="cpu")
+    told = step_temporaries([SPECS[name]], params=[torch.zeros(8), torch.zeros(4, 4), torch.zeros(shape)])[name]
+    assert abs(told - found) <= 64  # numbers of a step are no tensors on meta
 
 
 def test_what_a_footprint_says_of_how_it_was_made():
