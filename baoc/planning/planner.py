@@ -14,7 +14,7 @@ from baoc.planning.allocators.recipe import RecipeAllocator
 from baoc.planning.attempts import Attempt, all_attempts, least_of, spend
 from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, read_by
 from baoc.planning.candidates import undominated
-from baoc.planning.measured import basis_of, choose, useful_bytes
+from baoc.planning.measured import basis_of, best_rate, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way
 from baoc.planning.risk import RISKS
@@ -245,6 +245,10 @@ class Planner(BudgetedBlocks):
         recipe = self.settings.recipe
         if recipe is not None:
             text = f"{recipe.title}: the recipe that was asked for"
+            measured = None if self.extrapolates or recipe.lr else self.family
+            rate = 1.0 if measured is None else best_rate(self, recipe, family=measured)
+            if rate != 1:
+                text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
             return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
         if not self._chooses:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")

@@ -14,7 +14,7 @@ from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
 from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ADAMW, ranked, rate_here, streamed
+from baoc.planning.measured import ADAMW, best_rate, ranked, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -96,9 +96,7 @@ def proposals(
 def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
     """A recipe that fits, at the multiple of the learning rate at which it measured best, as a plan by the table has it
     (1 where it was not measured): a race's own multiples come on top. None where it does not fit or apply."""
-    runs = (recipe.specs, recipe.betas)
-    rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
-    fitting = next(_variants(planner, at_rate(recipe, rate_here(planner, rate, family=family))), None)
+    fitting = next(_variants(planner, at_rate(recipe, best_rate(planner, recipe, family=family))), None)
     if fitting is None:
         return None
     recipe, plan = fitting
