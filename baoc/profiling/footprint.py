@@ -113,24 +113,27 @@ def probe_footprint(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
-        if released and device.type == "cuda":  # where blocks wait for others, which are dropped one by one here
-            waiting = grouped_bytes(sum(param.nbytes for param in params if param.requires_grad))
-            peak, gradients_bytes, resident_bytes = peak + waiting, gradients_bytes + waiting, resident_bytes + waiting
+        waiting = _waiting_bytes(device, params) if released else 0
         validation = _validation(run_validation_batch, module, meter, named=named)
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
         weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
-        gradients_bytes=gradients_bytes,
-        forward_backward_bytes=peak,
+        gradients_bytes=gradients_bytes + waiting,
+        forward_backward_bytes=peak + waiting,
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
-        resident_bytes=resident_bytes,
+        resident_bytes=resident_bytes + waiting,
         context_bytes=memory.settle_context(device) or context_bytes,
-        reserve_bytes=_reserve(device, peak=peak),
+        reserve_bytes=_reserve(device, peak=peak + waiting),
         released=bool(released),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
+
+
+def _waiting_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
+    """Gradients that are there longer on a card, where blocks wait for others; here they are dropped one by one."""
+    return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
 
 
 def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: GradientDropper, *, released: bool) -> tuple[int, int]:
