@@ -81,7 +81,10 @@ def campaign(name: str, *, folder: Path, children: int) -> list[dict[str, str]]:
 
     def mutmut(*words: str) -> str:
         command = [sys.executable, "-m", "mutmut", *words]
-        return subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout
+        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{done.stdout[-4000:]}\nmutmut {' '.join(words)} ended with exit code {done.returncode}")
+        return done.stdout
 
     mutmut("run", "--max-children", str(children))
     rows: list[dict[str, str]] = []
