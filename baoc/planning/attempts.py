@@ -57,7 +57,7 @@ def all_attempts(
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
         within = None if every else planner.budget.memory_bytes
-        by_level = levels(planner.footprint, specs=planner.specs, memory=within)
+        by_level = list(levels(planner.footprint, specs=planner.specs, memory=within))
     for base_peak, specs in by_level:
         for way in _ways(planner, risk=risk, profile=profile):
             above = None if base_peak is None else base_peak + way.device_bytes

@@ -349,10 +349,11 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
 @pytest.mark.parametrize("shape", [(64, 64), (32, 24, 3, 3), (16, 300), (100, 130)])
 @pytest.mark.parametrize("name", ["muon", "muon_int8+split8"])
 def test_a_step_on_matrices_takes_what_is_predicted_whatever_their_shape(name: str, shape: tuple[int, ...]):
-    def probe() -> Callable[[], object]:
+    def probe() -> Callable[[], None]:
         param = nn.Parameter(torch.ones(shape))
         param.grad = torch.randn(shape)
-        return BlockwiseOptimizer([param], SPECS[name], backend="eager").step
+        optimizer = BlockwiseOptimizer([param], SPECS[name], backend="eager")
+        return lambda: optimizer.step() and None
 
     found = step_temporary_bytes(probe, device="cpu")
     told = step_temporaries([SPECS[name]], params=[torch.zeros(8), torch.zeros(4, 4), torch.zeros(shape)])[name]
