@@ -40,6 +40,10 @@ REFUSED = {
         "a study was started as {ranks}: each would work on it alone. Start it once per worker, without a launcher of "
         "ranks; hydra.sweeper.gpus_per_trial=N gives each trial N of its own"
     ),
+    "race": (
+        "a race was started as {ranks}: each would hold it alone. Race in one process (mode=race, without a launcher "
+        "of ranks), then train with recipe=raced"
+    ),
     "strategy": (
         "BaocStrategy was built in {ranks}: it trains on one device, and each process would train alone on all of the "
         "data. Use BaocDDPStrategy or, for fully_shard, BaocFSDPStrategy, which take the same arguments, or start one "

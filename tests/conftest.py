@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -32,20 +32,24 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each worker begins with its share of the slow tests, so that all end together: `--dist=worksteal` deals the list
-    out in equal runs, and moves what is left at their ends, which is short."""
+    """Each worker begins with its share of the slow files, whole, so that what a module sets up is set up once and all
+    end together: `--dist=worksteal` deals the list out in equal runs, and moves what is left at their ends, which is
+    short."""
     if not hasattr(config, "workerinput"):
         return
     workers = config.workerinput["workercount"]
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    fast = [item for item in items if not item.get_closest_marker("slow")]
-    ends = [len(items) * number // workers for number in range(workers + 1)]
-    cuts = [len(slow) * number // workers for number in range(workers + 1)]
-    items[:] = [
-        item
-        for (start, stop), (first, last) in zip(pairwise(ends), pairwise(cuts), strict=True)
-        for item in (*slow[first:last], *fast[start - first : stop - last])
-    ]
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            files.setdefault(item.path, []).append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for file in sorted(files.values(), key=len, reverse=True):
+        min(shares, key=len).extend(file)
+    fast = iter([item for item in items if not item.get_closest_marker("slow")])
+    for number, share in enumerate(shares):
+        size = len(items) * (number + 1) // workers - len(items) * number // workers
+        share.extend(islice(fast, max(size - len(share), 0)))
+    items[:] = [*chain.from_iterable(shares), *fast]
 
 
 Completed = subprocess.CompletedProcess[str]

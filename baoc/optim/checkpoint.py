@@ -293,6 +293,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                     betas=slot.betas(param_groups),
                     moments=None,
                     report=ConversionReport(),
+                    fresh=False,
                     seeded=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:

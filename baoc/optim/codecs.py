@@ -70,9 +70,7 @@ def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.devi
     pattern = lanes(phase, device).repeat(group // LANES)
     if new is None:
         return pattern
-    flat = new.reshape(-1)
-    flat = pad(flat, (0, -len(flat) % group), value=True).view(-1, group)
-    return torch.where(flat, pattern, 0.5)
+    return torch.where(grouped(new.reshape(-1), group), pattern, 0.5)
 
 
 @lru_cache(maxsize=16)
@@ -86,6 +84,12 @@ def lanes_of(first: int, count: int) -> Tensor:
     phases = torch.arange(first, first + count, dtype=torch.float64, device="cpu")[:, None]
     steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phases * _PER_STEP
     return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24)
+
+
+def grouped(flat: Tensor, group: int) -> Tensor:
+    """A flat tensor as [groups, group], zero-padded."""
+    missing = -flat.numel() % group
+    return (pad(flat, (0, missing)) if missing else flat).view(-1, group)
 
 
 def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
@@ -134,7 +138,7 @@ class Bf16:
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        kept = values.nan_to_num(nan=0.0).clamp_(-_BF16_MAX, _BF16_MAX)
+        kept = values.nan_to_num().clamp_(-_BF16_MAX, _BF16_MAX)
         if phase is not None:
             # Adding up to one bf16 step to the bits and cutting the rest off rounds up in that share of the steps.
             bits = kept.reshape(-1).view(torch.int32)
@@ -180,24 +184,19 @@ class Grouped:
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
         payload, kept_scale = parts[""], parts[".scale"]
-        if not payload.numel():
-            return
-        x = _groups(self.compress_(values.nan_to_num(nan=0.0).reshape(-1)))
+        x = grouped(self.compress_(values.nan_to_num().reshape(-1)), LANES)
         scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=self.largest)
         if phase is not None:
             scale = _kept_or_new(scale, kept=kept_scale)
         kept_scale.copy_(scale)
-        x = x.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1))
+        x = x.div_(scale.clamp_(min=_TINY).unsqueeze(1))
         threshold = thresholds(phase, new=new, group=LANES, device=x.device) if phase is not None else None
         codes = self.quantise(x, threshold)
         payload.view(-1).copy_(codes.view(-1)[: payload.numel()])
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
         payload = parts[""]
-        if not payload.numel():
-            return torch.zeros(tuple(shape), dtype=torch.float32, device=payload.device)
-        x = self.restore(_groups(payload.view(-1)).to(torch.float32))
-        x = x.mul_(parts[".scale"].to(torch.float32).unsqueeze(1))
+        x = self.restore(grouped(payload.view(-1), LANES).to(torch.float32)).mul_(parts[".scale"].unsqueeze(1))
         return self.expand_(x.view(-1)[: payload.numel()]).view(tuple(shape))
 
     def compress_(self, values: Tensor) -> Tensor:
@@ -217,16 +216,9 @@ class Grouped:
         raise NotImplementedError
 
 
-def _groups(flat: Tensor) -> Tensor:
-    """A flat tensor as [groups, 32], zero-padded."""
-    missing = -flat.numel() % LANES
-    return (pad(flat, (0, missing)) if missing else flat).view(-1, LANES)
-
-
 def _kept_or_new(scale: Tensor, *, kept: Tensor) -> Tensor:
     """The scales that the groups have where those still do, else the new ones (both bf16, not negative)."""
-    old, top = kept.to(torch.float32), scale.to(torch.float32)
-    return torch.where((top <= old) & (top >= _KEEP_SCALE * old), kept, scale)
+    return torch.where((scale <= kept) & (scale >= _KEEP_SCALE * kept.to(torch.float32)), kept, scale)
 
 
 def round_up(values: Tensor, *, largest: float) -> Tensor:
@@ -234,7 +226,7 @@ def round_up(values: Tensor, *, largest: float) -> Tensor:
     values = values.clamp(max=largest)
     nearest = values.to(torch.bfloat16)
     bits = nearest.view(torch.int16)
-    return torch.where(nearest.to(torch.float32) < values, bits + 1, bits).view(torch.bfloat16)
+    return torch.where(nearest < values, bits + 1, bits).view(torch.bfloat16)
 
 
 def _stochastic(x: Tensor, threshold: Tensor | None) -> Tensor:
@@ -381,23 +373,17 @@ class Packed:
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
         payload, scale = parts[""], parts[".scale"]
-        if not payload.numel():
-            return
-        flat = values.nan_to_num(nan=0.0).reshape(-1)
-        missing = -flat.numel() % self.info.group
-        groups = (pad(flat, (0, missing)) if missing else flat).view(-1, self.info.group)
+        groups = grouped(values.nan_to_num().reshape(-1), self.info.group)
         threshold = None
         if phase is not None:
-            threshold = thresholds(phase, new=new, group=self.info.group, device=flat.device)
+            threshold = thresholds(phase, new=new, group=self.info.group, device=groups.device)
         codes = self.quantise(groups, scale, threshold).to(torch.uint8).view(-1, 2)
         payload.copy_((codes[:, 0] | (codes[:, 1] << 4))[: payload.numel()])
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
         payload, scale = parts[""], parts[".scale"]
         numel = torch.Size(shape).numel()
-        codes = torch.stack((payload & 15, payload >> 4), dim=1).view(-1)
-        missing = -codes.numel() % self.info.group
-        codes = (pad(codes, (0, missing)) if missing else codes).view(-1, self.info.group)
+        codes = grouped(torch.stack((payload & 15, payload >> 4), dim=1).view(-1), self.info.group)
         return self.restore(codes.to(torch.float32), scale).view(-1)[:numel].view(tuple(shape))
 
     def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
@@ -417,7 +403,7 @@ class Root4(Packed):
     def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
         size = values.abs()
         scale.copy_(round_up(size.amax(1), largest=_BF16_MAX))
-        y = size.div_(scale.to(torch.float32).clamp_(min=_TINY).unsqueeze(1)).clamp_(max=1.0).mul_(49)
+        y = size.div_(scale.clamp(min=_TINY).unsqueeze(1)).mul_(49)
         low = y.sqrt().floor_().clamp_(max=6)
         bound = (2 * low).add_(1).mul_(0.5 if threshold is None else threshold).addcmul_(low, low)
         code = (low + (y >= bound)).mul_(y >= _LEAST)
@@ -425,7 +411,7 @@ class Root4(Packed):
 
     def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
         signed = torch.where(codes > 7, codes - 16, codes)
-        return signed.mul_(signed.abs()).div_(49).mul_(scale.to(torch.float32).unsqueeze(1))
+        return signed.mul_(signed.abs()).div_(49).mul_(scale.unsqueeze(1))
 
 
 class Lattice4(Packed):
@@ -437,8 +423,7 @@ class Lattice4(Packed):
         positive = values > 0
         exponent = values.clamp(min=0).sqrt_().clamp_(max=_LARGEST_ROOT).log2_().mul_(8)
         some = positive.any(1)
-        high = torch.where(some, exponent.amax(1), 0.0)
-        low = torch.where(some, exponent.masked_fill(~positive, torch.inf).amin(1), 0.0)
+        high, low = exponent.amax(1), exponent.masked_fill(~positive, torch.inf).amin(1)
         top, k = _lattice(high, low, kept=scale.bitwise_and(3) if threshold is not None else None)
         scale.copy_(torch.where(some, 4 * top + k, 0.0))
         unit = torch.exp2(3 - k).unsqueeze(1)
@@ -465,7 +450,7 @@ def _lattice(high: Tensor, low: Tensor, *, kept: Tensor | None) -> tuple[Tensor,
     top = torch.ceil(high / 8 - _SLACK) * 8
     found = torch.zeros_like(high, dtype=torch.bool)
     for finer in _KS[:-1]:
-        unit = float(8 >> finer)
+        unit = 2.0 ** (3 - finer)
         above = torch.ceil(high / unit - _SLACK) * unit
         limit = _LIMIT if kept is None else torch.where(kept < finer, _LIMIT_FINER, _LIMIT)
         fits = (above - low <= (limit + _SLACK) * unit) & ~found

@@ -57,7 +57,7 @@ def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     assert ctx.matrix is not None
     fold = 2**decl.level
     length = ctx.matrix[1]
-    sizes = torch.full((value.shape[1],), float(fold), device=value.device)
+    sizes = value.new_full((value.shape[1],), fold)
     sizes[-1] = length - (value.shape[1] - 1) * fold
     scale = fold / sizes * (fold if decl.kind is StateKind.V else 1)
     return (value * scale).repeat_interleave(fold, dim=1)[:, :length]
@@ -86,6 +86,6 @@ def m_square(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, 
     """
     held = [kept for kept in slot.kept if kept.decl.kind is StateKind.M]
     if not held:
-        return torch.zeros((), device=slot.param.device)
+        return slot.param.new_zeros(())
     values = {kept.decl: kept.decode(state) for kept in held}
     return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(held[0].decl, beta=beta, at=age)).square_()

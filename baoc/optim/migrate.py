@@ -62,8 +62,8 @@ def convert(
     betas: tuple[float, float],
     moments: Moments | None,
     report: ConversionReport,
-    fresh: bool = False,
-    seeded: bool = True,
+    fresh: bool,
+    seeded: bool,
 ) -> bool:
     """Fills `new`, the zero state of `target`, from `old`, the state of `source`. The module's docstring says how.
 
@@ -148,7 +148,7 @@ class _Mover:
     def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
         """The numbers of the new state, with the bias of the old state's age."""
         param = self.target.param
-        ctx = self.target.context(step=0, betas=(0.0, 0.0), eps=0.0)
+        ctx = self.target.form
         if not held:
             assert moments is not None
             m_square = inherit.m_square(self.target, new, beta=self.betas[0], age=self.age, ctx=ctx)
@@ -160,14 +160,13 @@ class _Mover:
         full = inherit.expand(values, ctx=ctx, shape=tuple(param.shape))
         if self.kind is StateKind.V and held[0].decl.layout is StateLayout.FOLDED and moments is not None:
             # A folded v says where v is large; the profile says how large.
-            mean = moments.row.to(device=param.device, dtype=torch.float32).mean()
+            mean = moments.row.to(param.device).mean()
             full = full * (mean * self._bias(held[0].decl, at=self.step) / full.mean().clamp(min=1e-30))
         return inherit.reduce(full, kept.decl, ctx=ctx)
 
     def _gain(self, held: StateDecl | None, wanted: StateDecl) -> float:
         before = self._bias(held, at=self.step) if held is not None else 1.0
-        after = self._bias(wanted, at=self.age)
-        return 1.0 if before == after else after / before
+        return self._bias(wanted, at=self.age) / before
 
     def _bias(self, decl: StateDecl, *, at: int) -> float:
         return inherit.bias(decl, beta=self.betas[self.kind is StateKind.V], at=at)
@@ -195,13 +194,12 @@ def needs_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
     A v by column alone is the same on all ranks, and v of equal tags is copied.
     """
     before, after = ([_tags(decl) for decl in of.states if decl.kind is StateKind.V] for of in (source, target))
-    alike = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN)]
+    alike = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN, 0)]
     return bool(before and after) and not alike and (sums_columns(source) or sums_columns(target))
 
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
-    folded = decl.layout is StateLayout.FOLDED
-    return (decl.kind, decl.layout, *((decl.level,) if folded else ()))
+    return decl.kind, decl.layout, decl.level
 
 
 def rms_of(name: str, *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
@@ -230,22 +228,19 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)
-        norm, numel = _over_ranks(slot, norm=norm, count=numel)
-        total += float(norm) ** 2
+        norm, numel = _over_ranks(slot, norm=float(norm), count=numel)
+        total += norm**2
         count += numel
     return (total / count) ** 0.5 if count and not isnan(total) else None
 
 
-def _over_ranks(slot: Slot, *, norm: float | Tensor, count: int) -> tuple[float | Tensor, int]:
+def _over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
     """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
     if slot.shard is None or slot.shard.shards.size == 1:
         return norm, count
-    shards, device = slot.shard.shards, slot.param.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    sums[0], sums[1] = norm * norm, count
-    shards.total_(sums)
-    whole = sums[0].sqrt()
-    return (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(sums[1])
+    sums = torch.tensor([norm**2, count], dtype=torch.float64, device=slot.param.device)
+    slot.shard.shards.total_(sums)
+    return float(sums[0]) ** 0.5, int(sums[1])
 
 
 def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:

@@ -47,7 +47,7 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
 
 def _start(slot: Slot, state: State, lines: Tensor, across: Tensor, *, betas: tuple[float, float]) -> None:
     """v from the means of the squares by stored line and across them; holds three times the parameter's fp32 bytes."""
-    ctx = slot.context(step=0, betas=(0.0, 0.0), eps=0.0)
+    ctx = slot.form
     age = step_of(slot, state)
     full = (lines.unsqueeze(1) * (across / across.mean().clamp(min=inherit.TINY))).reshape(slot.param.shape)
     least = inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx)

@@ -94,6 +94,11 @@ class Slot:
         group = param_groups[self.group]
         return group["betas"] if self.tuned is None else betas_of(self.tuned, group)
 
+    @property
+    def form(self) -> RuleContext:
+        """The context of what goes by the tensor's form alone."""
+        return self.context(step=0, betas=(0.0, 0.0), eps=0.0)
+
     def context(self, *, step: int, betas: tuple[float, float], eps: float) -> RuleContext:
         return RuleContext(
             step=step,

@@ -50,13 +50,14 @@ class Attempt:
 
 
 def all_attempts(
-    planner: BudgetedBlocks, *, risk: str, profile: Profile | None, stand_ins: bool = False
+    planner: BudgetedBlocks, *, risk: str, profile: Profile | None, stand_ins: bool = False, every: bool = False
 ) -> Iterator[Attempt]:
-    """Every attempt with a candidate for each block: over levels from little room to much, ways of placement, and
-    counts of savings from the boldest on."""
+    """Attempts with a candidate for each block: over levels from little room to much, ways of placement, and counts of
+    savings from the boldest on. `every`: at each level, for what the least is; else at some within the budget."""
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
-        by_level = list(levels(planner.footprint, specs=planner.specs))
+        within = None if every else planner.budget.memory_bytes
+        by_level = list(levels(planner.footprint, specs=planner.specs, memory=within))
     for base_peak, specs in by_level:
         for way in _ways(planner, risk=risk, profile=profile):
             above = None if base_peak is None else base_peak + way.device_bytes

@@ -21,16 +21,19 @@ Pool = Mapping[str, tuple[Candidate, ...]]
 MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
 
 
-def levels(footprint: Footprint, *, specs: Collection[str]) -> list[tuple[int, frozenset[str]]]:
+def levels(footprint: Footprint, *, specs: Collection[str], memory: int | None) -> list[tuple[int, frozenset[str]]]:
     """(Peak without state, specs whose step stays below it), from few specs to all.
 
     More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan may
-    either do without that spec or leave room for it.
+    either do without that spec or leave room for it. MAX_LEVELS of those within `memory`, which alone may hold it; all
+    of them where it is None.
     """
     peaks = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in specs}
     found = sorted(set(peaks.values()))
-    if len(found) > MAX_LEVELS:
-        found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
+    if memory is not None:
+        found = [level for level in found if level <= memory] or found[-1:]
+        if len(found) > MAX_LEVELS:
+            found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
     return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in found]
 
 

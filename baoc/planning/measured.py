@@ -132,6 +132,13 @@ def rate_here(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
     return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 
 
+def best_rate(planner: BudgetedBlocks, recipe: Recipe, *, family: Family) -> float:
+    """The multiple of the learning rate at which a recipe measured best; 1 where it was not measured."""
+    runs = (recipe.specs, recipe.betas)
+    rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
+    return rate_here(planner, rate, family=family)
+
+
 def streamed(recipe: Recipe) -> Recipe:
     """The recipe with the states of all roles but norms on the host, stepped on the device."""
     specs = {role: spec if role == Role.NORM else on_host(spec) for role, spec in recipe.specs.items()}

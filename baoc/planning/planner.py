@@ -14,7 +14,7 @@ from baoc.planning.allocators.recipe import RecipeAllocator
 from baoc.planning.attempts import Attempt, all_attempts, least_of, spend
 from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, read_by
 from baoc.planning.candidates import undominated
-from baoc.planning.measured import basis_of, choose, useful_bytes
+from baoc.planning.measured import basis_of, best_rate, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.placement import Way
 from baoc.planning.risk import RISKS
@@ -41,7 +41,7 @@ class Planner(BudgetedBlocks):
 
     def least_bytes(self) -> int:
         """What the allocation of fewest bytes takes in the budget's own measure."""
-        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None)))
+        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None, every=True)))
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -71,7 +71,8 @@ class Planner(BudgetedBlocks):
 
     def _propose(self, *, risk: str, profile: Profile | None, stand_ins: bool) -> Plan:
         name, allocator = risk, self.allocator
-        attempts = list(all_attempts(self, risk=name, profile=profile, stand_ins=stand_ins))
+        given = {"risk": name, "profile": profile, "stand_ins": stand_ins}
+        attempts = list(all_attempts(self, **given)) or list(all_attempts(self, **given, every=True))
         many = len(self.blocks) > FEW_BLOCKS or self.places
         quick = len(attempts) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Attempt]] = []
@@ -209,7 +210,7 @@ class Planner(BudgetedBlocks):
             ("range", risk),
             (read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
-                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile))),
+                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile, every=True))),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )
@@ -244,13 +245,21 @@ class Planner(BudgetedBlocks):
         recipe = self.settings.recipe
         if recipe is not None:
             text = f"{recipe.title}: the recipe that was asked for"
+            measured = None if self.extrapolates or recipe.lr else self.family
+            rate = 1.0 if measured is None else best_rate(self, recipe, family=measured)
+            if rate != 1:
+                text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
             return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
         if not self._chooses:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:
             unknown = self.family is None or self.extrapolates
-            why = "nothing was measured of this kind of network" if unknown else "no measured recipe fits"
+            why = (
+                "nothing was measured of this kind of network"
+                if unknown
+                else "no measured recipe of the specs on offer fits"
+            )
             if self.extrapolates and self.family is not None:
                 why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
             tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""

@@ -14,7 +14,7 @@ from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
 from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ADAMW, ranked, rate_here, streamed
+from baoc.planning.measured import ADAMW, best_rate, ranked, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -96,9 +96,7 @@ def proposals(
 def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
     """A recipe that fits, at the multiple of the learning rate at which it measured best, as a plan by the table has it
     (1 where it was not measured): a race's own multiples come on top. None where it does not fit or apply."""
-    runs = (recipe.specs, recipe.betas)
-    rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
-    fitting = next(_variants(planner, at_rate(recipe, rate_here(planner, rate, family=family))), None)
+    fitting = next(_variants(planner, at_rate(recipe, best_rate(planner, recipe, family=family))), None)
     if fitting is None:
         return None
     recipe, plan = fitting
@@ -113,9 +111,10 @@ def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal |
 
 
 def _known(planner: Planner, *, family: Family) -> list[Proposal]:
-    """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits and
-    was not worse than fp32 AdamW, a few more measured ones, the catalogue's, those that were measured first. Of several
-    that run the same on this network, as those that differ in the embedding alone where there is none, the first."""
+    """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits, on
+    networks of a measured kind if it was not worse than fp32 AdamW; a few more measured ones; the catalogue's, those
+    that were measured first. Of several that run the same on this network, as those that differ in the embedding alone
+    where there is none, the first."""
     measured: dict[object, MeasuredRecipe] = {}
     made: dict[object, Proposal] = {}
     for one in ranked(planner, family=family):
@@ -126,7 +125,7 @@ def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     first: dict[str, object] = {}
     for key, one in measured.items():
         hidden = one.recipe.specs.get(HIDDEN) or one.recipe.specs["mlp_in"]  # of a mixture, the part that is largest
-        if one.change.mean <= adamw:
+        if planner.extrapolates or one.change.mean <= adamw:
             first.setdefault(SPECS[hidden].rule, key)
     more = [key for key, one in measured.items() if one.name not in RECIPES and key not in first.values()]
     catalogue = [key for key, one in measured.items() if one.name in RECIPES]

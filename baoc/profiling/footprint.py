@@ -116,11 +116,8 @@ def probe_footprint(
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
         # Experts that this batch had no sample for: a later one has some.
         idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
-        if released and device.type == "cuda":  # where blocks wait for others, which are dropped one by one here
-            waiting = grouped_bytes(sum(param.nbytes for param in params if param.requires_grad))
-            peak, gradients_bytes, resident_bytes = peak + waiting, gradients_bytes + waiting, resident_bytes + waiting
+        waiting = _waiting_bytes(device, params) if released else idle
         validation = _validation(run_validation_batch, module, meter, named=named)
-    peak, gradients_bytes, resident_bytes = peak + idle, gradients_bytes + idle, resident_bytes + idle
     intervals, validation = (
         tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
     )
@@ -128,16 +125,21 @@ def probe_footprint(
         device=str(device),
         micro_batch=micro_batch,
         weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
-        gradients_bytes=gradients_bytes,
-        forward_backward_bytes=peak,
+        gradients_bytes=gradients_bytes + waiting,
+        forward_backward_bytes=peak + waiting,
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
-        resident_bytes=resident_bytes,
+        resident_bytes=resident_bytes + waiting,
         context_bytes=memory.settle_context(device) or context_bytes,
-        reserve_bytes=_reserve(device, peak=peak),
+        reserve_bytes=_reserve(device, peak=peak + waiting),
         released=bool(released),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
+
+
+def _waiting_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
+    """Gradients that are there longer on a card, where blocks wait for others; here they are dropped one by one."""
+    return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
 
 
 def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: GradientDropper, *, released: bool) -> tuple[int, int]:

@@ -20,11 +20,13 @@ from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes
 from baoc.types import OptimizerSpec, Scaling
 
-_ROWS, _COLUMNS = 256, 256
+_SMALL = 256, 256
 
 
 def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.Tensor]) -> dict[str, int]:
     """Spec -> bytes for the largest of `params`, measured on 65,536 elements: temporaries grow with the tensor.
+    Products of a matrix with its transpose do not: rules that need them are stepped in the shapes that there are, on
+    meta tensors.
 
     Steps go through tensors one by one, so the largest one decides; how many elements there are together says who
     steps them. Rounded up, as the peak may not be above what is predicted. On a GPU nothing is measured there, as that
@@ -61,27 +63,45 @@ def _measured(
     numel = sum(param.numel() for param in params)
     moved = largest.device.type == "cuda"
     device = torch.device("cpu") if moved else largest.device
-    scale = largest.numel() / (_ROWS * _COLUMNS)
+    scale, shapes = largest.numel() / math.prod(_SMALL), _largest_shapes(params)
     found, threads = {}, torch.get_num_threads()
     torch.set_num_threads(1)  # others wait for each other longer than so little takes
     try:
         for spec in specs:
             by = backend or (EagerBackend.name if moved else stand_in(spec, device=device, numel=numel))
-            found[spec.name] = math.ceil(scale * bytes_on_a_small_one(spec, device, largest.dtype, by))
+            if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL:
+                meta = torch.device("meta")
+                found[spec.name] = max(bytes_of_a_step(spec, meta, largest.dtype, by, shape) for shape in shapes)
+            else:
+                found[spec.name] = math.ceil(scale * bytes_of_a_step(spec, device, largest.dtype, by, _SMALL))
     finally:
         torch.set_num_threads(threads)
     return found
 
 
-@lru_cache(maxsize=256)
-def bytes_on_a_small_one(spec: OptimizerSpec, device: torch.device, dtype: torch.dtype, backend: str) -> int:
-    """Bytes of a step on _ROWS x _COLUMNS elements, which nothing changes while a process lives."""
-    return step_temporary_bytes(_probe(spec, device=device, dtype=dtype, backend=backend), device=device)
+def _largest_shapes(params: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Those of matrices beside which no other has as many elements and as long a shorter side."""
+    sides = {tuple(p.shape): min(len(p), p.numel() // len(p)) for p in params if p.ndim > 1 and p.numel()}
+    found: list[tuple[int, ...]] = []
+    for shape in sorted(sides, key=lambda shape: (-math.prod(shape), -sides[shape])):
+        if not found or sides[shape] > sides[found[-1]]:
+            found.append(shape)
+    return found or [_SMALL]
 
 
-def _probe(spec: OptimizerSpec, *, device: torch.device, dtype: torch.dtype, backend: str) -> StepProbe:
+@lru_cache(maxsize=1024)
+def bytes_of_a_step(
+    spec: OptimizerSpec, device: torch.device, dtype: torch.dtype, backend: str, shape: tuple[int, ...]
+) -> int:
+    """Bytes of a step on a parameter of `shape`, which nothing changes while a process lives."""
+    return step_temporary_bytes(_probe(spec, shape, device=device, dtype=dtype, backend=backend), device=device)
+
+
+def _probe(
+    spec: OptimizerSpec, shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, backend: str
+) -> StepProbe:
     def make():
-        param = torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS, device=device, dtype=dtype))
+        param = torch.nn.Parameter(torch.ones(*shape, device=device, dtype=dtype))
         param.grad = torch.linspace(-1, 1, param.numel(), device=device).view_as(param).to(dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that 16-bit weights stall is said of the user's blocks, not of this one

@@ -86,7 +86,8 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     where += ", each at one learning rate" if measured.one_rate else ""
     beyond = ""
     if (measured.size, steps) != (field.size, field.steps):
-        beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps, which the run has"
+        seen = f" ({epochs(field.steps, field):.1f} epochs)" if field.num_train else ""
+        beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps{seen}, which the run has"
     if found.rival is None and outcome.left:
         return (
             f"{found.choice} alone was left at {where}: the others were clearly behind, diverged or did not fit{beyond}"

@@ -27,6 +27,7 @@ from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
 from baoc.frontier.runs import INCIDENTAL
 from baoc.models import family_of
+from baoc.parallel import refuse_ranks
 from baoc.racing import records
 from baoc.racing.course import (
     DIVERGED,
@@ -64,7 +65,6 @@ LEAST_STEPS = 100  # of a race's last rung, where it is shorter than the run
 CHECKED = 6  # runs between two looks at the clock, under a cap
 FEW = 2  # entrants left at the end
 RETRIES = 3  # of a run that was killed: no entrant is to leave for the machine's sake
-MOST_APART = 4.0  # beyond which a race says nothing of a run that sees its data more often
 _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which a race may go on
 # What a race sets itself, or decides; all other overrides of the command hold for its runs too
 _OWN = (
@@ -106,10 +106,11 @@ def run_race(
         cap_s: seconds that the race may take; None where nothing limits it.
 
     Raises:
-        BadInputError: settings that no race can be held with, or another race in the folder.
+        BadInputError: settings that no race can be held with, another race in the folder, or one of several ranks.
         InfeasibleBudgetError: no candidate fits the budget.
         TrainingFailedError: no uniform has trained to a finite score.
     """
+    refuse_ranks("race")
     return RaceRun(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
 
 
@@ -166,7 +167,7 @@ class RaceRun:
         self.study: optuna.Study | None = None
         self.field: Field
         self.pace = (0.0, 0.0)  # seconds of a step, and of a run's start and end
-        self.began = time.time()
+        self.began, self.plan_s = time.time(), 0.0  # seconds of the plan that found the entrants
         self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
 
     # -- the course ---------------------------------------------------------------------------------------------------
@@ -196,12 +197,13 @@ class RaceRun:
             self.field = replace(self.field, racers=tuple(racers))
         else:
             measured, racers, rates = self._own_size(), self.field.racers, race.rates
-            self._check_epochs(measured)
+        if told := self._repeats_more(measured):
+            say(f"warning: the race {told}; what is best in few epochs is often what overfits first in many")
         steps = self._equal_seconds(racers, measured) if self.config.objective == "throughput" else {}
         measured = replace(measured, equal_seconds=bool(steps), one_rate=len(rates) == 1)
         settings = Settings(
             rates=rates,
-            rungs=race.rungs,
+            rungs=race.rungs if cap_s is None else self._rungs(len(racers), rates=len(rates)),
             seeds=tuple(self.config.seed + SEEDS + i for i in range(race.seeds)),
             fresh_seeds=tuple(self.config.seed + FRESH_SEEDS + i for i in range(race.confirm_seeds)),
             steps={one.name: steps.get(one.name, measured.steps) for one in racers},
@@ -338,9 +340,12 @@ class RaceRun:
         own |= {"seed": self.config.seed, "race": {k: v for k, v in own["race"].items() if k not in _MAY_CHANGE}}
         file = self.folder / SETUP_FILE
         if not file.is_file():
-            write_json(file, {"schema": 1, "words": self.words, "settings": own})
+            self.plan_s = time.time() - self.began
+            write_json(file, {"schema": 1, "words": self.words, "settings": own, "plan_s": self.plan_s})
             return
-        changes = differences(read_json(file)["settings"], to_plain(own))
+        kept = read_json(file)
+        self.plan_s = kept.get("plan_s", 0.0)
+        changes = differences(kept["settings"], to_plain(own))
         if changes:
             told = ", ".join(f"{path}={setting_text(old)}" for path, old, _ in changes)
             raise BadInputError(
@@ -372,20 +377,12 @@ class RaceRun:
         steps = self.config.race.steps or max(round(self.field.steps * result["num_params"] / self.field.num_params), 4)
         return Measured(size=size, num_params=result["num_params"], steps=steps), self._pace(number, result)
 
-    def _check_epochs(self, measured: Measured) -> None:
-        """A race says nothing of a run that sees its data many times more often: rules that are fast in short runs
-        overfit first in long ones. Refused beyond MOST_APART, and said before."""
+    def _repeats_more(self, measured: Measured) -> str:
+        """How much more often the run sees its data than the race would; empty where it does not, or by little."""
         run, raced = epochs(self.field.steps, self.field), measured.epochs(self.field)
         if run <= 1 or run <= raced * EPOCHS_APART:
-            return
-        text = f"the race sees its data {raced:.1f} times and the run {run:.1f} times"
-        if run > raced * MOST_APART:
-            raise BadInputError(
-                f"{text}, of which it says nothing: what is best in short runs is often what overfits first. Give "
-                f"race.steps={math.ceil(self.field.steps / EPOCHS_APART)} or more on the network itself, or a run of "
-                "fewer trainer.max_steps"
-            )
-        say(f"warning: {text}; what is best in short runs is often what overfits first in long ones")
+            return ""
+        return f"sees its data {raced:.1f} times and the run {run:.1f} times"
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -414,7 +411,7 @@ class RaceRun:
                     runs = self._runs(len(racers), rates=len(rates))
                     predicted = sum(n * (start_s + share * measured.steps * step_s) for share, n in runs) / race.workers
                     least = min(least, predicted)
-                    if self._ran_s() + predicted <= cap_s:
+                    if self.plan_s + self._ran_s() + predicted <= cap_s:
                         self.pace = (step_s, start_s)
                         return measured, racers, rates, cap_s
             races = seen  # narrower networks are timed once
@@ -435,38 +432,32 @@ class RaceRun:
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
             if self._ran_s() > cap_s / 4:
                 break
-            if size == found.size:
-                measured, its_pace = own, pace
+            measured, its_pace = (own, pace) if size == found.size else self._sibling(size)
+            if size != found.size and race.size is None and (told := self._repeats_more(measured)):
+                say(f"not raced on {measured.size} for {measured.steps:,} steps: it {told}")
             else:
-                measured, its_pace = self._sibling(size)
-            if self._repeats_alike(measured):
                 yield measured, its_pace
         shorter = replace(own, steps=own.steps // 2)
         while race.steps is None and race.size is None and shorter.steps >= LEAST_STEPS:
-            if not self._repeats_alike(shorter):
-                break
             yield shorter, pace
             shorter = replace(own, steps=shorter.steps // 2)
-
-    def _repeats_alike(self, measured: Measured) -> bool:
-        """Whether the run does not see its data much more often than the race; else it says so."""
-        run, raced = epochs(self.field.steps, self.field), measured.epochs(self.field)
-        if run <= 1 or run <= raced * EPOCHS_APART:
-            return True
-        where = f"{measured.size} for {measured.steps:,} steps"
-        say(f"not raced on {where}: it would see its data {raced:.1f} times, and the run {run:.1f} times")
-        return False
 
     def _smaller_fields(self) -> list[Sequence[Racer]]:
         """All entrants, or the first few of the candidates, which come in order of merit."""
         few = [[one for one in self.field.racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
         return [self.field.racers, *(some for some in few if any(one.entrant.uniform for one in some))]
 
+    def _rungs(self, entrants: int, *, rates: int) -> tuple[float, ...]:
+        """Of two entrants none leaves before the last rung, as few seeds do not tell: an earlier one is for rates."""
+        rungs = self.config.race.rungs
+        first = rungs[:1] if rates > 1 else ()
+        return rungs if entrants > FEW else tuple(dict.fromkeys((*first, rungs[-1])))
+
     def _runs(self, entrants: int, *, rates: int) -> list[tuple[float, int]]:
         """Shares of the steps, and how many runs have them, of a race of which half the entrants leave at each rung."""
-        race = self.config.race
-        runs = [(race.rungs[0], entrants * race.seeds * rates)]
-        for rung in race.rungs[1:]:
+        race, (first, *later) = self.config.race, self._rungs(entrants, rates=rates)
+        runs = [(first, entrants * race.seeds * rates)]
+        for rung in later:
             entrants = max(math.ceil(entrants / 2), 2)
             runs.append((rung, entrants * race.seeds))
         if entrants > FEW:  # of so few the rungs decide, where there is no time for more seeds
@@ -497,8 +488,9 @@ class RaceRun:
         return sum(own) / self.config.race.workers
 
     def _spent_s(self) -> float:
-        """Seconds on the clock since the race began; of processes that were killed those of their runs."""
-        return self._ran_s(until=self.began) + time.time() - self.began
+        """Seconds on the clock since the race began; of processes that were killed those of their plan and runs."""
+        ran_s = self._ran_s(until=self.began)
+        return (self.plan_s if ran_s else 0.0) + ran_s + time.time() - self.began
 
     def _seconds(self, number: int) -> float:
         assert self.study is not None

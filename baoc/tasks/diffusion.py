@@ -22,7 +22,8 @@ _GOLDEN = (5**0.5 - 1) / 2
 class DiffusionTask(Task):
     """Mean squared error of the prediction (`epsilon` or `v`) on batches `{"images", "labels"}`.
 
-    `model(noisy, timesteps, labels)` predicts; `null_label` stands for no label. Timesteps, noise and dropped labels of
+    `model(noisy, timesteps, labels)` predicts, as a tensor or as `sample` of what it returns (as networks of diffusers
+    do); `null_label` stands for no label. Timesteps, noise and dropped labels of
     a training step depend only on `noise_seed`, the step and the micro-batch, so a resumed run repeats them and global
     generators are not used.
 
@@ -94,11 +95,23 @@ class DiffusionTask(Task):
         if self.label_dropout:
             hidden = torch.rand(labels.shape, generator=generator, device=images.device) < self.label_dropout
             labels = labels.masked_fill(hidden, self.null_label)
-        predicted = self.model(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
+        predicted = self.predict(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
         target = noise if self.prediction == "epsilon" else self.schedule.velocity(images, noise, timesteps)
         loss = F.mse_loss(predicted.float(), target)
         self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
+
+    def predict(self, noisy: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        """What the model predicts, (N, channels, height, width)."""
+        given = self.model(noisy, timesteps, labels)
+        predicted = getattr(given, "sample", given)
+        if not isinstance(predicted, Tensor) or predicted.shape != noisy.shape:
+            told = tuple(predicted.shape) if isinstance(predicted, Tensor) else type(given).__name__
+            raise BadInputError(
+                f"the model returned {told} and task diffusion needs a prediction of the images' shape "
+                f"{tuple(noisy.shape)}: return it as a tensor, or as `sample` of what is returned"
+            )
+        return predicted
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The task's generator on `device`, seeded for this training step and micro-batch."""
@@ -118,7 +131,7 @@ class DiffusionTask(Task):
         noise = fixed_noise(start, len(images), shape=tuple(images.shape[1:])).to(images.device)
         timesteps = fixed_timesteps(start, len(images)).to(images.device)
         noisy = self.schedule.add_noise(images, noise, timesteps)
-        predicted = self.model(noisy, timesteps, labels)
+        predicted = self.predict(noisy, timesteps, labels)
         _, predicted_noise = self.schedule.split(noisy, predicted, timesteps, prediction=self.prediction)
         self.log("val/mse", F.mse_loss(predicted_noise, noise), prog_bar=True, batch_size=len(images))
 
@@ -144,7 +157,7 @@ class DiffusionTask(Task):
         self.eval()
         made = [
             sample(
-                self.model,
+                self.predict,
                 part.to(self.device),
                 shape=shape,
                 schedule=self.schedule,

@@ -209,10 +209,15 @@ class Footprint:
 
         `saved`: bytes that parameters of 16 bits have less than native ones, by name; their gradients have as many
         less. Each interval counts only what it is known to lose by them, so the peak stays an upper bound.
+
+        Raises:
+            ValueError: the footprint does not know what a step of one of `specs` needs.
         """
         known = self.step_temporary_bytes
-        # A streamed block is stepped as one on the device is, whose row ends before the @.
-        temporary = max((known.get(spec, known.get(spec.partition("@")[0], 0)) for spec in specs), default=0)
+        rows = [spec if spec in known else spec.partition("@")[0] for spec in specs]  # streamed ones step as the others
+        if missing := [row for row in rows if row not in known]:
+            raise ValueError(f"the footprint has no temporaries of {', '.join(missing)}: it knows {', '.join(known)}")
+        temporary = max((known[row] for row in rows), default=0)
         held = 0 if self.released else None  # of gradients released in backward it is not known which are there
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         gaps = min(temporary, GAPS_BYTES) if self.device.startswith("cuda") else 0

@@ -82,7 +82,19 @@ QUIET = (
     "task.num_samples=0",
 )
 WAY = ("micro_batch", "recomputed", "num_layers", "release", "compiled")  # of the option that was chosen
-TOLD = ("case", *WAY, "deciding_s", "training_s", "samples_per_s", "peak_gib", "predicted_gib", "why")
+TOLD = (
+    "case",
+    *WAY,
+    "deciding_s",
+    "training_s",
+    "samples_per_s",
+    "step_ms",
+    "floor_ms",
+    "peak_gib",
+    "predicted_gib",
+    "why",
+)
+PRODUCTS = 770e12  # floating-point operations a second, what an H200's largest product reached
 GIB = {"peak_gib": "peak_bytes", "predicted_gib": "peak_bytes_predicted"}
 MEASURED = (
     "samples_per_s",
@@ -117,9 +129,32 @@ def run_case(
     os.dup2(log, 1)
     os.dup2(log, 2)
     assembly.StepMonitor = partial(assembly.StepMonitor, warmup_steps=warm)
+    build, built = training.build, list[Any]()
+    training.build = lambda *args, **kwargs: built.append(build(*args, **kwargs)) or built[-1]
     overrides = [*CASES[name], f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
     with sampled(stacks):
         training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
+    (folder / "flops").write_text(str(forward_flops(*built[-1])))
+
+
+def forward_flops(task: Any, data: Any) -> int:
+    """Of the products in a sample's forward."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from baoc.data.batches import resized
+    from baoc.training.measure.probe import silent
+
+    batch = task.transfer_batch_to_device(resized(next(iter(data.val_dataloader())), 1), task.device, 0)
+    with silent(task), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        task.eval().training_step(batch, 0)
+    return counter.get_total_flops()
+
+
+def floor_ms(row: dict[str, Any], *, flops: int) -> float:
+    """Milliseconds of a step's products at PRODUCTS: two of backward for each of forward, and those computed again."""
+    again = int(row["recomputed"]) / max(1, int(row["num_layers"]))
+    return 1e3 * flops * int(row["micro_batch"]) * int(row["accumulation"]) * (3 + again) / PRODUCTS
 
 
 class Searched(Exception):
@@ -217,6 +252,7 @@ def row_of(name: str, *, folder: Path, why: str, took_s: float) -> dict[str, Any
     if result:
         row["torch"] = result["versions"].get("torch", "")
         if result["step_ms"] is not None:  # else too few steps to time one
+            row["floor_ms"] = floor_ms(chosen[0], flops=int(read(folder / "flops") or 0)) if chosen else ""
             row["step_error"] = 1e3 * result["step_s_predicted"] / result["step_ms"] - 1
         row["peak_error"] = result["peak_bytes_predicted"] / result["peak_bytes"] - 1
         row[result["quality"]["name"]] = result["quality"]["value"]

@@ -7,8 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from time import perf_counter
+from types import CodeType, FrameType
 
 EVERY_S = 0.01
 
@@ -43,11 +45,15 @@ def sampled(path: Path | None) -> Iterator[None]:
         path.write_text("".join(f"{stack} {us // 1000}\n" for stack, us in counts.most_common() if us >= 1000))
 
 
-def stack_of(frame: object) -> str:
+def stack_of(frame: FrameType | None) -> str:
     names: list[str] = []
     while frame is not None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        file = "/".join(Path(code.co_filename).parts[-2:])
-        names.append(f"{file}:{code.co_name}:{frame.f_lineno}".replace(";", ",").replace(" ", "_"))  # type: ignore[attr-defined]
-        frame = frame.f_back  # type: ignore[attr-defined]
+        names.append(_name(frame.f_code, frame.f_lineno))
+        frame = frame.f_back
     return ";".join(reversed(names))
+
+
+@cache  # else it would take a tenth of the interpreter's time
+def _name(code: CodeType, line: int) -> str:
+    file = "/".join(Path(code.co_filename).parts[-2:])
+    return f"{file}:{code.co_name}:{line}".replace(";", ",").replace(" ", "_")

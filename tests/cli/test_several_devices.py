@@ -7,6 +7,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from socket import socket
 
 import pytest
 
@@ -55,14 +56,29 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(strategy: str, tmp_path: Path) -> None:
-    folder, on = tmp_path / "day" / "run", f"trainer.strategy={strategy}"
+@pytest.mark.parametrize(
+    ("strategy", "fault", "expected", "said"),
+    [
+        ("ddp", "SIGKILL", 5, "rank 1 was ended by SIGKILL; resume=auto goes on"),
+        ("fsdp", "oom", 4, "rank 1: .*has no memory left"),
+    ],
+)
+def test_what_ends_one_rank_ends_the_run_with_its_exit_code(
+    strategy: str, fault: str, expected: int, said: str, tmp_path: Path
+) -> None:
+    code, told = started(tmp_path / "day" / "run", f"trainer.strategy={strategy}", fault=fault).done()
+    assert code == expected and re.search(said, " ".join(told.split())), told
+
+
+def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
+    folder, on = tmp_path / "day" / "run", "trainer.strategy=fsdp"
     code, told = started(folder, on, fault="SIGKILL").done()
     assert code == 5 and "rank 1 was ended by SIGKILL; resume=auto goes on" in " ".join(told.split()), told
     assert max(losses(folder)) < 11 and not (folder / "result.json").exists()
-    command, before = started(folder, on, "trainer.max_steps=4000", "resume=auto"), len(told)
-    wait_until(lambda: "\nstep " in command.log.read_text()[before:], what="a step of the second attempt")
+    metrics = folder / "metrics.jsonl"
+    before = metrics.stat().st_size  # lines after the checkpoint go as the second attempt begins
+    command = started(folder, on, "trainer.max_steps=4000", "resume=auto")
+    wait_until(lambda: metrics.stat().st_size > before, what="a new step of the second attempt")
     command.signal(signal.SIGTERM)
     code, told = command.done()
     assert code == 130 and "SIGTERM ended the run after step" in told, told
@@ -71,21 +87,25 @@ def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt
     assert steps == list(range(len(steps))), "none is missing, and none there twice"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_memory_that_runs_out_on_one_rank_has_its_exit_code(strategy: str, tmp_path: Path) -> None:
-    code, told = started(tmp_path / "day" / "run", f"trainer.strategy={strategy}", fault="oom").done()
-    assert code == 4 and re.search("rank 1: .*has no memory left", " ".join(told.split())), told
-
-
 def test_torchrun_trains_one_run(tmp_path: Path, run_python) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "run.py"))
     given = (*launcher, *WORDS, *QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
     ran = run_python(*given, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["run"]
-    ran = run_python(*given, "trainer.max_stps=2", f"hydra.run.dir={tmp_path / 'other'}", cwd=tmp_path)
-    assert ran.returncode != 0 and ran.stderr.count("unknown key trainer.max_stps") == 1
-    assert not (tmp_path / "other").exists()
+
+
+def test_ranks_of_a_launcher_refuse_a_word_once(tmp_path: Path) -> None:
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    places = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in ("0", "1")]
+    words = (*WORDS, "trainer.max_stps=2", f"hydra.run.dir={tmp_path / 'run'}")
+    each = [start(*words, folder=tmp_path / place["RANK"], **place, **meeting).done for place in places]
+    ends = [done() for done in each]
+    assert [code for code, _ in ends] == [2, 2]
+    assert "".join(told for _, told in ends).count("unknown key trainer.max_stps") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_several_tasks_of_a_submitit_job_are_one_run(tmp_path: Path) -> None:

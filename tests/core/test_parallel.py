@@ -14,6 +14,7 @@ from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.parallel import LAUNCHERS, ranks_here, unwrapped
+from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.training.run import run
@@ -91,6 +92,10 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: run_study(StudyConfig(name="few", objectives={"quality": "maximize"}, space=()), folder="nowhere"),
         r"a study was started as .* Start it once per worker",
     ),
+    "race": (
+        lambda: run_race(from_plain({}), words=[], folder=Path("nowhere"), command=""),
+        r"a race was started as .*: each would hold it alone. Race in one process .*, then train with recipe=raced",
+    ),
     "strategy, devices=auto": (lambda: strategy("auto"), "BaocStrategy was built in .* trains on one device, and"),
     "strategy, devices=1": (
         lambda: strategy(1),
@@ -154,6 +159,7 @@ def test_what_runs_nothing_is_answered_in_every_process(
     assert "adamw_int8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_allocation_without_a_launcher_trains(tmp_path: Path) -> None:
     """Lightning takes it for a job of several tasks."""
     alone = {**ALONE["a batch script"], **ALONE["torchrun with one process"]}

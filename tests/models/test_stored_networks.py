@@ -23,6 +23,7 @@ from tests.support.tiny import LIGHTNING_NOISE
 pytestmark = LIGHTNING_NOISE
 TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)
 SHORT = ["trainer.max_steps=2", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=4", "device=cpu"]
+SHORT += ["trainer.limit_val_batches=1"]
 CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cde"}]
 
 
@@ -202,6 +203,7 @@ def test_masked_tokens_are_the_same_in_each_run_and_the_only_ones_that_count(sto
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import CODECS
-from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.codecs import CODEC_IMPLS, lanes
 from tests.support.tolerances import CODEC_NEAREST
 
 NUM = 32 * 2048
@@ -38,25 +38,66 @@ def test_one_encoding_is_within_half_a_code(name: str) -> None:
     assert name == "fp32" or nmse > tolerance.nmse / 4  # the bound means something
 
 
-def test_codes_of_the_companding_codecs_are_the_formulas_of_methods_3() -> None:
-    m = normal(320)
-    scale = m.view(-1, 32).abs().amax(1)
-    codec = CODEC_IMPLS["softsign8"]
-    parts = codec.allocate((320,), "cpu")
-    codec.encode_(parts, m)
-    kept = parts[".scale"].double()
-    assert ((kept >= scale) & (kept <= scale * (1 + 2**-7))).all()
-    x = m.double().view(-1, 32) / kept.unsqueeze(1)
-    assert torch.equal((127 * 2 * x / (1 + x.abs())).round().to(torch.int8).view(-1), parts[""])
-    y = parts[""].double().view(-1, 32) / 127
-    back = (y / (2 - y.abs()) * kept.unsqueeze(1)).view(-1)
-    assert torch.allclose(codec.decode(parts, (320,)).double(), back, rtol=1e-6, atol=0)
+# docs/methods.md#codecs: code of |x| / scale (of the root, for v), the power of it whose mean is kept, and back.
+COMPANDED = {
+    "softsign8": (lambda x: 254 * x / (1 + x), 1, lambda q: q / 127 / (2 - q / 127)),
+    "root8m": (lambda x: 127 * x**0.25, 1, lambda q: (q / 127) ** 4),
+    "sqrt8": (lambda x: 255 * x, 2, lambda q: q / 255),
+    "root8v": (lambda x: 255 * x**0.25, 8, lambda q: (q / 255) ** 4),
+}
 
-    codec = CODEC_IMPLS["sqrt8"]
-    parts = codec.allocate((320,), "cpu")
-    codec.encode_(parts, m.square())
-    code = (255 * m.abs().double().view(-1, 32) / parts[".scale"].double().unsqueeze(1)).round().clamp(min=1)
-    assert torch.equal(code.to(torch.uint8).view(-1), parts[""])
+
+@pytest.mark.parametrize("name", COMPANDED)
+@pytest.mark.parametrize("phase", [None, 0, 1, 5])
+def test_codes_of_the_companding_codecs_are_the_formulas_of_methods_3(name: str, phase: int | None) -> None:
+    place_of, power, back = COMPANDED[name]
+    squared = power > 1
+    x = normal(3200) * torch.logspace(-9, 0, 3200)[torch.randperm(3200, generator=torch.Generator().manual_seed(0))]
+    x[::50] = 0
+    parts = CODEC_IMPLS[name].allocate((3200,), "cpu")
+    CODEC_IMPLS[name].encode_(parts, x.square() if squared else x, phase=phase)
+    scale = parts[".scale"].double().repeat_interleave(32)
+    largest = x.abs().view(-1, 32).amax(1).repeat_interleave(32)
+    assert ((scale >= largest) & (scale <= largest * (1 + 2**-7))).all()
+    place = place_of(x.abs().double() / scale)
+    signed = place if squared or name == "root8m" else place * x.sign()  # which way is up
+    low = signed.floor()
+    up = 0.5 if phase is None else lanes(phase, torch.device("cpu")).double().repeat(100)
+    share = (signed**power - low**power) / ((low + 1) ** power - low**power)
+    share = signed - low if phase is None else share
+    wanted = low + (share >= up)
+    wanted = wanted.clamp(min=1) * (x != 0) if squared else (wanted * x.sign() if name == "root8m" else wanted)
+    sharp = (share - up).abs() < 1e-4  # where fp32 may see it otherwise
+    codes = parts[""].double()
+    assert torch.equal(codes[~sharp], wanted[~sharp]) and int(sharp.sum()) < 100
+    decoded = back(codes.abs()) * scale * codes.sign()
+    decoded = decoded.square().clamp(min=2.0**-126) * (codes > 0) if squared else decoded
+    torch.testing.assert_close(CODEC_IMPLS[name].decode(parts, (3200,)).double(), decoded, rtol=2e-6, atol=0)
+
+
+def test_a_phase_rounds_to_one_of_the_two_bf16_numbers_beside_and_to_the_exact_mean() -> None:
+    values = normal(64)
+    bits = (values.view(torch.int32) >> 16 << 16).view(torch.float32).double()
+    step = torch.exp2(torch.floor(torch.log2(bits.abs())) - 7).copysign(bits)
+    parts, total = CODEC_IMPLS["bf16"].allocate((64,), "cpu"), torch.zeros(64, dtype=torch.float64)
+    for phase in range(1000):
+        CODEC_IMPLS["bf16"].encode_(parts, values, phase=phase)
+        decoded = CODEC_IMPLS["bf16"].decode(parts, (64,)).double()
+        assert ((decoded == bits) | (decoded == bits + step)).all()
+        total += decoded / 1000
+    assert ((total - values.double()).abs() < 0.01 * step.abs()).all()
+
+
+@pytest.mark.parametrize("name", COMPANDED)
+def test_a_running_average_keeps_its_scale_within_13_percent_of_it(name: str) -> None:
+    codec, power = CODEC_IMPLS[name], COMPANDED[name][1]
+    parts, seen = codec.allocate((32,), "cpu"), []
+    for largest in (96.0, 88.0, 84.0, 80.0, 81.0):  # bf16 numbers, as scales are
+        codec.encode_(parts, torch.full((32,), largest ** (2 if power > 1 else 1)), phase=1)
+        seen.append(float(parts[".scale"]))
+    assert seen == [96, 96, 96, 80, 81]
+    codec.encode_(parts, torch.full((32,), 80.0 ** (2 if power > 1 else 1)))
+    assert parts[".scale"] == 80, "a single encoding has no history"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from baoc.core.catalogue import CODECS, STORAGES
-from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
+from baoc.optim.codecs import CODEC_IMPLS, Codec, Kept, lanes
+from baoc.types import StateDecl, StateKind, StateLayout
 
 SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
 FOR_V = {storage.v for storage in STORAGES.values()}
@@ -12,6 +13,8 @@ FOR_M = {storage.m for storage in STORAGES.values()}
 # Thresholds of stochastic rounding differ from phase to phase: each promise is held in all of these. They are looped
 # over inside the tests, because 41 cases of a millisecond each cost more to collect and report than to run.
 PHASES = (None, *range(40))
+# Phases in which some threshold is within 1e-7 of 0 or of 1: there the rounding noise of decoding would move a code.
+SHARP = (1_218_296, 1_058_039, 1_378_553, 160_257)
 LEAST_COSINE = {32: 1 - 1e-6, 16: 0.9999, 8: 0.995, 4: 0.8}  # by bits; v here is one square: the widest there is
 
 
@@ -29,7 +32,8 @@ def sample(name: str, shape: tuple[int, ...], *, seed: int = 0) -> torch.Tensor:
 
 def test_every_row_of_the_catalogue_is_implemented() -> None:
     assert CODEC_IMPLS.keys() == CODECS.keys()
-    assert all(CODEC_IMPLS[name].info is CODECS[name] for name in CODECS)
+    for name, codec in CODEC_IMPLS.items():
+        assert codec.info is CODECS[name] and type(codec)(CODECS[name]).info is CODECS[name]
 
 
 @pytest.mark.parametrize("name", CODEC_IMPLS)
@@ -87,6 +91,42 @@ class TestCodec:
             assert torch.allclose(decoded[64:], make(name, clean, phase=phase)[64:])  # other groups see nothing of it
             assert decoded[3] == 0
 
+    def test_infinities_are_the_largest_number_whatever_the_phase(self, name: str) -> None:
+        values = torch.tensor([torch.inf, -torch.inf]).repeat_interleave(64)
+        for phase in (*PHASES, *SHARP):
+            decoded = make(name, values, phase=phase)
+            if name == "fp32":
+                assert torch.equal(decoded, values)
+                continue
+            assert decoded.isfinite().all() and (decoded[:64] >= (2.0**126 if name in FOR_V else 3.3e38)).all(), phase
+            assert (decoded[64:] == (0 if name not in FOR_M else -decoded[:64])).all() or name == "softsign8", phase
+            assert name in FOR_V or (decoded[64:] <= -3.3e38).all(), phase
+
+    def test_a_default_device_and_type_of_the_users_change_nothing(self, name: str) -> None:
+        codec, values, new = CODEC_IMPLS[name], sample(name, (96,)), torch.arange(96) % 3 > 0
+
+        def stored(numel: int) -> list[torch.Tensor]:
+            lanes.cache_clear()
+            parts = codec.allocate((numel,), "cpu")
+            codec.encode_(parts, values[:numel], phase=11, new=new[:numel])
+            return [*parts.values(), codec.decode(parts, (numel,))]
+
+        wanted = [stored(numel) for numel in (96, 0)]
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                found = [[t.detach() for t in stored(numel)] for numel in (96, 0)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for a, b in zip([*wanted[0], *wanted[1]], [*found[0], *found[1]], strict=True):
+            assert a.device == b.device and a.dtype is b.dtype and torch.equal(a, b)
+
+    def test_it_runs_where_the_values_are(self, name: str) -> None:
+        codec = CODEC_IMPLS[name]
+        parts = codec.allocate((100,), "meta")
+        codec.encode_(parts, torch.ones(100, device="meta"), phase=3, new=torch.ones(100, device="meta").bool())
+        assert codec.decode(parts, (100,)).device.type == "meta"
+
     def test_error_does_not_depend_on_the_scale(self, name: str) -> None:
         values = sample(name, (4096,))
         power = 2 if name in FOR_V - FOR_M else 1  # v of gradients times 10^k
@@ -116,15 +156,19 @@ class TestCodec:
         assert torch.equal(values, kept)
 
 
+def test_thresholds_are_the_additive_sequence_in_double_precision() -> None:
+    for phase in (0, 1, 7, *SHARP):
+        exact = [1 - (lane * 0.5698402909980532 + phase * 0.7548776662466927) % 1 for lane in range(32)]
+        wanted = torch.tensor([max(t, 2.0**-24) for t in exact], dtype=torch.float64).to(torch.float32)
+        assert torch.equal(lanes(phase, torch.device("cpu")), wanted), phase
+    assert min(exact) < 2.0**-25, "the last phase has a threshold that is held at its least"
+
+
 def test_thresholds_are_spread_evenly_over_steps_and_lanes() -> None:
     table = torch.stack([lanes(step, torch.device("cpu")) for step in range(1000)])
     assert ((table > 0) & (table <= 1)).all()
     assert (table.mean(0) - 0.5).abs().max() < 0.01  # over steps, each lane
     assert (table.mean(1) - 0.5).abs().max() < 0.1  # over lanes, each step
-
-
-# Phases in which some threshold is within 1e-7 of 0 or of 1: there the rounding noise of decoding would move a code.
-SHARP = (1_218_296, 1_058_039, 1_378_553, 160_257)
 
 
 @pytest.mark.parametrize("name", [name for name in CODEC_IMPLS if name not in ("fp32", "bf16")])
@@ -157,3 +201,28 @@ def test_only_what_is_kept_is_rounded_otherwise(name: str) -> None:
     codec.encode_(masked, values, phase=3, new=new)
     a, b = codec.decode(plain, (numel,)), codec.decode(masked, (numel,))
     assert torch.equal(a[new], b[new]) and not torch.equal(a[~new], b[~new])
+
+
+@pytest.mark.parametrize("layout", [StateLayout.FULL, StateLayout.PER_ROW])
+@pytest.mark.parametrize(
+    ("name", "kind", "phased"),
+    [
+        ("softsign8", StateKind.M, False),
+        ("sqrt8", StateKind.V, True),
+        ("root4", StateKind.M, True),
+        ("bf16", StateKind.V, True),
+        ("bf16", StateKind.M, False),
+    ],
+)
+def test_a_state_is_rounded_by_the_phase_where_it_must_and_keeps_elements_where_it_has_them(
+    name: str, kind: StateKind, phased: bool, layout: StateLayout
+) -> None:
+    """A mask is of the parameter's elements: a state of rows has none of its own."""
+    values, codec = sample(name, (64,)), CODEC_IMPLS[name]
+    state, new = codec.allocate((64,), "cpu"), torch.arange(64) % 2 == 0
+    keys = tuple((part, part) for part in state)
+    kept = Kept(decl=StateDecl(name="x", kind=kind, layout=layout), codec=codec, shape=(64,), keys=keys)
+    kept.encode_(state, values, phase=3, new=new)
+    parts = codec.allocate((64,), "cpu")
+    codec.encode_(parts, values, phase=3 if phased else None, new=new if layout is StateLayout.FULL else None)
+    assert torch.equal(kept.decode(state), codec.decode(parts, (64,)))

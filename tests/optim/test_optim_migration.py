@@ -1,6 +1,7 @@
 """Moving blocks between specs: what is inherited, how large the next update is, what memory it takes."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,19 @@ from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
 from baoc.optim import BlockwiseOptimizer, inherit
-from baoc.optim.migrate import SEED_AGE, rms_of
+from baoc.optim.migrate import (
+    SEED_AGE,
+    ConversionReport,
+    _over_ranks,
+    convert,
+    needs_all_rows,
+    planned_growth,
+    rms_of,
+)
 from baoc.optim.rules import RULES
+from baoc.optim.state import LiveBlock, allocate, slot_under
 from baoc.planning.cost import state_bytes
-from baoc.types import BlockMove, Moments
+from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 from tests.support.optimizing import (
     Gradients,
     assert_same,
@@ -183,7 +193,8 @@ class TestInheritance:
     def test_v_is_factored_without_its_bias_and_multiplied_out_with_it(self) -> None:
         run = Run("adamw")
         v = run.debiased("v", BETAS[1])
-        run.move("adafactor")
+        kept = run.move("adafactor").kept
+        assert kept == {"m": "dropped", "v": "converted", "v_row": "converted", "v_col": "converted"}
         row, col = run.decoded("v_row").clone(), run.decoded("v_col").clone()
         torch.testing.assert_close(row, v.mean(1))
         torch.testing.assert_close(col, v.mean(0))
@@ -358,7 +369,7 @@ def test_a_last_rms_that_states_do_not_tell_is_unknown() -> None:
 def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> None:
     run = Run(spec, steps=2)
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "conv"]
-    given: dict[str, Any] = {"beta": 0.9, "age": 5, "ctx": slot.context(step=0, betas=(0.0, 0.0), eps=0.0)}
+    given: dict[str, Any] = {"beta": 0.9, "age": 5, "ctx": slot.form}
     m = run.decoded("m", "conv") / (1 - 0.9**5 if corrected else 1)
     torch.testing.assert_close(inherit.m_square(slot, run.state("conv"), **given), m.square())
     (slot,) = [slot for slot in Run("rmsprop", steps=2).optimizer.registry.live["all"].slots if slot.name == "conv"]
@@ -366,10 +377,135 @@ def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> Non
 
 
 def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
-    params = make_params({"empty": (0, 8), "w": (4, 8)})
+    params = make_params({"empty": (0, 8), "one": (1,), "w": (4, 8)})
     optimizer = build(params, "lion")
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
-    optimizer.migrate({"empty": "adamw", "w": "adamw"}, why="test")
-    assert [name for live in optimizer.registry.live.values() for name in live.unseeded] == ["w"]
+    optimizer.migrate(dict.fromkeys(params, "adamw"), why="test")
+    assert [name for live in optimizer.registry.live.values() for name in live.unseeded] == ["one", "w"]
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
     assert not any(live.unseeded for live in optimizer.registry.live.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "needed"),
+    [
+        ("adamw", "adamw_shared_out", True),
+        ("adafactor", "adamw", True),
+        ("adamw_shared_out", "adamw", False),  # the same on all ranks
+        ("adafactor", "adafactor_momentum", False),  # copied
+        ("adamw", "adamw_shared_in", False),
+        ("adamw", "rmsprop", False),
+        ("lion", "adafactor", False),
+        ("adafactor", "column_norm_momentum", False),
+    ],
+)
+def test_rows_of_all_ranks_are_needed_where_v_becomes_a_sum_over_columns(
+    source: str, target: str, needed: bool
+) -> None:
+    assert needs_all_rows(RULES[source].info, RULES[target].info) == needed
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "seeded", "waits"),
+    [
+        ("adamw", "adafactor", True, False),
+        ("adamw", "adamw_int8", False, True),
+        ("adamw", "lion", False, False),
+    ],
+)
+def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded: bool, waits: bool) -> None:
+    run = Run(source)
+    (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
+    other = slot_under(slot, spec=NATIVE[target])
+    (new,), report = allocate([other]), ConversionReport()
+    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": report, "fresh": False, "seeded": seeded}
+    assert convert(slot, other, run.state(), new, **how) == waits
+    for kept in other.kept:
+        new_one = waits and kept.decl.kind is StateKind.V
+        assert kept.decode(new).any() != new_one and (report.how[kept.decl.name] == "new") == new_one
+    if other.counts_steps:
+        assert new["step"] == (SEED_AGE if waits else STEPS)
+
+
+def test_states_that_count_steps_without_v_keep_their_age() -> None:
+    """As rules of one's own may."""
+    run = Run("lion")
+    (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
+    counting = replace(slot, counts_steps=True)
+    (new,), old = allocate([counting]), {**run.state(), "step": torch.tensor(7.0)}
+    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": ConversionReport(), "fresh": False}
+    assert not convert(counting, counting, old, new, seeded=True, **how)
+    assert new["step"] == 7 and torch.equal(new["m"], run.state()["m"])
+
+
+def test_v_that_moments_see_too_small_is_the_square_of_m_without_its_bias() -> None:
+    run = Run("adafactor_momentum")
+    run.optimizer.registry.live["all"].unseeded = set(SHAPES)
+    run.moments = {n: Moments(row=m.row * 1e-30, col=m.col * 1e-30) for n, m in run.moments.items()}
+    run.move("adamw")
+    m = run.decoded("m") / (1 - BETAS[0] ** SEED_AGE)
+    wanted = m.square() * (1 - BETAS[1] ** SEED_AGE)
+    torch.testing.assert_close(run.decoded("v"), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, (3.0, 1)), (2, (5.0, 2**24 + 1))])
+def test_the_norm_of_a_tensor_is_that_of_all_ranks_rows(size: int, expected: tuple[float, int]) -> None:
+    others = torch.tensor([16.0, 2**24], dtype=torch.float64)
+    shards = SimpleNamespace(size=size, total_=lambda sums: sums.add_(others))
+    slot: Any = SimpleNamespace(shard=SimpleNamespace(shards=shards), param=torch.zeros(1))
+    with torch.device("meta"):  # a default device of the user's
+        assert _over_ranks(slot, norm=3.0, count=1) == expected
+
+
+def test_conversion_errors_are_summed_up_in_double_precision() -> None:
+    report = ConversionReport()
+    for _ in range(2):
+        report.measure("m", wanted=torch.tensor([4096.0, 1.0]), stored=torch.tensor([0.0, 0.0]))
+    assert report.size == report.error == {"m": 2.0 * (2**24 + 1)}
+
+
+@pytest.mark.parametrize("target", ["adamw", "sign", "lion_int8+split8", "adamw+split8@streamed", "adamw@streamed"])
+@pytest.mark.parametrize("held", ["adamw", "adamw+split8@streamed"])
+def test_the_growth_of_a_move_is_of_states_and_weights_on_the_device(target: str, held: str) -> None:
+    def live(spec: str) -> tuple[LiveBlock, int]:
+        optimizer = build(make_params({"w": (64, 64)}), spec)
+        on_device = 0 if spec.endswith("@streamed") else optimizer.state_bytes()
+        return optimizer.registry.live["w"], on_device + 4096 * (2 if "split8" in spec else 4)
+
+    (after, more), (before, less) = live(target), live(held)
+    assert planned_growth(after, held=before) == more - less
+
+
+def test_to_read_the_last_rms_leaves_states_on_the_host_alone() -> None:
+    params = make_params({"w": (64, 64)})
+    optimizer = build(params, "adamw@streamed")
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    held = optimizer.state[params["w"]]
+    versions = {key: value._version for key, value in held.items()}
+    assert optimizer.update_rms()["w"] > 0
+    assert {key: value._version for key, value in held.items()} == versions
+
+
+def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() -> None:
+    params = make_params({"linear": (6, 17)})
+    (live,) = build(params, "rmsprop").registry.live.values()
+    (slot,) = live.slots
+    folded = StateDecl(name="v", kind=StateKind.V, layout=StateLayout.FOLDED, level=2)
+    value, row, col = torch.rand(6, 5), torch.rand(6, dtype=torch.float64), torch.rand(17, dtype=torch.float64)
+
+    def computed() -> list[Tensor]:
+        moments = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param)
+        nothing = inherit.m_square(slot, {}, beta=0.9, age=3, ctx=slot.form)
+        return [inherit.expand({folded: value}, ctx=slot.form, shape=(6, 17)), moments, nothing]
+
+    wanted = computed()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = computed()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(wanted, found, strict=True):
+        assert a.device == b.device and a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
+    away = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param.to("meta"))
+    assert away.device.type == "meta"

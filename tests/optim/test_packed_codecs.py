@@ -96,6 +96,43 @@ def test_what_stood_still_keeps_its_lattice_though_logarithms_end_a_bit_apart(oc
         assert torch.equal(LATTICE.decode(parts, (64,)), values)
 
 
+def test_groups_of_one_tensor_have_lattices_of_their_own_and_none_without_a_positive_element() -> None:
+    groups = [torch.zeros(64), torch.full((64,), 2.0**-20), torch.full((64,), 2.0**10)]
+    for phase in (None, PHASE):
+        parts = encode(LATTICE, torch.cat(groups).square(), phase=phase)
+        assert parts[".scale"].tolist() == [0, 4 * -160 + 3, 4 * 80 + 3]
+        assert torch.equal(LATTICE.decode(parts, (192,)), torch.cat(groups).square())
+
+
+@pytest.mark.parametrize(
+    ("units", "kept", "k"), [(18, None, 3), (19, None, 2), (16, 2, 3), (17, 2, 2), (18, 3, 3), (19, 3, 2)]
+)
+def test_the_finest_lattice_that_has_room_is_taken(units: int, kept: int | None, k: int) -> None:
+    roots = torch.ones(64)
+    roots[0] = 2.0 ** (-units / 8)
+    parts = LATTICE.allocate((64,), "cpu")
+    parts[".scale"].fill_(kept or 0)
+    LATTICE.encode_(parts, roots.square(), phase=None if kept is None else PHASE)
+    assert int(parts[".scale"]) == k
+
+
+def test_a_root_a_hair_above_its_lattice_is_never_wrapped_around() -> None:
+    values = torch.full((64,), (1 + 1e-4) ** 2)
+    parts = LATTICE.allocate((64,), "cpu")
+    for phase in range(400):
+        LATTICE.encode_(parts, values, phase=phase)
+        assert (LATTICE.decode(parts, (64,)) >= 0.8).all()
+
+
+def test_codes_of_root4_that_lie_on_a_bound_go_up() -> None:
+    """The largest stays what it is with a threshold of 1, and the least that counts is doubled."""
+    values = torch.zeros(64)
+    values[:2] = torch.tensor([98.0, 1.0])
+    assert lanes(0, torch.device("cpu"))[0] == 1
+    assert ROOT.decode(encode(ROOT, values, phase=0), (64,))[0] == 98
+    assert ROOT.decode(encode(ROOT, values, phase=None), (64,))[:3].tolist() == [98, 2, 0]
+
+
 def test_a_group_whose_largest_grows_keeps_the_others_bit_for_bit() -> None:
     values = torch.exp(normal(64)).square()
     parts = encode(LATTICE, values)

@@ -1,5 +1,6 @@
 """Single cases of single allocators: degenerate problems, refusals, baselines as published, a solver out of time."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,12 +8,21 @@ import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE
+from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation, exact, program
+from baoc.planning.allocators import (
+    ALLOCATORS,
+    NoFeasibleAllocation,
+    exact,
+    feasible,
+    least_bytes,
+    possible,
+    program,
+)
 from baoc.planning.allocators.base import make_problem
 from baoc.planning.allocators.exact import ExactAllocator
-from baoc.planning.allocators.moves import fill, repair, swap
+from baoc.planning.allocators.recipe import RecipeAllocator, pick, recipe_bytes, recipes_within
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
@@ -76,12 +86,12 @@ def test_a_limit_that_cannot_be_met_leaves_the_other_out_of_account(name: str):
 
 
 def test_equal_blocks_are_told_apart_by_their_order():
-    """Of twelve equal layers the earlier ones keep the dearer spec, the same ones every time."""
+    """Of forty equal layers the earlier ones keep the dearer spec, the same ones every time."""
     layer = [(0.0, 8, 0.0), (1.0, 4, 0.0), (3.0, 1, 0.0)]
-    allocation = ALLOCATORS["exact"](candidates(*[layer] * 12), limits=Limits(state_bytes=60))
+    allocation = ALLOCATORS["exact"](candidates(*[layer] * 40), limits=Limits(state_bytes=200))
     chosen = list(allocation.choices.values())
     assert chosen == sorted(chosen)
-    assert (allocation.risk, allocation.gap) == (9.0, 0.0)
+    assert (allocation.risk, allocation.gap) == (30.0, 0.0)
 
 
 def test_exact_solves_several_hundred_equal_blocks_at_once():
@@ -209,21 +219,89 @@ def test_candidates_carry_the_role_that_baselines_go_by():
     assert {c.role for c in EVERYTHING["head"]} == {Role.HEAD}
 
 
-def test_repair_fill_and_swap_by_hand():
-    problem = make_problem(
-        candidates([(0.0, 10, 0.0), (1.0, 4, 0.0)], [(0.0, 10, 0.0), (3.0, 6, 0.0)], [(0.0, 9, 0.0), (2.5, 1, 0.0)]),
-        limits=Limits(state_bytes=20),
+def test_a_recipe_is_what_each_role_asks_or_what_stands_in_for_it():
+    recipe = Recipe(
+        name="mine",
+        specs={"attention": "lion_int8", "hidden": "muon", "norm": "muon", "head": "muon"},
+        fallback=("foam_l1", "signum"),
     )
-    repaired = repair(problem, np.array([0, 0, 0]))
-    assert repaired is not None and repaired.tolist() == [1, 0, 1], "1/6 per byte, then 2.5/8"
-    assert fill(problem, np.array([1, 1, 1])).tolist() == [1, 0, 1], "3/4 per byte is the most; then nothing fits"
-    swapped = swap(problem, np.array([0, 1, 1]), prices=np.array([0.3, 0.0]))
-    assert (problem.total_risk(swapped), problem.used(swapped)[0]) == (3.5, 15.0), (
-        "first block down by 1, second up by 3"
+    wished = {block.name: (pick(block, recipe=recipe).role, pick(block, recipe=recipe).spec) for block in BLOCKS}
+    assert wished["layer0.attention"] == ("attention", "lion_int8") and wished["layer1.mlp"] == ("hidden", "muon")
+    assert wished["norm"] == ("norm", "signum") and wished["embedding"] == ("embedding", "foam_l1")
+    assert wished["head"] == ("head", "foam_l1")
+    texts = {block.name: pick(block, recipe=recipe).text for block in BLOCKS}
+    assert texts["layer1.mlp"] == "the recipe's spec for hidden"
+    assert (
+        texts["head"] == "falls back: the recipe asks muon of head, but muon is for hidden matrices, not for the head"
     )
-    assert repair(problem, np.array([1, 1, 1])) is not None
+    given = ALLOCATORS["recipe"]
+    assert isinstance(given, RecipeAllocator) and given.traits.every_candidate
+    chosen = replace(given, picks={block.name: pick(block, recipe=recipe) for block in BLOCKS[1:]})
+    options = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
+    allocation = chosen(options, limits=Limits())
+    assert allocation.choices == {**{block: spec for block, (_, spec) in wished.items()}, "embedding": "adamw"}
+    with pytest.raises(NoFeasibleAllocation) as error:
+        chosen(options, limits=Limits(state_bytes=allocation.state_bytes - 1))
+    assert error.value.least_state_bytes == allocation.state_bytes
+    everywhere = replace(chosen, picks={block.name: pick(block, recipe=recipe) for block in BLOCKS})
+    assert recipe_bytes(BLOCKS, recipe=recipe) == everywhere(options, limits=Limits()).state_bytes
 
 
-def test_repair_gives_up_where_one_move_cannot_help():
-    problem = make_problem(TRADE, limits=Limits(state_bytes=12, step_s=3.0))
-    assert repair(problem, np.array([0, 0])) is None
+def test_recipes_within_a_room_come_from_the_largest_to_the_least():
+    sizes = {name: recipe_bytes(BLOCKS, recipe=recipe) for name, recipe in RECIPES.items()}
+    assert sizes["adamw"] == adamw_state_bytes(BLOCKS)
+    room = sizes["adamw8"]
+    found = recipes_within(BLOCKS, state_bytes=room)
+    assert found[0][1] == room and found == sorted(found, key=lambda entry: -entry[1])
+    assert dict(found) == {name: size for name, size in sizes.items() if size <= room}
+
+
+# two blocks in one row each: dear and quick, cheap and slow, and what is neither
+MIDDLE = candidates(*[[(0.0, 10, 1e-6), (1.0, 2, 10e-6), (3.0, 4, 4e-6)]] * 2)
+BETWEEN = Limits(state_bytes=8, step_s=8e-6)  # only twice the third
+
+
+@pytest.mark.parametrize(
+    ("limits", "chosen"),
+    [
+        (Limits(), ["s1", "s1"]),
+        (Limits(step_s=14e-6), ["s1", "s2"]),
+        (Limits(step_s=10e-6), ["s2", "s2"]),
+        (BETWEEN, ["s2", "s2"]),
+        (Limits(state_bytes=3), None),
+        (Limits(state_bytes=7, step_s=8e-6), None),
+    ],
+)
+def test_the_least_bytes_within_limits_and_whether_there_are_any(limits: Limits, chosen: list[str] | None):
+    found = least_bytes(MIDDLE, limits=limits)
+    assert (None if found is None else sorted(c.spec for c in found)) == chosen
+    assert possible(MIDDLE, limits=limits) == (chosen is not None)
+
+
+def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatch: pytest.MonkeyPatch):
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("not asked for")
+
+    mixed, apart = make_problem(MIDDLE, limits=BETWEEN), make_problem(TRADE, limits=Limits(state_bytes=12, step_s=4.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(feasible, "minimise", never)
+        moved = feasible.search(apart)
+        assert moved is not None and apart.feasible(moved) and sorted(moved.tolist()) == [0, 1]
+        patch.setattr(feasible, "repair", never)
+        found = feasible.search(mixed)
+        assert found is not None and found.tolist() == [2, 2]
+        assert feasible.search(make_problem(MIDDLE, limits=Limits(state_bytes=3, step_s=8e-6))) is None
+        cheap = feasible.search(make_problem(MIDDLE, limits=Limits(state_bytes=8)))
+        assert cheap is not None and cheap.tolist() == [1, 1]
+    monkeypatch.setattr(feasible, "repair", lambda *_: None)
+    solved = feasible.search(apart)
+    assert solved is not None and sorted(solved.tolist()) == [0, 1]
+
+
+def test_mixtures_are_of_each_pair_of_limits():
+    three = make_problem(TRADE, limits=Limits(state_bytes=12, step_s=None, host_bytes=1, link_s=1.0))
+    weights = np.array(feasible._mixtures(three))
+    assert weights.shape == (3 * 9, 4) and weights.sum(1) == pytest.approx(1)
+    assert (weights[:, 1] == 0).all() and ((weights > 0).sum(1) == 2).all()
+    assert weights[:9, 0] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    assert weights[:9, 2] == pytest.approx(1 - weights[:9, 0])

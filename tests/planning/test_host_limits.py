@@ -7,28 +7,8 @@ import numpy as np
 import pytest
 
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
-from baoc.types import Candidate, Cost, Limits, Risk
-
-Options = dict[str, list[Candidate]]
-
-
-def placed(seed: int, *, blocks: int = 5) -> Options:
-    """Each block on the device in two storages, and the same streamed."""
-    rng = np.random.default_rng(seed)
-    made: Options = {}
-    for index in range(blocks):
-        size = int(10 ** rng.uniform(2, 4))
-        rows = [
-            (0.0, Cost(state_bytes=8 * size, step_s=3e-9 * size)),
-            (1e-4 * size, Cost(state_bytes=2 * size, step_s=2e-9 * size)),
-            (0.0, Cost(state_bytes=8, host_bytes=8 * size, step_s=3e-9 * size, link_s=8e-9 * size)),
-            (1e-4 * size, Cost(state_bytes=8, host_bytes=2 * size, step_s=2e-9 * size, link_s=2e-9 * size)),
-        ]
-        name = f"b{index}"
-        made[name] = [
-            Candidate(block=name, spec=f"s{j}", cost=cost, risk=Risk(total=risk)) for j, (risk, cost) in enumerate(rows)
-        ]
-    return made
+from baoc.types import Candidate, Limits
+from tests.support.decision import Candidates, placed, share_of
 
 
 def used(chosen: Sequence[Candidate]) -> tuple[float, ...]:
@@ -51,20 +31,10 @@ def best(options: Mapping[str, Sequence[Candidate]], limits: Limits) -> float | 
     return min((sum(c.risk.total for c in chosen) for chosen in fitting), default=None)
 
 
-def limits_of(options: Options, share: Sequence[float]) -> Limits:
-    total = sum(c[0].cost.state_bytes for c in options.values()) / 8
-    return Limits(
-        state_bytes=int(8 * total * share[0]),
-        step_s=3e-9 * total,
-        host_bytes=int(8 * total * share[1]),
-        link_s=8e-9 * total * share[2],
-    )
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_exact_is_the_best_of_all_combinations(seed: int):
     options = placed(seed)
-    limits = limits_of(options, np.random.default_rng(seed).uniform(0.05, 0.7, 3).tolist())
+    limits = share_of(options, np.random.default_rng(seed).uniform(0.05, 0.7, 3).tolist())
     expected = best(options, limits)
     for name in ("exact", "lagrangian", "random"):
         if expected is None:
@@ -112,7 +82,7 @@ def test_a_refusal_names_what_would_do_of_each():
     assert within_exact(options, Limits(state_bytes=error.least_state_bytes, host_bytes=10, link_s=1.0))
 
 
-def within_exact(options: Options, limits: Limits) -> bool:
+def within_exact(options: Candidates, limits: Limits) -> bool:
     try:
         ALLOCATORS["exact"](options, limits=limits)
     except NoFeasibleAllocation:

@@ -13,6 +13,7 @@ from baoc.planning.transfer import NUM_BUFFERS
 from baoc.tracking import console
 from baoc.types import Budget, Footprint, LatencyTable, ParamInfo, Role
 from baoc.units import format_bytes
+from tests.support.planners import NO_TEMPORARIES
 
 MIB = 2**20
 NUMEL = 4096 * 4096
@@ -31,6 +32,7 @@ FOOTPRINT = Footprint(
     forward_backward_bytes=BASE,
     validation_bytes=0,
     resident_bytes=BASE,
+    step_temporary_bytes=NO_TEMPORARIES,
 )
 ROWS = ("adamw", "adamw_int8")
 

@@ -83,7 +83,7 @@ def test_an_uncertain_mean_counts_less():
 def test_where_nothing_measured_fits_or_nothing_was_measured_the_prior_says_so():
     low = planner(0.03).propose()
     assert low.risk_model == "prior" and low.basis is not None
-    assert "no measured recipe fits, so by risk=prior" in low.basis.text
+    assert "no measured recipe of the specs on offer fits, so by risk=prior" in low.basis.text
     none = planner(0.25, family=None).propose()
     assert none.basis is not None and "nothing was measured of this kind of network" in none.basis.text
     assert none.allocation == Planner(llama(), budget=none.budget, settings=PlannerSettings()).propose().allocation

@@ -7,7 +7,7 @@ import pytest
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, Footprint, LatencyTable
-from tests.support.planners import ADAMW, MIB, PARAMS
+from tests.support.planners import ADAMW, MIB, NO_TEMPORARIES, PARAMS
 
 FOOTPRINT = Footprint(
     device="cpu",
@@ -18,6 +18,7 @@ FOOTPRINT = Footprint(
     validation_bytes=MIB,
     resident_bytes=2 * MIB,
     profile_bytes=MIB,
+    step_temporary_bytes=NO_TEMPORARIES,
 )
 
 
@@ -44,12 +45,34 @@ def test_a_memory_budget_leaves_state_what_the_step_does_not_need():
 
 
 def test_a_spec_whose_step_needs_much_is_done_without_or_paid_for():
-    hungry = replace(FOOTPRINT, step_temporary_bytes={"adamw": 20 * MIB})
+    hungry = replace(FOOTPRINT, step_temporary_bytes={**NO_TEMPORARIES, "adamw": 20 * MIB})
     cheap = planner(memory(9 * MIB + ADAMW), footprint=hungry).propose()
     assert "adamw" not in cheap.allocation.choices.values() and cheap.peak_bytes <= 9 * MIB + ADAMW
     assert cheap.binding and cheap.most_useful_bytes == 23 * MIB + ADAMW
     rich = planner(memory(23 * MIB + ADAMW), footprint=hungry).propose()
     assert set(rich.allocation.choices.values()) == {"adamw"} and rich.peak_bytes == 23 * MIB + ADAMW
+
+
+def test_a_step_that_a_footprint_does_not_know_is_no_step_without_temporaries():
+    known = replace(FOOTPRINT, step_temporary_bytes={"adamw": 7 * MIB, "lion": 9 * MIB})
+    peaks = [known.peak_bytes(state_bytes=0, specs=specs) for specs in (("adamw",), ("adamw@streamed", "lion"))]
+    assert peaks == [2 * MIB + 7 * MIB + MIB, 2 * MIB + 9 * MIB + MIB]
+    with pytest.raises(ValueError, match=r"^the footprint has no temporaries of sign, muon: it knows adamw, lion$"):
+        known.peak_bytes(state_bytes=0, specs=("sign@streamed", "adamw", "muon"))
+
+
+def test_every_budget_from_the_least_on_is_met_however_much_room_other_specs_steps_need():
+    """With each spec the peak is another one: more levels of room than are looked at."""
+    names = sorted(planner(memory(2**40), footprint=FOOTPRINT).specs)
+    needs = {name: 6 * MIB + MIB * (2 if name == "adamw" else 4 + at) for at, name in enumerate(names)}
+    needs |= dict.fromkeys(("column_norm", "sign"), 8 * MIB + 1)
+    crowded = replace(FOOTPRINT, step_temporary_bytes=needs)
+    least = planner(memory(2**40), footprint=crowded).propose().least_feasible_bytes
+    for budget in (least, least + 1, least + 2**18, least + 2 * MIB, least + 20 * MIB):
+        plan = planner(memory(budget), footprint=crowded).propose()
+        assert plan.peak_bytes <= budget and plan.least_feasible_bytes == least
+    with pytest.raises(InfeasibleBudgetError, match=f"{least} bytes"):
+        planner(memory(least - 1), footprint=crowded).propose()
 
 
 def test_all_of_adamw_s_state_is_enough_for_adamw_where_tensors_are_padded():

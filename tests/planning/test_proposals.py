@@ -79,6 +79,16 @@ def test_recipes_that_run_the_same_on_a_network_are_one_unless_they_are_named():
     assert [one.name for one in proposals(at(1.0), recipes=named)][:2] == ["muon8", "muon8_lean"]
 
 
+def test_a_recipe_that_was_asked_for_by_name_says_the_rate_at_which_it_measured_best():
+    settings = PlannerSettings(risk="measured", family="language", allocator="recipe", recipe=find_recipe("muon8"))
+    budget = Budget(name="some", state_fraction=1.0)
+    told = Planner(llama(), budget=budget, settings=settings).propose().basis
+    assert told is not None and "at the learning rate as given; it measured best at " in told.text
+    own = replace(settings, recipe=replace(find_recipe("muon8"), lr={"muon": 1.5}))
+    told = Planner(llama(), budget=budget, settings=own).propose().basis
+    assert told is not None and told.text.endswith("(changed): the recipe that was asked for")
+
+
 def test_every_recipe_is_planned_once(monkeypatch: pytest.MonkeyPatch):
     planned: list[str] = []
     settings = PlannerSettings(risk="measured", family="language")
@@ -108,6 +118,7 @@ def test_the_table_s_best_recipes_come_first_where_the_network_is_of_a_measured_
     assert "muon8_lean" in names and "foam8_lean" in names and len(names) <= 14
 
 
+@pytest.mark.slow
 def test_a_recipe_that_fits_only_with_other_weights_or_on_the_host_is_proposed_so():
     tight = within(2**40, recipe=replace(RECIPES["muon8_lean"], weights="bf16_sr")).propose().peak_bytes
 

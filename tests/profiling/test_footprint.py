@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
+from baoc.planning.cost import grouped_bytes
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
+from baoc.profiling import footprint as module_of_footprints
 from baoc.profiling import step_temporaries as module
-from baoc.profiling.footprint import SCALARS_BYTES, restored
+from baoc.profiling.cuda_emulation import CachingAllocator
+from baoc.profiling.footprint import SCALARS_BYTES, _reserve, _waiting_bytes, restored
+from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
+from baoc.profiling.tracker import PeakMeter
+from baoc.units import KIB, MIB
 
 F32 = 4
 
@@ -274,7 +280,7 @@ def test_the_first_step_of_a_plain_loop_bounds_its_peak():
     assert (footprint.device, footprint.micro_batch, footprint.validation_bytes) == ("cpu", 0, 0)
     assert footprint.context_bytes == 7 and footprint.reserve_bytes == SCALARS_BYTES and not footprint.released
     memory.stop()  # after the end: nothing
-    with pytest.raises(AssertionError, match="finished before"):
+    with pytest.raises(AssertionError, match=r"^the first step was finished before"):
         memory.finish(state_bytes=0)
 
 
@@ -324,12 +330,40 @@ def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
     assert footprint.context_bytes == 0
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_states_that_were_there_all_the_time_are_no_part_of_a_first_step(released: bool):
+    found = []
+    for held in (0, 1000):
+        net, states = nn.Linear(64, 64), torch.ones(held)
+        memory = FirstStepMemory(list(net.parameters()), states=[states])
+        net(torch.ones(8, 64)).sum().backward()
+        if released:
+            memory.note_block()
+        found.append(memory.finish(state_bytes=4 * held))
+    assert found[0] == found[1] and found[0].resident_bytes > 2 * 64 * 64 * F32
+
+
+def test_a_first_step_that_was_stopped_or_has_no_parameters():
+    memory = FirstStepMemory([])
+    assert memory.finish(state_bytes=0).device == "cpu"
+    stopped = FirstStepMemory([torch.zeros(3)])
+    stopped.stop()
+    with pytest.raises(AssertionError, match=r"^the first step was finished before"):
+        stopped.finish(state_bytes=0)
+
+
+def test_a_step_that_needs_nothing_has_no_temporaries_and_is_run_twice():
+    steps: list[None] = []
+    assert step_temporary_bytes(lambda: lambda: steps.append(None), device="cpu") == 0
+    assert len(steps) == 2
+
+
 def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """On a busy machine threads wait for each other longer than such a step takes."""
     seen: list[int] = []
-    monkeypatch.setattr(module, "bytes_on_a_small_one", lambda *_: seen.append(torch.get_num_threads()) or 8)
+    monkeypatch.setattr(module, "bytes_of_a_step", lambda *_: seen.append(torch.get_num_threads()) or 8)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -337,6 +371,20 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 24, 3, 3), (16, 300), (100, 130)])
+@pytest.mark.parametrize("name", ["muon", "muon_int8+split8"])
+def test_a_step_on_matrices_takes_what_is_predicted_whatever_their_shape(name: str, shape: tuple[int, ...]):
+    def probe() -> Callable[[], None]:
+        param = nn.Parameter(torch.ones(shape))
+        param.grad = torch.randn(shape)
+        optimizer = BlockwiseOptimizer([param], SPECS[name], backend="eager")
+        return lambda: optimizer.step() and None
+
+    found = step_temporary_bytes(probe, device="cpu")
+    told = step_temporaries([SPECS[name]], params=[torch.zeros(8), torch.zeros(4, 4), torch.zeros(shape)])[name]
+    assert abs(told - found) <= 64  # numbers of a step are no tensors on meta
 
 
 def test_what_a_footprint_says_of_how_it_was_made():
@@ -347,11 +395,16 @@ def test_what_a_footprint_says_of_how_it_was_made():
     trained = [name for name, param in net.named_parameters() if param.requires_grad]
     assert sorted(plain.gradient_order) == sorted(trained) and plain.gradient_order[-1] == "body.0.weight"
     looked = probe_footprint(net, run_micro_batch=lambda: net(x), run_validation_batch=lambda: net(x), micro_batch=5)
+    assert {one.gradients for one in looked.intervals if one.name == "validation"} == {None}
     assert looked.micro_batch == 5 and looked.validation_bytes == max(
         one.num_bytes for one in looked.intervals if one.name == "validation"
     )
     own = probe_footprint(net, run_micro_batch=lambda: net(x).backward(), run_validation_batch=lambda: net(x))
     assert own.intervals == own.gradient_order == () and own.validation_bytes > 0
+    leaf = probe_footprint(net, run_micro_batch=lambda: (net(x).backward(), net.body[0].bias)[1])
+    assert leaf.intervals == () and leaf.forward_backward_bytes == own.forward_backward_bytes
+    nameless = probe_footprint(list(net.parameters()), run_micro_batch=lambda: net(x))
+    assert nameless.intervals == () and nameless.gradients_bytes == plain.gradients_bytes
 
 
 def test_a_probe_of_released_gradients_tells_no_intervals():
@@ -370,5 +423,78 @@ def test_a_probe_of_released_gradients_tells_no_intervals():
 
 def test_a_probe_that_leaves_no_gradient_is_told():
     net = Net()
+    with pytest.raises(BadInputError, match=r"^no parameter has a gradient"):
+        probe_footprint([], run_micro_batch=lambda: None)
     with pytest.raises(BadInputError, match=r"^no parameter has a gradient after the probe: it must run forward and"):
         probe_footprint(net, run_micro_batch=lambda: None)
+
+
+def test_fake_tensors_are_run_once_beside_zero_gradients_and_show_every_stretch():
+    net, x = Net(), data()
+    warm = probe_footprint(net, run_micro_batch=lambda: net(x))
+    cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    assert replace(cold, intervals=()) == replace(warm, intervals=())
+    raw = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, thinned=False)
+    events = [interval.name for interval in raw.intervals if interval.name != "first"]
+    assert events[0] == "dropped" and events[-1] == "ended" and raw.intervals[0].gradients is None
+    assert [event for event in events if event.startswith("arrived ")] == [f"arrived {n}" for n in raw.gradient_order]
+    assert all(param.grad is None for param in net.frozen.parameters())
+
+
+def test_an_emulated_card_reserves_whole_pages():
+    net, x = Net(), data()
+    plain = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    emulated = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, allocator=CachingAllocator())
+    assert emulated.forward_backward_bytes == 2 * MIB > plain.forward_backward_bytes
+    assert max(interval.num_bytes for interval in emulated.intervals) == 2 * MIB
+
+
+@pytest.mark.parametrize(("device", "reserve"), [("cpu", 16 * KIB), ("cuda", LATE_MODULES_BYTES + 24 * MIB + 20 * MIB)])
+def test_a_card_keeps_room_for_late_kernels_pages_and_gaps(device: str, reserve: int):
+    assert _reserve(torch.device(device), peak=1000 * MIB) == reserve
+
+
+def test_weights_that_nothing_uses_count_and_all_may_be_trained():
+    net, x = Net().requires_grad_(True), data()
+    footprint = probe_footprint(net, run_micro_batch=lambda: net(x))
+    assert footprint.forward_backward_bytes == tracked_peak(net, x, "forward_first")[0]
+    net.unused = nn.Parameter(torch.zeros(1000), requires_grad=False)
+    more = probe_footprint(net, run_micro_batch=lambda: net(x))
+    assert more.forward_backward_bytes == footprint.forward_backward_bytes + 4000
+
+
+def test_a_first_micro_batch_that_needs_more_is_a_stretch_of_its_own():
+    net, x, calls = Net(), data(), []
+
+    def run() -> Tensor:
+        calls.append(torch.zeros(0 if calls else 100_000).sum())
+        return net(x)
+
+    last = probe_footprint(net, run_micro_batch=run).intervals[-1]
+    assert last.name == "first" and last.gradients == 0 and last.num_bytes > 400_000
+    calls.clear()
+    assert probe_footprint(net, run_micro_batch=run).forward_backward_bytes == last.num_bytes
+
+
+def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: pytest.MonkeyPatch):
+    net, x = Net(), data()
+    trained = sum(param.nbytes for param in net.parameters() if param.requires_grad)
+    assert _waiting_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
+    given = {"run_micro_batch": lambda: net(x), "released": [list(net.body.parameters())]}
+    monkeypatch.setattr(module_of_footprints, "_reserve", lambda device, peak: peak)
+    before, kept = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
+    monkeypatch.setattr(module_of_footprints, "_waiting_bytes", lambda device, params: 1000)
+    more, still = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
+    for part in ("gradients_bytes", "forward_backward_bytes", "resident_bytes", "reserve_bytes"):
+        assert getattr(more, part) == getattr(before, part) + 1000 and getattr(still, part) == getattr(kept, part)
+    assert kept.reserve_bytes == kept.forward_backward_bytes
+    memory = FirstStepMemory([torch.zeros(100)])
+    assert memory.finish(state_bytes=0).reserve_bytes == 400
+
+
+def test_what_an_emulated_card_reserves_for_a_second_step_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch):
+    net, x, seen = Net(), data(), []
+    monkeypatch.setattr(PeakMeter, "reserved_again", lambda self, gradients: seen.append(dict(gradients)) or 10 * MIB)
+    cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    assert cold.forward_backward_bytes == 10 * MIB and sum(seen[0].values()) == cold.gradients_bytes
+    assert probe_footprint(net, run_micro_batch=lambda: net(x)).forward_backward_bytes < 10 * MIB

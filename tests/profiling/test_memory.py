@@ -189,6 +189,7 @@ def test_the_allocator_grows_in_place_unless_the_user_has_set_it(monkeypatch):
     assert len(card.settings) == 1 and card.fraction is not None
 
 
+@pytest.mark.slow
 def test_a_look_without_the_cap_ends_with_it(monkeypatch):
     card = Card(monkeypatch)
     done: list[str] = []

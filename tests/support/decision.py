@@ -108,3 +108,33 @@ def extremes(candidates: Mapping[str, Sequence[Candidate]]) -> tuple[int, int, f
     held = [[c.cost.state_bytes for c in options] for options in candidates.values()]
     step_s = [[c.cost.step_s for c in options] for options in candidates.values()]
     return sum(map(min, held)), sum(map(max, held)), sum(map(min, step_s)), sum(map(max, step_s))
+
+
+def placed(seed: int, *, blocks: int = 5) -> Candidates:
+    """Each block on the device in two storages, and the same streamed."""
+    rng = np.random.default_rng(seed)
+    made: Candidates = {}
+    for index in range(blocks):
+        size = int(10 ** rng.uniform(2, 4))
+        rows = [
+            (0.0, Cost(state_bytes=8 * size, step_s=3e-9 * size)),
+            (1e-4 * size, Cost(state_bytes=2 * size, step_s=2e-9 * size)),
+            (0.0, Cost(state_bytes=8, host_bytes=8 * size, step_s=3e-9 * size, link_s=8e-9 * size)),
+            (1e-4 * size, Cost(state_bytes=8, host_bytes=2 * size, step_s=2e-9 * size, link_s=2e-9 * size)),
+        ]
+        name = f"b{index}"
+        made[name] = [
+            Candidate(block=name, spec=f"s{j}", cost=cost, risk=Risk(total=risk)) for j, (risk, cost) in enumerate(rows)
+        ]
+    return made
+
+
+def share_of(options: Candidates, share: Sequence[float]) -> Limits:
+    """Limits of bytes, host bytes and seconds of the link that are these shares of what `placed` could take."""
+    total = sum(c[0].cost.state_bytes for c in options.values()) / 8
+    return Limits(
+        state_bytes=int(8 * total * share[0]),
+        step_s=3e-9 * total,
+        host_bytes=int(8 * total * share[1]),
+        link_s=8e-9 * total * share[2],
+    )

@@ -1,11 +1,13 @@
 """Planners over a small transformer, measured footprints and micro-batch options, without a measurement."""
 
 from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import ON_DEVICE
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Footprint, GradientStats, Option, ParamInfo, PeakInterval, Plan, Role
 from tests.support.decision import transformer
 
 MIB = 2**20
+NO_TEMPORARIES = dict.fromkeys(ON_DEVICE, 0)  # of footprints that are made up: steps in place
 PARAMS = [
     ParamInfo(name=f"layers.{i}.{role}.weight", shape=(64, 64), dtype="float32", role=role, depth=i)
     for i in range(3)
@@ -36,6 +38,7 @@ def planner(budget: str = "state_50") -> Planner:
         forward_backward_bytes=5_000_000,
         validation_bytes=2_000_000,
         resident_bytes=1_900_000,
+        step_temporary_bytes=NO_TEMPORARIES,
     )
     settings = PlannerSettings(keep_fp32_roles=())
     return Planner(transformer(), budget=parse_budget(budget), settings=settings, footprint=footprint)
@@ -63,6 +66,7 @@ def footprint(micro_batch: int) -> Footprint:
             PeakInterval(name="training", num_bytes=peak - 7),
         ),
         gradient_order=("b", "a"),
+        step_temporary_bytes=NO_TEMPORARIES,
     )
 
 

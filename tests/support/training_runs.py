@@ -39,7 +39,7 @@ def brief(*, depth: int = 2) -> Iterator[None]:
 
 
 def config(**changes: Any) -> RunConfig:
-    """Fourteen steps on the digits, reallocating after the sixth."""
+    """Fourteen steps on the digits, reallocating after the sixth; a validation is two micro-batches."""
     arguments = {
         "name": "test",
         "device": "cpu",
@@ -55,6 +55,7 @@ def config(**changes: Any) -> RunConfig:
             num_sanity_val_steps=0,
             log_every_n_steps=1,
             val_check_interval=7,
+            limit_val_batches=2,
             check_val_every_n_epoch=None,
             enable_model_summary=False,
         ),

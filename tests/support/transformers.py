@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, Footprint, ParamInfo, Role
+from tests.support.planners import NO_TEMPORARIES
 
 WIDTH, LAYERS, VOCABULARY = 64, 3, 256
 
@@ -34,6 +35,7 @@ FOOTPRINT = Footprint(
     forward_backward_bytes=WEIGHTS_BYTES,
     validation_bytes=0,
     resident_bytes=2 * WEIGHTS_BYTES,
+    step_temporary_bytes=NO_TEMPORARIES,
 )
 
 

@@ -1,6 +1,7 @@
 """A footprint of four layers whose parameters can be kept in bf16."""
 
 from baoc.types import Footprint, ParamInfo, PeakInterval, Role
+from tests.support.planners import NO_TEMPORARIES
 
 MIB = 2**20
 
@@ -30,4 +31,5 @@ FOOTPRINT = Footprint(
         PeakInterval(name="training", num_bytes=WEIGHTS + 11 * MIB, gradients=2),
     ),
     gradient_order=NAMES,
+    step_temporary_bytes=NO_TEMPORARIES,
 )

@@ -99,6 +99,7 @@ with open(os.path.join({folder!r}, "told"), "a") as file:
 """
 
 
+@pytest.mark.slow
 def test_trials_of_several_ranks_never_share_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("baoc.sweep.study.find_gpus", lambda _: FOUR)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

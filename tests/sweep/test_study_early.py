@@ -47,35 +47,23 @@ def config(**changes: object) -> StudyConfig:
     return read_study(values | changes)
 
 
-def test_a_beaten_trial_is_ended_at_its_first_rung_and_a_baseline_never(tmp_path: Path, capsys):
+def test_a_beaten_trial_is_ended_at_its_first_rung_and_no_baseline_nor_one_of_fewer_bytes(tmp_path: Path, capsys):
     baselines = [["q=1", "size=5"], ["q=5", "size=9"]]
-    study = run_study(config(baselines=baselines), folder=tmp_path, code=STUB)
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
-    beaten = study.trials[2]
+    space = {"q": {"choices": [4.0]}, "size": {"choices": [4, 9]}}
+    study = run_study(config(baselines=baselines, space=space, n_trials=4), folder=tmp_path, code=STUB)
+    smaller, beaten = sorted(study.trials[2:], key=lambda trial: trial.params["size"])
+    states = [trial.state for trial in (*study.trials[:2], smaller, beaten)]
+    assert states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
     assert beaten.user_attrs["text"] == "ended early: trial 0 is better in everything at step 10"
     assert beaten.user_attrs["rung:0:10"] == {"quality": 4.0 * (2 - 1 / 3), "state_bytes": 9}
-    told = json.loads((tmp_path / "0002" / "error.json").read_text())
-    assert told["message"] == beaten.user_attrs["text"]
+    folder = tmp_path / f"{beaten.number:04d}"
+    assert json.loads((folder / "error.json").read_text())["message"] == beaten.user_attrs["text"]
     assert "rung:0:20" in study.trials[0].user_attrs and "rung:0:20" not in beaten.user_attrs
-    lines = (tmp_path / "0002" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] == 9
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 9
     assert main([str(tmp_path)]) == 0
     assert (
-        "2/3 done (0 over budget or diverged), 1 ended early, 0 failed, 0 running, 0 waiting" in capsys.readouterr().out
+        "3/4 done (0 over budget or diverged), 1 ended early, 0 failed, 0 running, 0 waiting" in capsys.readouterr().out
     )
-
-
-def test_one_that_has_fewer_bytes_and_one_within_the_margin_go_on(tmp_path: Path):
-    space = {"q": {"choices": [4.0]}, "size": {"choices": [4]}}
-    study = run_study(
-        config(baselines=[["q=1", "size=5"], ["q=5", "size=9"]], space=space), folder=tmp_path / "small", code=STUB
-    )
-    assert study.trials[2].state is TrialState.COMPLETE
-    early = {"rungs": [10, 20], "margin": 0.8, "least": 2}
-    study = run_study(
-        config(baselines=[["q=1", "size=5"], ["q=5", "size=9"]], early_stop=early), folder=tmp_path / "close", code=STUB
-    )
-    assert study.trials[2].state is TrialState.COMPLETE
 
 
 def test_the_status_of_a_study_is_read_from_its_folder_alone(tmp_path: Path, capsys):

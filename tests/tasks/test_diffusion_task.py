@@ -70,6 +70,27 @@ def fit(*, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **
     return task
 
 
+def test_a_prediction_is_a_tensor_or_the_sample_of_what_is_returned():
+    class Wrapped(Small):
+        def forward(self, images, timesteps, labels):
+            return SimpleNamespace(sample=super().forward(images, timesteps, labels))
+
+    plain, wrapped = fit(model=Small(), trainer={"max_steps": 1}), fit(model=Wrapped(), trainer={"max_steps": 1})
+    assert torch.equal(plain.model.mix.weight, wrapped.model.mix.weight)
+    labels, shape = torch.zeros(2, dtype=torch.long), (1, 8, 8)
+    assert torch.equal(plain.sample(labels, shape=shape), wrapped.sample(labels, shape=shape))
+
+
+@pytest.mark.parametrize(("given", "told"), [(torch.zeros(32, 2, 8, 8), r"\(32, 2, 8, 8\)"), (("x",), "tuple")])
+def test_what_is_no_prediction_is_refused_with_what_is_needed(given, told):
+    class Wrong(Small):
+        def forward(self, images, timesteps, labels):
+            return given
+
+    with pytest.raises(BadInputError, match=rf"returned {told} and task diffusion needs a prediction of the images'"):
+        fit(model=Wrong())
+
+
 def test_steps_equal_a_plain_loop_with_torchs_adamw():
     data, settings = digits(), OptimizerSettings(lr=1e-2, schedule="constant", warmup_fraction=0.0)
     model = Small()

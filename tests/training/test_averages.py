@@ -101,6 +101,7 @@ def test_a_plan_of_nothing_else_is_refused() -> None:
     del average
 
 
+@pytest.mark.slow
 def test_living_objects_are_looked_at_only_where_there_may_be_an_average(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     get_objects = wrappers.gc.get_objects

@@ -30,6 +30,7 @@ from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit
 from tests.support.ranks import as_launched, group, in_processes
 
+pytestmark = pytest.mark.slow  # two ranks are started
 OFTEN = ReallocationConfig(mode="interval", warmup_steps=3, interval=4, min_gain=0.0)
 
 

@@ -409,6 +409,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
         where=torch.device("cuda"),
         tryouts=SimpleNamespace(capped=True),
         axes=SimpleNamespace(num_layers=4),
+        sharded=False,
     )
 
     def may(rate: float, **changes: Any) -> bool:
@@ -417,6 +418,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
     option = lambda rate: SimpleNamespace(samples_per_s=rate)  # noqa: E731
     assert may(7.5) and not may(7.7)  # 420 s or more
     assert not may(7.5, where=torch.device("cpu")) and not may(7.5, axes=SimpleNamespace(num_layers=0))
+    assert not may(7.5, sharded=True)
     pins = [replace(self.config, model=ModelConfig(compile=compile)) for compile in (False, True, "auto")]
     assert [may(7.5, config=pinned) for pinned in pins] == [False, False, True]
 

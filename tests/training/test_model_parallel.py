@@ -19,6 +19,8 @@ from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from tests.support.ranks import as_launched, group, in_processes
 
+pytestmark = pytest.mark.slow  # two ranks are started
+
 
 class Sharded(L.LightningModule):
     def __init__(self) -> None:

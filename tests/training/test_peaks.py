@@ -17,7 +17,7 @@ from baoc.types import RunResult
 from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config, run
 
-pytestmark = LIGHTNING_NOISE
+pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
 
 STEPS = 10
 

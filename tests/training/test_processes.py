@@ -173,6 +173,7 @@ def found() -> list[tuple[dict[str, str], dict[str, Any]]]:
     return in_processes(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_two_processes_would_do_wrong_is_refused(case: str, found: list[tuple[dict[str, str], Any]]) -> None:
     for told, _ in found:
@@ -180,6 +181,7 @@ def test_what_two_processes_would_do_wrong_is_refused(case: str, found: list[tup
             raise BadInputError(told[case])
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_built_before_the_wrapper_casts_as_it_likes(found: list[tuple[Any, Any]]) -> None:
     (_, first), (_, second) = found
     for spec in ("adamw", CAST):

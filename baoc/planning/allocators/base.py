@@ -138,11 +138,12 @@ class Problem:
 
     def priced(self, prices: Floats) -> Floats:
         """[blocks, specs]: risk, and what each candidate spends at `prices` [limits]."""
-        values = self.risk.copy()
-        for price, spent in zip(prices.tolist(), self.spent, strict=True):
-            if price:
-                values += price * spent
-        return values
+        return self.risk + weighted(prices, self.spent)
+
+
+def weighted(prices: Floats, spent: Floats) -> Floats:
+    """[...]: what is `spent` [limits, ...] at `prices` [limits], added up in the same order on every machine."""
+    return (prices.reshape(-1, *[1] * (spent.ndim - 1)) * spent).sum(axis=0)
 
 
 def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> Problem:

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
-from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem
+from baoc.planning.allocators.base import Floats, Ints, Problem, make_problem, weighted
 from baoc.planning.allocators.moves import repair
 from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Candidate, Limits
@@ -39,11 +39,8 @@ def search(problem: Problem) -> Ints | None:
     least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
     if not (least <= problem.limits).all():
         return None
-    units = problem.units
-    mixed = [
-        problem.least(sum((weight * values / unit for weight, values, unit in mixture), np.zeros(problem.risk.shape)))
-        for mixture in (zip(weights, problem.spent, units, strict=True) for weights in _mixtures(problem))
-    ]
+    shares = problem.spent / problem.units[:, None, None]
+    mixed = [problem.least(weighted(weights, shares)) for weights in _mixtures(problem)]
     distinct = list({choice.tobytes(): choice for choice in mixed}.values())
     for choice in distinct:
         if problem.feasible(choice):
@@ -57,15 +54,11 @@ def search(problem: Problem) -> Ints | None:
 
 
 def _mixtures(problem: Problem) -> list[Floats]:
-    """Weights [limits] that mix bytes and seconds; with more limits, each pair of the limited totals."""
-    several = len(problem.kinds) > 2
-    shares = np.linspace(0.2, 0.8, 4) if several else np.linspace(0.05, 0.95, 19)
-    limited = np.flatnonzero(np.isfinite(problem.limits)).tolist() if several else [0, 1]
+    """Weights [limits] that mix each pair of the limited totals."""
     found: list[Floats] = []
-    for first, second in combinations(limited, 2):
-        for share in shares:
+    for first, second in combinations(np.flatnonzero(np.isfinite(problem.limits)).tolist(), 2):
+        for share in np.linspace(0.1, 0.9, 9):
             weights = np.zeros(len(problem.kinds))
             weights[first], weights[second] = share, 1 - share
             found.append(weights)
-    even = np.isfinite(problem.limits) / max(len(limited), 1)
-    return [*found, even] if len(limited) > 2 else found
+    return found

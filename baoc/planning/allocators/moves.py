@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from baoc.planning.allocators.base import Floats, Ints, Problem
+from baoc.planning.allocators.base import Floats, Ints, Problem, weighted
 
 SWAP_MOVES, SWAP_ROUNDS = 96, 12
 
@@ -24,21 +24,18 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
         excess = _violation(used, limits, units)
         risk_change, spent_change = _deltas(problem, choice)
         gain = excess - _violation((used[:, None, None] + spent_change).T, limits, units).T
-        added = risk_change
-        for price, values in zip(prices if prices is not None else (), spent_change, strict=prices is not None):
-            added = added + price * values
+        added = risk_change if prices is None else risk_change + weighted(prices, spent_change)
         helps = (gain > 1e-12 * excess) & np.isfinite(added)
         ratio = np.where(helps, added, np.inf) / np.where(helps, gain, 1.0)
         columns = ratio.argmin(axis=1)
         order = np.argsort(ratio[rows, columns], kind="stable")[: len(choice) // 16 + 1]
         moved = False
         order = order[np.isfinite(ratio[order, columns[order]])]
-        totals, bounds = used.tolist(), list(zip(limits.tolist(), units.tolist(), strict=True))
-        for block, step in zip(order.tolist(), spent_change[:, order, columns[order]].T.tolist(), strict=True):
-            after = [total + part for total, part in zip(totals, step, strict=True)]
-            left = sum(max(total - bound, 0.0) / unit for total, (bound, unit) in zip(after, bounds, strict=True))
+        for block in order:
+            after = used + spent_change[:, block, columns[block]]
+            left = _violation(after, limits, units)
             if left < excess:
-                totals, excess, moved = after, left, True
+                used, excess, moved = after, left, True
                 choice[block] = columns[block]
             if excess <= 0:
                 break
@@ -62,16 +59,15 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
         slack = limits - problem.used(choice)
         risk_change, spent_change = _deltas(problem, choice)
         fits = (risk_change < 0) & (spent_change <= slack[:, None, None]).all(axis=0)
-        spent = sum(price * np.maximum(values, 0.0) for price, values in zip(weights, spent_change, strict=True))
-        score = np.where(fits, -risk_change, 0.0) / (spent + 1e-300)
+        score = np.where(fits, -risk_change, 0.0) / (weighted(weights, np.maximum(spent_change, 0.0)) + 1e-300)
         columns = score.argmax(axis=1)
         best = score[rows, columns]
         order = np.argsort(-best, kind="stable")
-        order, left = order[best[order] > 0], slack.tolist()
         moved = False
-        for block, step in zip(order.tolist(), spent_change[:, order, columns[order]].T.tolist(), strict=True):
-            if all(part <= room for part, room in zip(step, left, strict=True)):
-                left = [room - part for part, room in zip(step, left, strict=True)]
+        for block in order[best[order] > 0]:
+            step = spent_change[:, block, columns[block]]
+            if (step <= slack).all():
+                slack = slack - step
                 choice[block] = columns[block]
                 moved = True
         if not moved:
@@ -98,9 +94,7 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
         slack = problem.safe_limits - problem.used(choice)
         risk_change, spent_change = _deltas(problem, choice)
         risk_change, spent_change = risk_change.ravel(), spent_change.reshape(len(spent_change), -1)
-        reduced = risk_change
-        for price, values in zip(prices, spent_change, strict=True):
-            reduced = reduced + price * values
+        reduced = risk_change + weighted(prices, spent_change)
         up = _least(reduced, where=risk_change < 0, most=SWAP_MOVES)
         down = _least(reduced, where=(risk_change > 0) & (spent_change < 0).any(axis=0), most=SWAP_MOVES)
         gain = risk_change[up][:, None] + risk_change[down]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import BadInputError
 from baoc.planning.allocators.base import AllocatorTraits, without_choice
 from baoc.planning.candidates import applies
 from baoc.planning.cost import state_bytes
@@ -30,17 +29,13 @@ class Pick:
 
 
 def pick(block: Block, *, recipe: Recipe) -> Pick:
-    """The first spec of the recipe's chain that applies to the block."""
-    (role, wished), refused = recipe.wish(block), ""
-    for name in recipe.chain(block):
-        why = applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
-        if why is None:
-            return Pick(role=role, spec=name, wished=wished, why_not=refused)
-        refused = refused or why
-    raise BadInputError(
-        f"recipe {recipe.title}: neither {wished} nor {FALLBACK} may run on block {block.name} ({refused}): give the "
-        "recipe a fallback that runs anywhere"
-    )
+    """The first spec of the recipe's chain that applies to the block; its last one, fp32 AdamW, runs anywhere."""
+    role, wished = recipe.wish(block)
+    why_not = {
+        name: applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule]) for name in recipe.chain(block)
+    }
+    spec = next(name for name, why in why_not.items() if why is None)
+    return Pick(role=role, spec=spec, wished=wished, why_not=why_not[wished] or "")
 
 
 def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
