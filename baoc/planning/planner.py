@@ -260,9 +260,12 @@ class Planner(BudgetedBlocks):
                 if unknown
                 else "no measured recipe of the specs on offer fits"
             )
+            if self.settings.family is None:
+                why = "nothing was measured of pretrained weights or adapters"
             if self.extrapolates and self.family is not None:
                 why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
-            tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""
+            races = unknown and self.settings.from_conf
+            tried = "; mode=race tries what measured best on networks of other kinds" if races else ""
             text = f"{why}, so by {text}{tried}"
         return Basis(by=risk, text=text)
 
