@@ -116,7 +116,8 @@ def test_a_view_is_in_the_address_and_comes_back_from_it(tmp_path: Path):
     assert told["seen"][1:] == ["peak_mib", "seeds=1", "quality", True, "allocator=random"]
     again = acted(tmp_path, f"{tell} told.seen = seen();", hash=told["hash"])
     assert again["seen"] == told["seen"]
-    assert len(acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=[]&kind=x")["seen"][0]) == 4
+    foreign = acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=[]&kind=x")
+    assert len(foreign["seen"][0]) == 4
 
 
 def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):
