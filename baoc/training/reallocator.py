@@ -24,7 +24,7 @@ from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, Late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
-from baoc.training.measure.late_step import LateStep
+from baoc.training.late_step import LateStep
 from baoc.training.triggers import TriggerInputs, is_due
 from baoc.types import (
     BlockMove,
