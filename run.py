@@ -2,7 +2,7 @@
 
 import sys
 
-from baoc.cli.main import main
+from baoc.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,11 @@ INTERRUPTED = 130
 BUG = 1
 _TERMINATED = "SIGTERMException"  # Lightning's; a SystemExit without a code, which would count as success
 
+_EXTRAS = {  # package that an extra of the installation brings -> that extra
+    "omegaconf": "all", "plotly": "all", "pydantic": "all", "safetensors": "all", "transformers": "all",
+    "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
+    "diffusers": "diffusion", "peft": "lora",
+}  # fmt: skip
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -74,8 +79,12 @@ def report(failure: Failure, *, where: str = "") -> None:
 
 
 def _system_error(error: BaseException) -> BaocError | None:
-    """A full disk, an unwritable folder or exhausted memory, anywhere in the chain of causes."""
+    """A full disk, an unwritable folder, exhausted memory or a package of an extra, anywhere in the chain of causes."""
     for cause in causes(error):
+        missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            extra = _EXTRAS[missing]
+            return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return OutputError(
                 f"no space left on the device{_path_suffix(cause)}: "

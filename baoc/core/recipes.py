@@ -35,6 +35,7 @@ ROLES: tuple[str, ...] = (
     ),
 )
 _SUFFIXES = (".yaml", ".yml")
+BY_RACE = "race: "  # begins the source of a recipe that a race chose; its verdict follows
 RACED = "raced"  # takes what an earlier race chose; what trains looks it up once it knows its network
 
 

@@ -274,7 +274,7 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:
     result = result_of(seeds[0])
     return {
         "label": entry.label,
-        "folders": [str(run.path) for run in seeds],
+        "folders": [str(run.path.absolute()) for run in seeds],
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
         "quality": _null_if_not_finite(entry.quality),

@@ -10,7 +10,13 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"Hugging Face's Trainer needs {error.name}, which is not installed: pip install 'baoc[hf]'", name=error.name
+    ) from error
 
 from baoc.errors import BadInputError
 from baoc.tracking.console import say
@@ -29,7 +35,7 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
     Args:
         auto_batch: Choose `per_device_train_batch_size`, `gradient_accumulation_steps` and recomputed layers by
             `baoc.advise`. Their product, the samples of a step, stays as the arguments have it.
-        options: Those of BaocOptimizer: `recipe`, `settings`, `verbose`, ...
+        options: Those of BaocOptimizer: `recipe`, `pretrained`, `settings`, `verbose`, ...
 
     Raises:
         BadInputError: The trainer has an optimizer already; or, from `train`, it builds one other than AdamW.
@@ -41,7 +47,8 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
             "give optimizers=(make_optimizer(model, arguments, budget=...), None) in place of with_budget"
         )
     if auto_batch:
-        split_batches(trainer, budget=budget, **{key: options[key] for key in ("recipe", "settings") if key in options})
+        shared = ("recipe", "settings", "pretrained")
+        split_batches(trainer, budget=budget, **{key: options[key] for key in shared if key in options})
     build: Callable[..., Any] = trainer.create_optimizer
 
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:

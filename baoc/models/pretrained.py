@@ -51,6 +51,23 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> L
     return Loaded(fresh=head, left_out=left_out)
 
 
+def not_from_scratch(network: nn.Module) -> str:
+    """Why training does not begin from scratch, as far as the network tells; "" where it does, or cannot be known.
+
+    peft and diffusers leave a name in the module; transformers marks each parameter that `from_pretrained` read. A
+    state dict that was loaded leaves no trace.
+    """
+    for module in network.modules():
+        if getattr(module, "peft_config", None):
+            return "adapters of peft are trained"
+        config = getattr(module, "config", None)
+        if isinstance(config, Mapping) and config.get("_name_or_path"):
+            return f"its weights are those of {config['_name_or_path']}"
+    params = list(network.parameters())
+    read = sum(param.numel() for param in params if getattr(param, "_is_hf_initialized", False))
+    return "its weights were read by from_pretrained" if 2 * read > sum(param.numel() for param in params) else ""
+
+
 def refuse_nonfinite(model: nn.Module, *, given: str) -> None:
     bad = [
         name

@@ -36,7 +36,7 @@ ADAMW = "adamw"
 ROUNDED = "bf16_sr"  # weights
 # Of the loss: what rounding may cost at most by experiments/results/product_runs.csv (not told from native there).
 ROUNDING_COST = 0.02
-PRIOR = "settings=SessionSettings(planner=PlannerSettings())"  # what risk=prior is where settings are Python values
+PRIOR = "pretrained=True"  # what risk=prior is where settings are Python values
 FAR = 10.0  # times the measured size, from which on a plan says that nothing was measured there
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from baoc.core.recipes import BY_RACE
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocated
 from baoc.planning.allocators.recipe import RecipeAllocator
@@ -244,12 +245,14 @@ class Planner(BudgetedBlocks):
         """The basis of a plan that was not chosen by measurements."""
         recipe = self.settings.recipe
         if recipe is not None:
-            text = f"{recipe.title}: the recipe that was asked for"
+            raced = recipe.source.startswith(BY_RACE)
+            text = recipe.source.removeprefix(BY_RACE) if raced else f"{recipe.title}: the recipe that was asked for"
             measured = None if self.extrapolates or recipe.lr else self.family
             rate = 1.0 if measured is None else best_rate(self, recipe, family=measured)
             if rate != 1:
                 text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
-            return Basis(by="recipe", text=text, recipe=recipe.name, lr=dict(recipe.lr), betas=dict(recipe.betas))
+            by, lr, betas = "race" if raced else "recipe", dict(recipe.lr), dict(recipe.betas)
+            return Basis(by=by, text=text, recipe=recipe.name, lr=lr, betas=betas)
         if not self._chooses:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
@@ -260,9 +263,12 @@ class Planner(BudgetedBlocks):
                 if unknown
                 else "no measured recipe of the specs on offer fits"
             )
+            if self.settings.family is None:
+                why = "nothing was measured of pretrained weights or adapters"
             if self.extrapolates and self.family is not None:
                 why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
-            tried = "; mode=race tries what measured best on networks of other kinds" if unknown else ""
+            races = unknown and self.settings.from_conf
+            tried = "; mode=race tries what measured best on networks of other kinds" if races else ""
             text = f"{why}, so by {text}{tried}"
         return Basis(by=risk, text=text)
 

@@ -15,7 +15,7 @@ from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import AUTO
 from baoc.core.own_code import short
-from baoc.core.recipes import RACED, Recipe, recipe_from_node, recipe_node
+from baoc.core.recipes import BY_RACE, RACED, Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
 from baoc.racing.course import FRESH, Outcome
@@ -132,6 +132,8 @@ def record(
     recipe = racers[found.choice].recipe
     same = measured.size == field.size
     sign = -1 if field.higher_is_better else 1
+    said, claimed = told(outcome, field=field), claim(outcome, field=field, measured=measured)
+    recipe = replace(recipe, source=f"{BY_RACE}{said}; {claimed}")  # which plans that run it tell
     return {
         "schema": SCHEMA,
         "choice": found.choice,
@@ -139,8 +141,8 @@ def record(
         "lr": rate * field.lr,
         # a plan by block is of one network; on another size its run allocates anew
         "recipe": recipe_node(recipe) if same or not recipe.blocks else None,
-        "told": told(outcome, field=field),
-        "claim": claim(outcome, field=field, measured=measured),
+        "told": said,
+        "claim": claimed,
         "verdict": to_plain(found) | {"is_certain": found.is_certain},
         "cut": outcome.cut,
         "family": family_of(config, size=field.size),

@@ -34,7 +34,7 @@ from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
-from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe
+from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe, with_weights
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
@@ -72,7 +72,8 @@ class Advice:
     def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
         """Builds the BaocOptimizer for this micro-batch; call `recompute` before. `params`: the network (None), or its
         groups. `options` are those of BaocOptimizer."""
-        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, **options}
+        known = {"pretrained": self.settings.planner.family is None}
+        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, **known, **options}
         return BaocOptimizer(self.model if params is None else params, model=self.model, **given)
 
     def __str__(self) -> str:
@@ -97,6 +98,7 @@ def advise(
     device: str | torch.device | None = None,
     settings: SessionSettings | None = None,
     recipe: RecipeLike | None = None,
+    pretrained: bool | None = None,
 ) -> Advice:
     """Micro-batch, accumulation, recomputation and optimizer for `batch_size` samples a step within `budget`.
 
@@ -113,6 +115,7 @@ def advise(
         layers: Modules whose activations may be recomputed. None takes `model.checkpoint_units`, else the repeated
             layers, as `checkpointing=` of BaocOptimizer does.
         device: Where the network will be trained; None is a GPU if there is one.
+        pretrained: Whether weights are pretrained, or adapters; see BaocOptimizer.
 
     Raises:
         BadInputError: An argument is not allowed, `make_batch` or `loss` raises, `loss` returns no tensor of one
@@ -147,7 +150,7 @@ def advise(
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
     settings = with_raced(
-        with_recipe(settings or SessionSettings(), recipe=recipe),
+        with_weights(with_recipe(settings or SessionSettings(), recipe=recipe), network=model, pretrained=pretrained),
         network=model,
         budget=parse_budget(budget),
     )

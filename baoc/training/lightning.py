@@ -58,6 +58,7 @@ from baoc.training.session import (
     refuse_sharded,
     with_raced,
     with_recipe,
+    with_weights,
 )
 from baoc.training.user_optimizer import (
     count_steps_for_schedulers,
@@ -102,6 +103,7 @@ class BudgetedStrategy(Strategy):
         settings: SessionSettings | None = None,
         recipe: RecipeLike | None = None,
         checkpointing: bool | int | Literal["auto"] | None = None,
+        pretrained: bool | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
@@ -116,6 +118,7 @@ class BudgetedStrategy(Strategy):
         self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
         if checkpointing is not None:
             self.settings = replace(self.settings, checkpointing=checkpointing)
+        self._pretrained = pretrained
         self.latency = latency
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
         self.plan_only = plan_only
@@ -196,6 +199,7 @@ class BudgetedStrategy(Strategy):
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         theirs = self._taken_over(module)
+        self.settings = with_weights(self.settings, network=module, pretrained=self._pretrained)
         self.settings = with_raced(
             self.settings,
             network=module,
@@ -551,6 +555,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             is what an earlier race of this network at this budget chose (`outputs/races`).
         checkpointing: How many layers recompute their activations in backward: True, False, the number of the first
             ones, or "auto" for the fewest with which the plan is as good as with all. None leaves the module as it is.
+        pretrained: Whether weights are pretrained, or adapters; see BaocOptimizer.
         latency: Optimizer step times measured before; None measures them where a step-time limit needs them.
         plan_only: `fit` plans and ends before training.
         record_latency: Measure the step times of the chosen specs even if no limit needs them.
@@ -570,6 +575,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         settings: SessionSettings | None = None,
         recipe: RecipeLike | None = None,
         checkpointing: bool | int | Literal["auto"] | None = None,
+        pretrained: bool | None = None,
         latency: LatencyTable | None = None,
         plan_only: bool = False,
         record_latency: bool = False,
@@ -586,6 +592,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             settings=settings,
             recipe=recipe,
             checkpointing=checkpointing,
+            pretrained=pretrained,
             latency=latency,
             plan_only=plan_only,
             record_latency=record_latency,

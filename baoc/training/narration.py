@@ -61,7 +61,7 @@ class Narrator:
     def _own_bytes(self) -> int | None:
         if self.device.type == "cuda":
             return context_now(self.device) + torch.cuda.max_memory_reserved(self.device)
-        return self.first_step_bytes
+        return max(self.first_step_bytes or 0, self.reallocator.late_peak_bytes) or None
 
     def compare(self) -> None:
         """Peaks of all ranks; all of them call it."""

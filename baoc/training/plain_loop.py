@@ -44,6 +44,7 @@ from baoc.training.session import (
     refuse_sharded,
     with_raced,
     with_recipe,
+    with_weights,
 )
 from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
 from baoc.types import Budget, Plan
@@ -78,6 +79,9 @@ class BaocOptimizer(BlockwiseOptimizer):
             is what an earlier race of this network at this budget chose (`outputs/races`).
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
+        pretrained: Whether weights are pretrained, or adapters: nothing was measured of these, so no learning rate is
+            raised. None asks the network, which tells what `from_pretrained` and peft made; a loaded state dict leaves
+            no trace.
         switches: `fused`, `foreach` and `capturable` of `torch.optim.AdamW` have no effect. `amsgrad`, `maximize` and
             `differentiable` are refused where they are true.
 
@@ -102,6 +106,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         recipe: RecipeLike | None = None,
         checkpointing: bool | int | Literal["auto"] | None = None,
         model: nn.Module | None = None,
+        pretrained: bool | None = None,
         verbose: bool = True,
         **switches: bool | None,
     ):
@@ -125,6 +130,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         free = -int(group.most(-free_bytes(device))[0])
         limit = resolve_auto(asked_budget := parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
+        settings = with_weights(settings, network=module, pretrained=pretrained)
         settings = with_raced(
             settings,
             network=module if module is not None else pairs,

@@ -42,7 +42,7 @@ class Recorder:
             files.write_json(self.run_dir / "latency.json", planner.latency)
         self._write_plan(plan, profile=profile, step=0)
         by = plan.basis.by if plan.basis is not None else plan.risk_model
-        names = {"measured": "measurements", "prior": "priors by role", "recipe": "the recipe"}
+        names = {"measured": "measurements", "prior": "priors by role", "recipe": "the recipe", "race": "the recipe"}
         basis = names.get(by, by) if profile is None else f"a stored profile, by {plan.risk_model} risk"
         console.print_plan(plan, title=f"Allocation at the start, from {basis}")
         if planner.host_counts and plan.host_bytes:

@@ -16,7 +16,7 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
-from baoc.optim.groups import to_spec
+from baoc.optim.groups import named_params, to_spec
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
@@ -24,6 +24,7 @@ from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, Late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe
+from baoc.training.late_step import LateStep
 from baoc.training.triggers import TriggerInputs, is_due
 from baoc.types import (
     BlockMove,
@@ -93,6 +94,9 @@ class Reallocator:
         self.ranks, self.network = ranks, network
         self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
         self.late_bytes = 0  # of their state, which the plan does not have
+        self.late_peak_bytes = 0  # the most that a step held which was measured because they came
+        self._late_step: LateStep | None = None  # which is measured now
+        self._late_came = False  # in the step that runs, so that the next one is measured
         self.late_specs: dict[str, str] = {}  # of these, and of those that a checkpoint had and that are still to come
         self.awaited: Budget | None = None  # of memory, to be planned for once a first step has been measured
         self.goes_on = False  # with the allocation of a checkpoint under the same budget
@@ -121,8 +125,9 @@ class Reallocator:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
-        listening = {"listeners": [], "settled_listeners": [], "tracked": nullcontext, "moving": nullcontext}
-        listening["network"] = None
+        listening: dict[str, Any] = {"listeners": [], "settled_listeners": []}
+        listening |= {"tracked": nullcontext, "moving": nullcontext}
+        listening |= {"network": None, "_late_step": None}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
@@ -134,6 +139,7 @@ class Reallocator:
         else:
             self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.watching))
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.optimizer.register_load_state_dict_post_hook(lambda _: self._measure_late(again=True))
         self.optimizer.late_planner = self.plan_late
 
     def plan_late(self, infos: Sequence[ParamInfo]) -> Mapping[str, str]:
@@ -146,7 +152,46 @@ class Reallocator:
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
         self._count_late(late.added_bytes)
+        if self.planner.budget.memory_bytes is not None and self.awaited is None:
+            params = named_params(self.optimizer.param_groups)
+            self._late_came = True
+            if all(params[info.name][0].grad is None for info in infos):  # else in the very step that brought them
+                self._measure_late()
         return late.specs
+
+    def _measure_late(self, *, again: bool = False) -> None:
+        """Measures the coming step; `again`: from now on, where one is measured already."""
+        if self._late_step is not None:
+            self._late_step.close(self.optimizer)
+        elif again:
+            return
+        network = None if self.network is None else self.network()
+        self._late_came = False
+        self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget)
+
+    def _learn_late(self) -> None:
+        """After the first whole step with late parameters: what it held more than was predicted is counted, and where
+        that passes the budget all states make room. Raises InfeasibleBudgetError where they cannot."""
+        assert self._late_step is not None
+        (step, self._late_step), held = (self._late_step, None), self.optimizer.state_bytes()
+        footprint = step.finish(self.optimizer)
+        self.late_peak_bytes = max(self.late_peak_bytes, footprint.forward_backward_bytes + held)
+        (seen,) = self.ranks.most(footprint.peak_bytes(state_bytes=held))
+        self._count_late(max(int(seen) - self.plan.peak_bytes, 0))
+        limit = self.planner.budget.memory_bytes or 0
+        if self.plan.peak_bytes <= limit:
+            return
+        room = limit - self.plan.peak_bytes + self.plan.allocation.state_bytes + self.late_bytes
+        if room <= 0:
+            raise InfeasibleBudgetError(
+                f"{len(self.late)} parameters came after the plan was made, and a step with them takes "
+                f"{format_bytes(limit - room)} without any optimizer state, of {format_bytes(limit)} in budget "
+                f"{self.planner.budget.name}: take fewer samples per forward, unfreeze fewer, or give a larger budget",
+                budget_bytes=limit,
+                least_feasible_bytes=limit - room,
+            )
+        self.replan_late(share=min(1.0, room / (self.planner.state_bytes_adamw + self.late_bytes_adamw)))
+        self.replan(why=f"a step with {len(self.late)} parameters that came late took {format_bytes(int(seen))}")
 
     def replan_late(self, *, share: float | None = None) -> None:
         """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""
@@ -219,6 +264,10 @@ class Reallocator:
         if self.ranks is ALONE:
             refuse_ranks("decision")
         self.step += 1
+        if self._late_step is not None:
+            self._learn_late()
+        if self._late_came:
+            self._measure_late()
         if self._switch:
             self._settle()
         if not self.watching:

@@ -49,6 +49,7 @@ from baoc.training.resume import (
     with_decision,
     write_decision,
 )
+from baoc.training.session import with_weights
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
@@ -80,7 +81,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     if choice:
         write_decision(choice, run_dir=run_dir)
     elif resolved.open:
-        settings = session_settings(config)
+        settings = with_weights(session_settings(config), network=task, pretrained=None)
         given = {"device": device, "settings": settings, "run_dir": run_dir}
         decided = decide_together(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency

@@ -27,6 +27,7 @@ from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
+from baoc.models.pretrained import not_from_scratch
 from baoc.models.switches import recomputable_layers, recomputed_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
@@ -119,6 +120,13 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> Sess
     found = Recipe(name=RACED) if recipe == RACED else find_recipe(recipe)
     matching = settings.rms_matching if found.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
+
+
+def with_weights(settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None) -> SessionSettings:
+    """The settings without what was measured in training from scratch, where weights are `pretrained`: as it says, or
+    with None as far as the network tells."""
+    known = pretrained if pretrained is not None else network is not None and bool(not_from_scratch(network))
+    return replace(settings, planner=replace(settings.planner, family=None)) if known else settings
 
 
 def with_raced(

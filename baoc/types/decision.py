@@ -314,7 +314,7 @@ class Basis:
     """The basis of a plan: how it was chosen, and what is known of the choice.
 
     Args:
-        by: measured | prior | statistics | recipe, or the name of a baseline.
+        by: measured | prior | statistics | recipe | race, or the name of a baseline.
         text: the same in one line, with its figures.
         recipe: name of the recipe that was chosen.
         family: of the measurements.

@@ -62,6 +62,12 @@ INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible
             "refers to what is not there: Inter",
         ),
         (MisconfigurationException("no profiler foo"), 2, "Lightning refuses what `trainer` has: no profiler foo"),
+        (
+            ModuleNotFoundError("x", name="optuna.study"),
+            2,
+            "needs optuna, which is not installed: pip install 'baoc[",
+        ),
+        (ModuleNotFoundError("x", name="baoc.nowhere"), 1, "this is a bug in baoc"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
         (SystemExit(None), 0, ""),

@@ -59,8 +59,16 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 strategy = BaocStrategy("8gb")
 L.Trainer(strategy=strategy, max_steps=2, accelerator="cpu", **quiet).fit(Module(), torch.randn(8, 8))
 assert optimizer.budget_met and strategy.budget_met
+try:
+    import baoc.integrations.hf
+except ModuleNotFoundError as error:
+    assert str(error) == (
+        "Hugging Face's Trainer needs transformers, which is not installed: pip install 'baoc[hf]'"
+    )
+else:
+    raise AssertionError("transformers is absent")
 import runpy
-runpy.run_module("baoc", run_name="__main__")
+runpy.run_path("run.py", run_name="__main__")
 """
 
 

@@ -91,6 +91,35 @@ def test_rows_are_sorted_filtered_and_opened(tmp_path: Path):
     assert float(rows[0]["interval"]) == pytest.approx(12.706 * 0.0707 / 2**0.5, rel=1e-3), "Student's, of two seeds"
 
 
+def test_a_view_is_in_the_address_and_comes_back_from_it(tmp_path: Path):
+    three_families(tmp_path)
+    tell = """
+        const rows = () => [...document.querySelectorAll("#points tr[data-label]")].map((row) => row.dataset.label);
+        const seen = () => [rows(), byId("axis").value, byId("query").value, state.sort, state.descending, state.open];
+    """
+    told = acted(
+        tmp_path,
+        f"""{tell}
+        told.plain = location.hash;
+        byId("axis").value = "peak_mib";
+        byId("query").value = "seeds=1";
+        document.querySelector("#families input[value=uniform]").checked = false;
+        Object.assign(state, {{sort: "quality", descending: true}});
+        draw();
+        open("allocator=random");
+        told.link = document.querySelector("#points a.open").getAttribute("href");
+        told.seen = seen();
+        told.hash = location.hash;
+        """,
+    )
+    assert told["plain"] == "" and told["link"] == (tmp_path / "random").as_uri() + "/"
+    assert told["seen"][1:] == ["peak_mib", "seeds=1", "quality", True, "allocator=random"]
+    again = acted(tmp_path, f"{tell} told.seen = seen();", hash=told["hash"])
+    assert again["seen"] == told["seen"]
+    foreign = acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=[]&kind=x")
+    assert len(foreign["seen"][0]) == 4
+
+
 def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):
     three_families(tmp_path)
     told = acted(
@@ -134,14 +163,14 @@ def test_colours_are_the_systems_or_the_readers(tmp_path: Path, system: str, gro
     assert told["looks"] == [[*ground[own], f"colours: {name}"] for own, name in zip(grounds, names, strict=True)]
 
 
-def acted(folder: Path, act: str, *flags: str) -> dict[str, Any]:
+def acted(folder: Path, act: str, *flags: str, hash: str = "") -> dict[str, Any]:
     """What a script that acts as a reader notes in `told`, in a Chromium."""
-    found = re.search(r'<pre id="told">(.*?)</pre>', body_of(folder, *flags, act=act), re.DOTALL)
+    found = re.search(r'<pre id="told">(.*?)</pre>', body_of(folder, *flags, act=act, hash=hash), re.DOTALL)
     assert found is not None, "the script failed"
     return json.loads(html.unescape(found[1]))
 
 
-def body_of(folder: Path, *flags: str, act: str) -> str:
+def body_of(folder: Path, *flags: str, act: str, hash: str = "") -> str:
     """The body of the folder's page after `act`, a script, as a Chromium has it."""
     frontier_of(folder, show=False)
     script = f"""<script>(async () => {{
@@ -160,7 +189,7 @@ def body_of(folder: Path, *flags: str, act: str) -> str:
         "--virtual-time-budget=10000",
         *flags,
         "--dump-dom",
-        page.absolute().as_uri(),
+        page.absolute().as_uri() + hash,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.stdout[done.stdout.rindex("<body") :]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from baoc.models import switches
-from baoc.models.switches import recomputed_layers, set_compiled, set_recomputed
+from baoc.models.switches import recomputed_layers, set_compiled, set_recomputed, start_compiler
 from tests.support.layered import Layer, Net, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
@@ -71,3 +71,13 @@ def test_a_network_without_layers_is_compiled_as_a_whole(graphs: list[int]):
     assert set_compiled(net) == 1
     gradients(net, torch.randn(6, 3))
     assert len(graphs) == 1 and set_compiled(net, False) == 1 and type(net) is nn.Sequential
+
+
+def test_processes_that_compile_kernels_start_by_what_torch_starts_them_with(monkeypatch: pytest.MonkeyPatch):
+    """A backend that is a function does not start them: the first graph's kernels would be compiled one by one."""
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    start_compiler()
+    assert started == [True]

@@ -84,9 +84,13 @@ def test_a_recipe_that_was_asked_for_by_name_says_the_rate_at_which_it_measured_
     budget = Budget(name="some", state_fraction=1.0)
     told = Planner(llama(), budget=budget, settings=settings).propose().basis
     assert told is not None and "at the learning rate as given; it measured best at " in told.text
-    own = replace(settings, recipe=replace(find_recipe("muon8"), lr={"muon": 1.5}))
-    told = Planner(llama(), budget=budget, settings=own).propose().basis
-    assert told is not None and told.text.endswith("(changed): the recipe that was asked for")
+    for more, by, text in (
+        ({"lr": {"muon": 1.5}}, "recipe", "muon8 (changed): the recipe that was asked for"),
+        ({"lr": {"muon": 1.5}, "source": "race: muon8: 1.9 against"}, "race", "muon8: 1.9 against"),
+    ):
+        own = replace(settings, recipe=replace(find_recipe("muon8"), **more))
+        told = Planner(llama(), budget=budget, settings=own).propose().basis
+        assert told is not None and (told.by, told.text) == (by, text)
 
 
 def test_every_recipe_is_planned_once(monkeypatch: pytest.MonkeyPatch):

@@ -218,6 +218,7 @@ def test_before_a_run_the_choice_and_its_rate_are_trained_with(tmp_path: Path, c
     settled = race_before(from_hydra(compose(words)), words=words, folder=tmp_path / "race", command="c", code=STUB)
     assert settled.recipe is not None and settled.recipe.name == "foam8_lean"  # the fewest bytes within the margin
     assert settled.allocator.name == "recipe" and settled.optim.lr == pytest.approx(3e-3)
+    assert settled.recipe.source.startswith("race: foam8_lean: 8.8% of AdamW's state; ")  # which its plan tells
     later = settle_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))
     assert later.recipe == settled.recipe and "recipe=raced takes foam8_lean" in capsys.readouterr().out
     short = ["model=vit", "budget=state_25", "race=auto", *ONE_STAGE, words[-1]]

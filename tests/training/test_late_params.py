@@ -155,7 +155,42 @@ def test_a_memory_budget_without_room_for_their_gradients_refuses_them_with_the_
     assert len(optimizer.param_groups) == groups
 
 
-def test_backbone_finetuning_of_lightning_keeps_the_budget_and_names(caplog):
+def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimizer:
+    """Six steps of which the backbone, whose backward keeps more than all states, is trained from the fourth on."""
+    net, x = frozen(), torch.randn(512, 64)
+
+    def forward_backward():
+        nn.functional.cross_entropy(net(x), torch.arange(512) % 8).backward()
+
+    given = {"model": net, "budget": budget, "probe": forward_backward if probed else None, "verbose": False}
+    optimizer = BaocOptimizer(net.head if way == "group" else net, **given)
+    for step in range(6):
+        if step == 3:
+            net.backbone.requires_grad_(True)
+        if step == 3 and way == "group":
+            optimizer.add_param_group({"params": net.backbone.parameters()})
+        optimizer.zero_grad()
+        forward_backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("probed", [True, False])
+@pytest.mark.parametrize("way", ["unfrozen", "group"])
+def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(way: str, probed: bool):
+    roomy = late_activations("1gb", way=way, probed=probed)
+    assert roomy.plan.peak_bytes >= roomy.narrator.peak_bytes > 600_000 and set(roomy.specs.values()) == {"adamw"}
+    tight = late_activations(roomy.plan.peak_bytes - 30_000, way=way, probed=probed)
+    assert (
+        tight.plan.peak_bytes <= tight.plan.budget.memory_bytes and tight.state_bytes() < roomy.state_bytes() - 25_000
+    )
+    assert tight.budget_met is False  # of the step that was measured, and said
+    with pytest.raises(InfeasibleBudgetError, match=r"6 parameters came .* a step with them takes .* KiB without any"):
+        late_activations(roomy.plan.peak_bytes - roomy.state_bytes() - 30_000, way=way, probed=probed)
+
+
+@pytest.mark.parametrize("budget", ["state_25", "1gb"])
+def test_backbone_finetuning_of_lightning_keeps_the_budget_and_names(budget: str, caplog):
     class Module(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -171,7 +206,7 @@ def test_backbone_finetuning_of_lightning_keeps_the_budget_and_names(caplog):
 
     module = Module()
     data = torch.utils.data.DataLoader([(torch.randn(64), n % 8) for n in range(32)], batch_size=8)
-    strategy = BaocStrategy("state_25", device="cpu", verbose=False)
+    strategy = BaocStrategy(budget, device="cpu", verbose=False)
     trainer = tiny_trainer(
         strategy=strategy,
         max_steps=-1,
@@ -183,5 +218,9 @@ def test_backbone_finetuning_of_lightning_keeps_the_budget_and_names(caplog):
     optimizer = strategy.reallocator.optimizer
     assert "backbone.0.weight" in optimizer.specs
     assert not any(name.startswith("param") for name in optimizer.specs)
-    assert optimizer.state_bytes() <= 0.25 * adamw_bytes(module) + 64
+    if budget == "1gb":
+        assert strategy.reallocator.late_peak_bytes <= strategy.plan.peak_bytes
+        assert strategy.reallocator.late_peak_bytes > 3 * adamw_bytes(module) // 2 + 10_000  # with 8 kB of activations
+    else:
+        assert optimizer.state_bytes() <= 0.25 * adamw_bytes(module) + 64
     assert strategy.budget_met

@@ -8,7 +8,9 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+import baoc
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
@@ -24,6 +26,9 @@ from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
 from baoc.training.session import Session, SessionSettings
 from baoc.types import Role, StateKind
+from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+
+pytestmark = LIGHTNING_NOISE
 
 LANGUAGE = families()["language"]
 
@@ -166,3 +171,49 @@ def test_a_run_says_what_its_plan_rests_on(tmp_path: Path):
     held = json.loads((tmp_path / "allocation.json").read_text())
     assert held["basis"]["by"] == "measured" and held["basis"]["family"] == "language" and held["basis"]["n"] >= 2
     assert held["basis"]["reference"] and held["basis"]["steps"] and held["basis"]["num_params"]
+
+
+@pytest.mark.parametrize("door", ["loop", "strategy", "advise"])
+def test_no_rate_is_raised_on_weights_that_the_network_or_the_caller_says_are_pretrained(door: str, tmp_path):
+    """transformers marks what `from_pretrained` read; a loaded state dict leaves no trace: `pretrained` says it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fresh = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64))
+    fresh.save_pretrained(tmp_path)
+    read = LlamaForCausalLM.from_pretrained(tmp_path).train()
+
+    def basis(network, **given):
+        def loss(model, batch):
+            return model(input_ids=batch, labels=batch).loss
+
+        def make_batch(size):
+            return torch.zeros(size, 8, dtype=torch.long)
+
+        if door == "advise":
+            found = baoc.advise(network, make_batch, loss, batch_size=2, budget="state_25", **given)
+            return found.optimizer(verbose=False).plan.basis
+        if door == "loop":
+            return baoc.BaocOptimizer(network, budget="state_25", verbose=False, **given).plan.basis
+
+        class Module(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.inner = network
+
+            def training_step(self, batch):
+                return loss(self.inner, batch)
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters())
+
+        strategy = baoc.BaocStrategy("state_25", verbose=False, **given)
+        tiny_trainer(strategy=strategy, max_steps=1).fit(Module(), DataLoader(make_batch(2), batch_size=2))
+        return strategy.plan.basis
+
+    raised = basis(fresh)
+    assert raised.by == "measured" and max(raised.lr.values()) > 1 and "pretrained=True" in raised.text
+    for known in (basis(read), basis(fresh, pretrained=True)):
+        assert known.by == "prior" and not known.lr
+        assert "nothing was measured of pretrained weights or adapters" in known.text and "mode=race" not in known.text
+    assert basis(read, pretrained=False).by == "measured"

@@ -239,6 +239,7 @@ function pointTable(kind) {
     button.addEventListener("click", () => { // up, down, and as it was
       [state.sort, state.descending] = !own ? [column.key, false] : state.descending ? [null, false] : [column.key, true];
       pointTable(kind);
+      keepView();
       byId("points").querySelectorAll("th button")[columns.indexOf(column)].focus();
     });
     cell.append(button);
@@ -271,9 +272,11 @@ function about(kind, point) {
     button.addEventListener("click", () => navigator.clipboard.writeText(text).then(() => { button.textContent = "copied"; }, () => { button.textContent = "not allowed here"; }));
     return [element("code", {textContent: text}), button];
   };
+  // A page that is opened as a file can open the folder; one on a server cannot, and shows where it was
+  const opened = (folder) => (location.protocol === "file:" ? [element("a", {href: `file://${encodeURI(folder)}/`, textContent: "open", className: "open"})] : []);
   const told = [["settings", point.label], ["chosen by", point.basis], [kind.quality, `${number(point.quality, 6)}${point.spread === null ? "" : `, standard deviation ${number(point.spread, 3)} of ${point.seeds} seeds`}`]];
   return element("dl", {}, ...told.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {textContent: name}), element("dd", {textContent: text})]),
-    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(folder))]));
+    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(folder), ...opened(folder))]));
 }
 
 // Opens a point's row, or closes it; a click in a figure brings the row into view
@@ -281,6 +284,7 @@ function open(label, {scroll = false} = {}) {
   state.open = state.open === label && !scroll ? null : label;
   const kind = view(whole());
   pointTable(kind);
+  keepView();
   ["scatter", "slice", "curves"].forEach(redraw);
   const row = [...byId("points").querySelectorAll("tr[data-label]")].find((own) => own.dataset.label === label);
   if (scroll) row?.scrollIntoView({block: "nearest"});
@@ -329,10 +333,35 @@ function draw() {
   byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, less costs much.`
     : axis === "samples_per_s" ? "" : "This front has no knee.";
   pointTable(kind);
+  keepView();
   Object.keys(FIGURES).forEach(redraw);
 }
 
-function choose() {
+// The view is in the address, so that a bookmark or a link shows it again; brushes are not
+function keepView() {
+  const off = [...document.querySelectorAll("#families input:not(:checked)")].map((box) => box.value);
+  const own = {kind: byId("kind").value === "0" ? "" : whole().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
+    query: byId("query").value, off: off.length ? JSON.stringify(off) : "", sort: state.sort ? (state.descending ? "-" : "") + state.sort : "", open: state.open || ""};
+  const said = new URLSearchParams(Object.entries(own).filter(([, value]) => value)).toString() || (location.hash && "view");
+  if (said && location.hash.slice(1) !== said) location.replace(`#${said}`); // history.replaceState is refused to files
+}
+
+function takeView() {
+  const said = new URLSearchParams(location.hash.slice(1)), off = JSON.parse(said.get("off") || "[]"), sort = said.get("sort") || "";
+  const at = data.kinds.findIndex((kind) => kind.name === said.get("kind"));
+  const pick = (id, value) => { if ([...byId(id).options].some((option) => option.value === value)) byId(id).value = value; };
+  if (at >= 0) byId("kind").value = at;
+  pick("by", said.get("by"));
+  pick("axis", said.get("axis"));
+  byId("query").value = said.get("query") || "";
+  Object.assign(state, {sort: sort.replace("-", "") || null, descending: sort.startsWith("-"), open: said.get("open")});
+  choose(() => {
+    pick("slice_by", said.get("against"));
+    document.querySelectorAll("#families input").forEach((box) => { box.checked = !off.includes(box.value); });
+  });
+}
+
+function choose(then = () => {}) {
   const kind = view(whole()), group = comparedBy(), weights = kind.importances;
   state.brush = null;
   state.ranges = {};
@@ -351,6 +380,7 @@ function choose() {
     label.style.color = colour(family);
     return label;
   }));
+  then();
   draw();
 }
 
@@ -375,9 +405,9 @@ function showTheme(theme, {remember = true} = {}) {
 
 function listen() {
   const later = (what) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(what, 150); }; };
-  ["kind", "by"].forEach((id) => byId(id).addEventListener("change", choose));
+  ["kind", "by"].forEach((id) => byId(id).addEventListener("change", () => choose()));
   ["axis", "families"].forEach((id) => byId(id).addEventListener("change", draw));
-  byId("slice_by").addEventListener("change", () => redraw("slice"));
+  byId("slice_by").addEventListener("change", () => { keepView(); redraw("slice"); });
   byId("query").addEventListener("input", later(draw));
   byId("all").addEventListener("click", showAll);
   byId("csv").addEventListener("click", () => save(view(whole())));
@@ -420,7 +450,7 @@ if (data.race) {
   table("race_table", data.race.head, data.race.rows, data.race.head.map((_, at) => at).slice(1, -1));
 }
 if (data.kinds.length) {
-  choose();
+  takeView();
   listen();
 } else {
   byId("nothing").textContent = "No run has finished yet, so there is nothing to compare.";

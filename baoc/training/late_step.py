@@ -1,0 +1,43 @@
+"""Measures a step after parameters came late: nobody knows what their backward pass keeps before it has run."""
+
+import weakref
+from contextlib import ExitStack
+
+from torch import nn
+
+from baoc.optim import BlockwiseOptimizer
+from baoc.profiling import FirstStepMemory, context_bytes, uncapped
+from baoc.profiling.memory import settle_allocator
+from baoc.types import Budget, Footprint
+
+
+class LateStep:
+    """From construction, between two steps, to `finish` after the next one, which runs outside of the budget's cap.
+
+    `network`: its frozen weights and buffers count too.
+    """
+
+    def __init__(self, optimizer: BlockwiseOptimizer, *, network: nn.Module | None, budget: Budget):
+        registry = optimizer.registry
+        params = list(registry.names)
+        device = params[0].device
+        settle_allocator(device)
+        self._ends = ExitStack()
+        self._ends.enter_context(uncapped(device, budget=budget))
+        held = params if network is None else [*network.parameters(), *network.buffers()]
+        self._memory = FirstStepMemory(held, states=[optimizer.state], context_bytes=context_bytes(device))
+        self._ends.callback(self._memory.stop)
+        if optimizer.releaser is not None:
+            optimizer.releaser.before_block = self._memory.note_block
+        weakref.finalize(registry, self._ends.close).atexit = False
+
+    def finish(self, optimizer: BlockwiseOptimizer) -> Footprint:
+        """What the step held without optimizer state; the cap is back."""
+        footprint = self._memory.finish(state_bytes=optimizer.state_bytes())
+        self.close(optimizer)
+        return footprint
+
+    def close(self, optimizer: BlockwiseOptimizer) -> None:
+        if optimizer.releaser is not None:
+            optimizer.releaser.before_block = None
+        self._ends.close()
