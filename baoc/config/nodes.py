@@ -101,9 +101,14 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         word = f"recipe.{'.'.join(keys[0])}"
         raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
+    if keys and RACED in asked:
+        word = f"recipe.{'.'.join(keys[0])}"
+        raise BadInputError(
+            f"{word} changes a recipe, and recipe=raced is what a race chose: leave it out, or name one"
+        )
     if ["base"] in keys:
         raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
-    for name in [*([*RECIPES, RACED] if keys else ()), *asked]:
+    for name in [*(RECIPES if keys else ()), *asked]:
         node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
         ConfigStore.instance().store(
             group="recipe", name=option_of(name), node=_with_keys(node, keys=keys), provider="baoc"

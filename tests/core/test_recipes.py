@@ -202,6 +202,10 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: from_hydra(compose(["recipe=muon", "recipe.mpl=sign"])), r"unknown key recipe.mpl"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.lr={mun: 2}"])), r"did you mean recipe.lr.muon\?"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.mlp={a: sign}"])), r"recipe.mlp={'a': 'sign'}: there is"),
+        (
+            lambda: compose(["recipe=raced", "recipe.mlp=sign"]),
+            r"recipe.mlp changes a recipe, and recipe=raced is what",
+        ),
         (lambda: compose(["recipe=muon", "recipe.base=adamw"]), r"recipe.base is a key of files; here recipe=NAME"),
     ],
 )
