@@ -55,11 +55,12 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     labels: list[int] = []
     if stray := visible(folder, loose):
         log.warning("%s: %d images beside the folders of classes are of no class and left out", folder, len(stray))
-    left_out = len(loose) - len(stray)
+    left_out, endings = len(loose) - len(stray), set[str]()
     for entry in folders:
         held = [file for file in entry.rglob("*") if not file.is_dir()]
         found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES and file.is_file()]
         left_out += len(held) - len(found)
+        endings |= {file.suffix.lower() for file in visible(entry, held) if file.suffix} - SUFFIXES
         if not found:
             allowed = " ".join(sorted(SUFFIXES))
             raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
@@ -72,5 +73,8 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
         other = next(name for name in names if by_spelling[name.casefold()] != name)
         log.warning("%s: %s and %s are two classes, by case alone", folder, other, by_spelling[other.casefold()])
     if left_out:
-        log.warning("%s: %d hidden files, files that are no images and links to nothing are left out", folder, left_out)
+        told = f" (endings {', '.join(sorted(endings)[:8])})" if endings else ""
+        log.warning(
+            "%s: %d hidden files, files that are no images%s and links to nothing are left out", folder, left_out, told
+        )
     return Listing(files=tuple(files), labels=tuple(labels), classes=names)

@@ -25,6 +25,8 @@ _BROKEN = (OSError, EOFError, zlib.error)  # of a file, or of what gzip has in i
 _TEXT = (".txt", ".text", ".md", ".txt.gz", ".text.gz", ".md.gz")
 JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _PARQUET = (".parquet",)
+_PACKED = {".zip", ".tar", ".tgz", ".7z", ".rar", ".xz", ".bz2", ".zst", ".lz4"}
+MOST_NULS = 10  # a tenth of a part of a file
 _HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
 
 
@@ -93,7 +95,11 @@ def find(path: str | Path, *, pattern: str | None = None, text_column: str = "te
     if not known:
         others = sorted({file.suffix or file.name for file in held})[:8]
         holds = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
-        beside = f", only {', '.join(others)}: dataset.pattern='*{others[0]}' reads those as text" if others else ""
+        beside = f", only {', '.join(others)}" if others else ""
+        if packed := next((end for end in others if end.lower() in _PACKED), None):
+            beside += f": unpack {packed} files first, of compressed ones .gz alone is read"
+        elif others:
+            beside += f": dataset.pattern='*{others[0]}' reads those as text"
         raise BadInputError(f"dataset.path={path} {holds}{beside}; {_HOW}")
     if left := len(held) - len(known):
         log.warning("%s: %d files that are no text by their endings are left out", path, left)
@@ -172,6 +178,11 @@ def _plain_text(file: Path) -> Iterator[TextChunk]:
                 raise _undecodable(file, error, read=read, pending=len(error.object) - len(new)) from error
             if not new:
                 break
+            if MOST_NULS * new.count(0) > len(new):
+                raise BadInputError(
+                    f"{file} is mostly NUL characters near byte {read}, as UTF-16 without a mark and binary files are: "
+                    "convert it, for example with iconv -f utf-16le -t utf-8, or leave it out with dataset.pattern"
+                )
             read += len(new)
             *complete, held = _cut(held + new)
             for text in complete:
@@ -254,7 +265,8 @@ def _undecodable(file: Path, error: UnicodeDecodeError, *, read: int = 0, pendin
     """`read`: bytes of the file before the part that failed; `pending`: bytes of these that the decoder still held."""
     at = read - pending + error.start
     return BadInputError(
-        f"{file} is not UTF-8 text (byte {at}: {error.reason}): convert it, for example with iconv -t utf-8, "
+        f"{file} is not UTF-8 text (byte {at}: {error.reason}): convert it, for example with "
+        "iconv -f utf-16 -t utf-8 or iconv -f latin1 -t utf-8, "
         "or leave it out with dataset.pattern"
     )
 

@@ -153,10 +153,12 @@ class TestStrayFiles:
             picture().save(folder / "01-checkpoint.png")
         (tmp_path / "cat" / "._1.png").write_bytes(b"\0\5\26\7")
         (tmp_path / "dog" / "Thumbs.db").write_bytes(b"x")
+        (tmp_path / "dog" / "phone.HEIC").write_bytes(b"x")
         (tmp_path / "dog" / "gone.png").symlink_to(tmp_path / "nowhere.png")
         data = images(tmp_path)
         assert data.spec.num_train + data.spec.num_val == 24 and data.spec.num_classes == 2
-        assert "4 hidden files, files that are no images and links to nothing are left out" in caplog.text
+        told = "5 hidden files, files that are no images (endings .db, .heic) and links to nothing are left out"
+        assert told in caplog.text
 
     def test_what_may_not_have_been_meant_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Images of no class, classes in classes, and two that differ by case alone."""

@@ -254,6 +254,20 @@ def test_path_without_text_is_named(tmp_path):
         build_data("text", task="language", batch_size=4)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", "Hello there\n".encode("utf-16-le") * 50, r"mostly NUL characters near byte 0, as UTF-16 .*utf-16le"),
+        ("a.txt", "Hello there\n".encode("utf-16") * 50, r"is not UTF-8 text \(byte 0: .*iconv -f utf-16 -t utf-8"),
+        ("a.txt.xz", b"\xfd7zXZ", r"holds no text, only .xz: unpack .xz files first, of compressed ones .gz alone"),
+    ],
+)
+def test_texts_in_another_encoding_or_archive_are_refused_with_the_way_to_convert_them(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInputError, match=told):
+        joined(find(tmp_path).chunks())
+
+
 @pytest.mark.parametrize("before_it", [0, 20])
 def test_file_that_is_no_utf8_is_named_with_the_place(tmp_path, monkeypatch, before_it):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 9)
