@@ -270,8 +270,6 @@ def refuse_sharded(
         raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
     if budget.memory_bytes is not None and not probed:
         raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
-    if settings.reallocation.mode != "off":
-        raise refusal("sharded_moves", mode=settings.reallocation.mode)
 
 
 def only_narrow(planner: PlannerSettings) -> bool:
