@@ -193,7 +193,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     found["options"] += chosen if rank == 0 else []
     for kind, folder in {"moves": "budget file", "cut moves": "nan, late, cut"}.items():
         lines = files.read_jsonl(base / folder / files.REALLOCATIONS_FILE)
-        found[kind] = [(line["step"], line["trigger"], line["moves"]) for line in lines]
+        moves = [[(move["block"], move["source"], move["target"]) for move in line["moves"]] for line in lines]
+        found[kind] = [(line["step"], line["trigger"], moved) for line, moved in zip(lines, moves, strict=True)]
     return found
 
 
