@@ -92,10 +92,6 @@ REFUSED = {
         "budget {budget} was given for a module that fully_shard cuts, where {why}. Give a share of state, such as "
         "state_25, or a budget of memory with probe="
     ),
-    "sharded_moves": (
-        "reallocation={mode} was asked for a module that fully_shard cuts: statistics of gradients are not added up "
-        "over its ranks yet. Set reallocation=off"
-    ),
     "averaged_narrow": (
         "task.ema_decay averages weights, of which precision={precision} keeps 16 bits and a rank has only rows under "
         "fully_shard: set trainer.precision=bf16-mixed, task.ema_decay=0, or trainer.strategy=ddp"

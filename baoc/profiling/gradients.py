@@ -5,19 +5,21 @@ the formulas, `schedule` chooses the steps.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.errors import CheckpointError
+from baoc.optim.shards import local, shard_of
 from baoc.parallel import ALONE, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
 from baoc.profiling.slices import Slices
 from baoc.profiling.tracker import PeakMeter
-from baoc.types import Block, GradientStats, Moments, Profile
+from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile
 from baoc.units import MIB
 
 MAX_BYTES = 16 * MIB
@@ -41,6 +43,9 @@ class GradientProfiler:
     `lr` by parameter name weighs `descent_share` where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a
     step's gradients are never there at once, and come by `begin_parts`, `see_part` for some of them, and `finish_parts`
     instead of by `observe`; the result is the same.
+
+    Of parameters that `fully_shard` cuts each rank samples its rows, and all ranks have all of them, by one message a
+    sample: statistics are those of one device. Row and column means of g^2 are left out there.
     """
 
     def __init__(
@@ -57,14 +62,20 @@ class GradientProfiler:
         by_parts: bool = False,
         ranks: Ranks = ALONE,
     ):
-        num_params = sum(block.numel for block in blocks)
+        self._blocks = tuple(replace(block, params=tuple(map(_whole, block.params))) for block in blocks)
+        num_params = sum(block.numel for block in self._blocks)
         if max_bytes is None:
-            max_bytes = int(BYTES_PER_PARAM * num_params) if num_params >= LARGE_PARAMS else MAX_BYTES
-        self._blocks = tuple(blocks)
+            held = sum(block.numel for block in blocks)  # of a rank
+            max_bytes = int(BYTES_PER_PARAM * held) if num_params >= LARGE_PARAMS else MAX_BYTES
         self._lr = dict(lr or {})
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
-        self._moments = RowColMoments(blocks, beta=betas[1], max_bytes=max_bytes // 2, device=device, by_parts=by_parts)
+        blocks = self._blocks
+        self._shards = {name: shard for name, param in self._params.items() if (shard := shard_of(param)) is not None}
+        averaged = () if self._shards else blocks
+        self._moments = RowColMoments(
+            averaged, beta=betas[1], max_bytes=max_bytes // 2, device=device, by_parts=by_parts
+        )
         self._slices = Slices.within(
             blocks,
             max_bytes=max_bytes - self._moments.nbytes,
@@ -72,6 +83,7 @@ class GradientProfiler:
             per_piece=BYTES_PER_PIECE + 8,
             device=device,
         )
+        self._cuts = self._slices.cuts(self._shards) if self._shards else ()
         self._grad, self._prev = self._slices.new(device), self._slices.new(device)
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
@@ -93,7 +105,8 @@ class GradientProfiler:
         """Every tensor it holds, for counting memory; none once released."""
         if self._released:
             return []
-        return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors()]
+        rows = [cut.rows for cut in self._cuts if cut.rows is not None]
+        return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors(), *rows]
 
     @property
     def num_samples(self) -> int:
@@ -214,7 +227,12 @@ class GradientProfiler:
         return most
 
     def _gather(self, grads: Mapping[str, Tensor | None]) -> None:
-        self._slices.gather_(self._targets, grads=grads)
+        if self._cuts:
+            parts = {name: None if grad is None else local(grad) for name, grad in grads.items()}
+            self._slices.gather_rows_(self._targets, cuts=self._cuts, grads=parts)
+            next(iter(self._shards.values())).shards.total_(self._grad)
+        else:
+            self._slices.gather_(self._targets, grads=grads)
         self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _swap(self) -> None:
@@ -300,3 +318,8 @@ class GradientProfiler:
             for p in self._slices.pieces
         ]
         return [*pieces, f"moments {len(self._moments.average)}"]
+
+
+def _whole(param: ParamInfo) -> ParamInfo:
+    """As it is of all ranks together."""
+    return param if param.whole is None else replace(param, shape=param.whole, whole=None)

@@ -5,6 +5,7 @@ whole quantisation groups, so that groups in the buffer are those of the optimiz
 that matrices are processed as a batch.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import GROUP
+from baoc.optim.shards import Shard, local
 from baoc.types import Block, ParamInfo
 
 MIN_ROWS = 8  # of a sampled matrix: fewer do not show what sharing along fan-out loses
@@ -66,6 +68,17 @@ class Batch:
         pieces = flat[self.offset : self.offset + self.count * self.padded].view(self.count, self.padded)
         matrices = pieces[:, : rows * cols].unflatten(1, (rows, cols))
         return matrices.transpose(1, 2) if self.transposed else matrices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The sampled rows, or elements of a vector, from `begin` to `end` lie on this rank: `rows` of the `lines` that it
+    has of the parameter, or the first ones."""
+
+    begin: int
+    end: int
+    lines: int
+    rows: Tensor | None
 
 
 class Slices:
@@ -143,6 +156,30 @@ class Slices:
             else:
                 target.copy_(_sampled(grad, piece))
 
+    def cuts(self, shards: Mapping[str, Shard]) -> list["Cut"]:
+        """Per piece what this rank has of it; of a parameter that is whole on all ranks the first one."""
+        first = next(iter(shards.values())).shards.rank == 0
+        found = []
+        for piece in self.pieces:
+            shard, end = shards.get(piece.param.name), piece.param.numel if first else 0
+            span = (0, end) if shard is None else (shard.first, shard.first + local(shard.owner).numel())
+            found.append(_cut(piece, span=span))
+        return found
+
+    def gather_rows_(
+        self, targets: Sequence[Tensor], *, cuts: Sequence["Cut"], grads: Mapping[str, Tensor | None]
+    ) -> None:
+        """As `gather_`, of this rank's parts of gradients. Others' elements are 0, so that a sum over ranks has all."""
+        for piece, cut, target in zip(self.pieces, cuts, targets, strict=True):
+            grad = grads[piece.param.name]
+            target.zero_()
+            if grad is None or cut.begin >= cut.end:
+                continue
+            lines = grad.reshape(cut.lines, -1)
+            taken = lines[: cut.end - cut.begin] if cut.rows is None else lines.index_select(0, cut.rows)
+            own = target[cut.begin : cut.end]
+            own.copy_(taken[:, : target.shape[-1]].reshape(own.shape))
+
     def gather_part_(self, targets: Sequence[Tensor], *, grads: Mapping[str, Tensor]) -> None:
         """Copies the sampled elements of these gradients into their views; all other views stay as they are."""
         for name, grad in grads.items():
@@ -185,6 +222,19 @@ def _sampled(grad: Tensor, piece: Piece) -> Tensor:
         grad = grad.index_select(0, piece.rows)
     grad = grad.reshape(piece.shape[0], -1)
     return grad[:, : piece.shape[1]]
+
+
+def _cut(piece: Piece, *, span: tuple[int, int]) -> Cut:
+    """`span`: first and last element of the parameter that are here."""
+    lines = stored_matrix(torch.empty(piece.param.shape, device="meta")).shape[0] if piece.matrix else piece.param.numel
+    width = piece.param.numel // lines
+    begin, end = span[0] // width, span[1] // width
+    if piece.rows is None:
+        most = piece.shape[0]
+        return Cut(begin=min(begin, most), end=min(end, most), lines=end - begin, rows=None)
+    rows = piece.rows.tolist()
+    low, high = bisect_left(rows, begin), bisect_left(rows, end)
+    return Cut(begin=low, end=high, lines=end - begin, rows=piece.rows[low:high] - begin)
 
 
 def _share(sizes: Sequence[int], *, total: int) -> float:

@@ -50,7 +50,7 @@ from baoc.racing.records import find_raced_network, is_asked
 from baoc.tracking.console import say
 from baoc.training.decision_cache import layers_key
 from baoc.training.reallocator import Reallocator
-from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan
+from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 log = logging.getLogger(__name__)
@@ -270,8 +270,6 @@ def refuse_sharded(
         raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
     if budget.memory_bytes is not None and not probed:
         raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
-    if settings.reallocation.mode != "off":
-        raise refusal("sharded_moves", mode=settings.reallocation.mode)
 
 
 def only_narrow(planner: PlannerSettings) -> bool:
@@ -353,6 +351,8 @@ class Session:
         blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
         released = [[params[param.name] for param in block.params] for block in blocks]
         self.released = released if settings.release is not False else []  # for who measures a step
+        hidden = {p.name for block in blocks if block.role not in (Role.EMBEDDING, Role.HEAD) for p in block.params}
+        self.hidden = [param for name, param in params.items() if name in hidden]  # that Muon may step
         self.narrow = narrow_params(blocks, params=params, planner=planner)
         self.less = bf16_savings(self.narrow)
         self.context_bytes = context_bytes(device)
@@ -625,9 +625,12 @@ class Session:
         """The footprint with what does not depend on who measured it: a step's temporaries, and arriving weights."""
         specs = list(self.settings.planner.rows.values())
         planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have switched them off for now
+        matrices = [spec for spec in specs if RULE_INFOS[spec.rule].hidden_only]
+        others = [spec for spec in specs if spec not in matrices]
+        temporaries = step_temporaries(others, params=planned)
         return replace(
             footprint,
-            step_temporary_bytes=step_temporaries(specs, params=planned),
+            step_temporary_bytes=temporaries | step_temporaries(matrices, params=self.hidden or planned),
             arrival_bytes=arrival_bytes(specs, device=footprint.device),
         )
 

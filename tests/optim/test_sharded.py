@@ -35,6 +35,7 @@ from baoc.optim.groups import param_info, single_block
 from baoc.optim.nonfinite import POLICIES
 from baoc.optim.shards import check_edges, whole
 from baoc.planning.candidates import applies, sums_columns
+from baoc.profiling import GradientProfiler
 from baoc.profiling.footprint import step_temporary_bytes
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.types import ParamInfo, Role
@@ -314,6 +315,17 @@ def planned() -> dict[str, Any]:
     }
 
 
+def profiled(module: nn.Module, *, max_bytes: int | None = None) -> GradientProfiler:
+    """What is known after some gradients; within few bytes, of bands of rows."""
+    named = dict(module.named_parameters())
+    blocks = [single_block(param_info(name, param, group=0)) for name, param in named.items()]
+    profiler = GradientProfiler(blocks, named, max_bytes=max_bytes)
+    for step in range(STEPS):
+        give(module, gradients(step))
+        profiler.observe(step=step)
+    return profiler
+
+
 def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dict[str, Any]:
     with group(rank, size, store=store):
         found: dict[str, Any] = {"weights": all_specs(5 if size == 4 else 1), "clipped": clipped()}
@@ -322,6 +334,8 @@ def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dic
         found["planned"] = planned()
         found["moved"] = moved()
         found["hosted"] = hosted(2 if size == 4 else 1)
+        bands = profiled(sharded(), max_bytes=60_000)
+        found["profiled"] = (profiled(sharded()).profile().stats, bands.profile().stats)
         found |= {policy: nonfinite(policy) for policy in POLICIES}
         found["converted"] = converted()
         found["saved"] = saved(folder)
@@ -418,6 +432,13 @@ def test_the_plan_is_that_of_any_number_of_ranks_and_each_holds_its_part(alone: 
     for each in ranks:
         assert each["planned"]["specs"] == expected["specs"]
         assert each["planned"]["bytes"] == expected["bytes"] > each["planned"]["held"]
+
+
+def test_statistics_of_gradients_are_those_of_one_device(alone: Any, ranks: list[Any]) -> None:
+    assert len(alone["profiled"][0]) == len(SHAPES)
+    for each in ranks:
+        assert str(each["profiled"]) == str(alone["profiled"])  # NaN where a vector has none
+    assert str(alone["profiled"][0]) == str(profiled(network()).profile().stats)
 
 
 def test_states_on_the_host_make_the_same_weights(ranks: list[Any]) -> None:

@@ -75,8 +75,8 @@ BEFALLS: dict[str, dict[str, Any]] = {
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }
-BEFALLS |= {  # by fully_shard, under which nothing is decided in mid-run
-    f"{kind}, cut": {"strategy": "fsdp", **OWN, **{key: value for key, value in changes.items() if changes != OFTEN}}
+BEFALLS |= {  # by fully_shard
+    f"{kind}, cut": {"strategy": "fsdp", **OWN, **changes}
     for kind, changes in BEFALLS.items()
     if kind not in ("in a decision", "budget file")  # which "cut, budget" is
 }
@@ -191,8 +191,10 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     chosen = [{key: option[key] for key in ("micro_batch", "accumulation", "recomputed")} for option in options]
     found["options"] = [row for row, option in zip(chosen, options, strict=True) if option["chosen"] == "True"]
     found["options"] += chosen if rank == 0 else []
-    moves = base / "budget file" / files.REALLOCATIONS_FILE
-    found["moves"] = [(line["step"], line["trigger"], line["moves"]) for line in files.read_jsonl(moves)]
+    for kind, folder in {"moves": "budget file", "cut moves": "nan, late, cut"}.items():
+        lines = files.read_jsonl(base / folder / files.REALLOCATIONS_FILE)
+        moves = [[(move["block"], move["source"], move["target"]) for move in line["moves"]] for line in lines]
+        found[kind] = [(line["step"], line["trigger"], moved) for line, moved in zip(lines, moves, strict=True)]
     return found
 
 
@@ -247,6 +249,11 @@ def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: lis
 def test_a_new_budget_under_fully_shard(found: list[dict[str, Any]]) -> None:
     assert [each["cut, budget"]["ended"] for each in found] == ["", ""]
     assert found[0]["cut, budget"]["result"].budget["name"] == "state_10"
+
+
+def test_blocks_move_under_fully_shard(found: list[dict[str, Any]]) -> None:
+    first, second = (each["cut moves"] for each in found)
+    assert first == second and any(moves for _, _, moves in first)
 
 
 def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from baoc.config.resolve import is_open
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
+from baoc.core.rule_tags import RULE_INFOS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError
 from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
@@ -212,7 +213,12 @@ class _Shapes:
         largest = max(trained, key=lambda param: param.numel())
         there = list(self.planner.specs.values())
         eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
-        self.temporaries = {spec.name: temporary_bytes(spec, params=trained) for spec in there if spec not in eager}
+        hidden = self.session.hidden or trained
+        self.temporaries = {
+            spec.name: temporary_bytes(spec, params=hidden if RULE_INFOS[spec.rule].hidden_only else trained)
+            for spec in there
+            if spec not in eager
+        }
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
         self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
 
