@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from baoc.core.recipes import Tuned, Tuning
+from baoc.core.recipes import Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
@@ -235,7 +235,10 @@ class BlockwiseOptimizer(Optimizer):
         self._notice_params()
         if self.releaser is not None:  # blocks were stepped in backward
             self.releaser.finish()
-            self._count_step()
+            self.num_steps += 1
+            self._note_unseeded()
+            for subscriber in tuple(self.after_step):
+                subscriber()
             return loss
         if self.registry.twins:
             self.registry.lend_gradients()
@@ -313,13 +316,6 @@ class BlockwiseOptimizer(Optimizer):
         seeding.seed(blocks, registry=self.registry, param_groups=self.param_groups)
         self._note_unseeded()
 
-    def _count_step(self) -> None:
-        """Counts a step whose blocks were stepped in backward, and calls `after_step`."""
-        self.num_steps += 1
-        self._note_unseeded()
-        for subscriber in tuple(self.after_step):
-            subscriber()
-
     def last_backward(self) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already.
 
@@ -338,13 +334,11 @@ class BlockwiseOptimizer(Optimizer):
             if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
                 groups.check_settings({**group, "lr": lr})  # raises: a schedule may have set them
             plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
-        rows = self.registry.rows
-        return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
-
-    def _tuned(self, options: Options, tuned: Tuned, group: int) -> Options:
-        """The settings `options` of a parameter group, as `tuned` changes them."""
-        betas = betas_of(tuned, self.param_groups[group])
-        return Options(lr=options.lr * tuned.lr, betas=betas, eps=options.eps, weight_decay=options.weight_decay)
+        options = list(plain)
+        for index, tuned in self.registry.rows:
+            own, betas = plain[index], betas_of(tuned, self.param_groups[index])
+            options.append(Options(lr=own.lr * tuned.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay))
+        return options
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """The backends' inputs in a step. `masks`: those of `finite_check`; `phase`: the step's number, from 1."""

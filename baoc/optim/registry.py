@@ -459,7 +459,11 @@ class BlockRegistry:
         Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run its spec.
         """
         where = groups.named_params(param_groups)
-        late = [(info, self._late_block(info)) for info in infos]
+        late = [(info, groups.single_block(info)) for info in infos]
+        for at, (info, block) in enumerate(late):
+            while block.name in self.live:
+                block = replace(block, name=f"{block.name}_late")
+            late[at] = info, block
         chosen = {
             info.name: groups.to_spec((specs or {}).get(info.name) or self.late_spec or FALLBACK) for info, _ in late
         }
@@ -482,13 +486,6 @@ class BlockRegistry:
             ", ".join(dict.fromkeys(spec.name for spec in chosen.values())),
             format_bytes(held),
         )
-
-    def _late_block(self, info: ParamInfo) -> Block:
-        """A block of one parameter, under a name that no other block has."""
-        block = groups.single_block(info)
-        while block.name in self.live:
-            block = replace(block, name=f"{block.name}_late")
-        return block
 
     def thawed(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
         """Parameters that were frozen when the optimizer was built and have a gradient now."""
