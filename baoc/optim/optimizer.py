@@ -174,7 +174,11 @@ class BlockwiseOptimizer(Optimizer):
         """Gives late parameters their states, by the specs of `late_planner` if there is one."""
         specs = self.late_planner(infos) if self.late_planner is not None and infos else None
         self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
-        self._welcome()
+        loading.load_late(self.registry, param_groups=self.param_groups)
+        self._note_unseeded()
+        self._warn_of_stalling(self.registry.live)
+        if self.releaser is not None:
+            self.releaser.attach()
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
         """A late group with the network's names for plain parameters, if the network has all of them."""
@@ -188,23 +192,13 @@ class BlockwiseOptimizer(Optimizer):
             params = [(names[id(param)], param) for param in params]
         return {**group, "params": params}
 
-    def _welcome(self) -> None:
-        """Completes late parameters that have states: saved states, seeding, warnings and hooks."""
-        loading.load_late(self.registry, param_groups=self.param_groups)
-        self._note_unseeded()
-        self._warn_of_stalling(self.registry.live)
-        if self.releaser is not None:
-            self.releaser.attach()
-
     def _note_unseeded(self) -> None:
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
         """Warns once per block that 16-bit weights without correction lose small updates."""
-        new = [name for name in masters.stalling(self.registry, names) if name not in self._stalling]
-        self._stalling.update(new)
-        if new:
-            masters.warn_of_stalling(new)
+        new = [self.registry.live[name] for name in names if name not in self._stalling]
+        self._stalling.update(masters.warn_of_stalling(new))
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -362,7 +356,8 @@ class BlockwiseOptimizer(Optimizer):
             return None if unit.marking else self.releaser.num_nonfinite
         self.overlap.check()
         found = self.finite_check.mask(unit, step=self.num_steps + 1)
-        self.overlap.accept_masks()
+        versions = self.overlap.versions  # as masking changed them; stepped blocks had left out the same elements
+        self.overlap.versions = {param: param.grad._version for param in versions if param.grad is not None}
         return found
 
     def _check_between_steps(self, what: str) -> None:

@@ -352,10 +352,10 @@ class BlockRegistry:
         self._alone = {}
         self.groups = {name: group for group in groups for name in group}
 
-    def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
-        """Whether one unit can step the block and `others`: all have one backend, and none is host-placed."""
-        backends = {self.choices[one.block.name].backend for one in (live, *others)}
-        return len(backends) == 1 and all(self.pipelines.of(one) is None for one in (live, *others))
+    def can_join(self, lives: Sequence[LiveBlock]) -> bool:
+        """Whether one unit can step these blocks: all have one backend, and none is host-placed."""
+        one_backend = len({self.choices[live.block.name].backend for live in lives}) == 1
+        return one_backend and all(self.pipelines.of(live) is None for live in lives)
 
     def forget_overwritten(self, *, begins: bool = False) -> None:
         """Drops corrections of split weights that were overwritten. `begins`: a step begins, so later ones cannot be

@@ -508,15 +508,15 @@ class Session:
             self._recompute(number)
             look()
             pages = PAGES_BYTES if self.device.type == "cuda" else 0
-            if abs(self._looked_bytes() - num_bytes) <= pages:
+            if abs(self._activation_bytes() - num_bytes) <= pages:
                 return number
         clear_cache(self.device)
         number = self.fewest_layers(look, num_layers=num_layers)
-        write_own(path, json.dumps({"number": number, "bytes": self._looked_bytes()}))
+        write_own(path, json.dumps({"number": number, "bytes": self._activation_bytes()}))
         return number
 
-    def _looked_bytes(self) -> int:
-        """Of forward and backward, by the look that the plan rests on."""
+    def _activation_bytes(self) -> int:
+        """Bytes of forward and backward in the footprint that the plan was made for."""
         assert self.planner.footprint is not None
         return self.planner.footprint.forward_backward_bytes
 

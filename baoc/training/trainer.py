@@ -232,7 +232,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     device = strategy.root_device
     memory.context_bytes, memory.predicted_bytes = context_now(device), predicted_bytes
     if device.type == "cuda":  # with weights in full
-        memory.looked_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
+        memory.probed_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler

@@ -84,19 +84,15 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
         block.fresh = False
     measure = Measure()
     for slot in slots:
-        _step_scaled(slot, inputs, match=match, measure=measure)
+        finite = inputs.masks.get(slot.param)
+        direction = advance(slot, inputs, finite=finite)
+        update = _update_of(direction)
+        norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        scale = factor(match, norm=norm, count=count)
+        measure.add(norm, factor=scale, count=count)
+        matched = Direction(numerator=update, divisor=direction.divisor)
+        apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
     match[1], block.applied = measure.rms()
-
-
-def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
-    finite = inputs.masks.get(slot.param)
-    direction = advance(slot, inputs, finite=finite)
-    update = _update_of(direction)
-    norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-    scale = factor(match, norm=norm, count=count)
-    measure.add(norm, factor=scale, count=count)
-    matched = Direction(numerator=update, divisor=direction.divisor)
-    apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:

@@ -363,7 +363,10 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
     shards, wholes = slots[0].shard, None
     if shards is not None and kind.family.takes_room and shards.shards.size > 1:
-        wholes = [_whole_shape(slot) for slot in slots]
+        wholes = []
+        for slot in slots:  # of which this rank has some rows
+            rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
+            wholes.append(Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
     return FusedTable(
         [slot.param for slot in slots],
         kind=kind,
@@ -375,12 +378,6 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         shards=shards.shards if shards is not None and wholes is not None else None,
         wholes=wholes,
     )
-
-
-def _whole_shape(slot: Slot) -> Shape:
-    """The whole shape of a matrix of which this rank has some rows."""
-    rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
-    return Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
 
 
 @lru_cache(maxsize=4)
