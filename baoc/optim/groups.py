@@ -162,14 +162,14 @@ def _group(
         taken.add(name)
         check_param(param, name=name)
         if param in seen:
-            first, other = seen[param]
+            twin, other = seen[param]
             if settings != other:
                 raise BadInputError(
-                    f"{name} and {first} are one tied parameter in two groups with different settings ({settings} and "
+                    f"{name} and {twin} are one tied parameter in two groups with different settings ({settings} and "
                     f"{other}): list it in one group, or give both the same settings"
                 )
-            if name != first:
-                log.info("%s is tied to %s: one state, one update", name, first)
+            if name != twin:
+                log.info("%s is tied to %s: one state, one update", name, twin)
             continue
         seen[param] = (name, settings)
         params.append(param)
