@@ -6,7 +6,7 @@ setup:
 test:
 	python -m pytest -n auto
 quick:
-	python -m pytest -q -x -m "not slow"
+	python -m pytest -q -x -n auto -m "not slow"
 lint:
 	ruff check . && ruff format --check . && pyright && lint-imports
 docs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baoc.callbacks.vote import ranks_of
-from baoc.data.loader import seed_of
+from baoc.data.loader import seed_from_numbers
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.jsonl import JsonlLogger
 
@@ -95,7 +95,7 @@ def own_of(state: dict[str, Any], *, rank: int) -> dict[str, Any]:
     first, others = {key: value for key, value in state.items() if key != "others"}, state.get("others", [])
     if rank == 0 or rank <= len(others):
         return first if rank == 0 else others[rank - 1]
-    seed = seed_of(rank, *_bytes(first["torch"])[:16].tolist())
+    seed = seed_from_numbers(rank, *_bytes(first["torch"])[:16].tolist())
     generator = torch.Generator().manual_seed(seed)
     made = {**first, "torch": generator.get_state()}
     made["python"] = {**first["python"], "words": _drawn(first["python"]["words"], generator)}

@@ -62,8 +62,8 @@ class MemoryMonitor(L.Callback):
         self.enforce = enforce
         self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
-        self.predicted: Callable[[], int] = lambda: 0  # the largest peak that a plan of this attempt predicted
-        self.looked_bytes = 0  # what looks before the plan held in this fit, which is part of the run's peak
+        self.predicted: Callable[[], int] = lambda: 0  # returns the largest peak that a plan of this attempt predicted
+        self.probed_bytes = 0  # peak of the measurements before the plan, which is part of the run's peak
         self._before = self._before_predicted = 0  # the peak under earlier budgets
         self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
         self._tracker: MemoryTracker | None = None  # on a CPU only
@@ -82,7 +82,7 @@ class MemoryMonitor(L.Callback):
 
     @property
     def tracked(self) -> bool:
-        """True if operators were followed since the batch began, so that its timing is not to be trusted."""
+        """True if memory was tracked since the batch began, which slows it: do not use its seconds."""
         return self._slowed
 
     @property
@@ -136,8 +136,8 @@ class MemoryMonitor(L.Callback):
 
     @property
     def highest_predicted_bytes(self) -> int:
-        """The largest peak that a plan of the run predicted, each being in force for a while, or that looks held."""
-        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.looked_bytes)
+        """The largest peak that any plan of the run predicted, or that was measured before its first plan."""
+        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.probed_bytes)
 
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
@@ -184,7 +184,7 @@ class MemoryMonitor(L.Callback):
         self._earlier = state_dict
 
     def _of_earlier(self, key: str) -> int:
-        """What earlier attempts of this run held: on such a device, under this budget. Others are another run's."""
+        """Peaks of the attempts that this one resumes; 0 where those had another device or budget."""
         same = self._earlier.get("budget") == [self.budget_name, self.budget_bytes]
         return self._earlier[key] if same and self._earlier["device"] == self._device.type else 0
 
@@ -194,7 +194,7 @@ class MemoryMonitor(L.Callback):
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
         self.peaks, self._now_by_rank, self._by_rank = {}, (), ()
-        self._before, self._before_predicted, self._earlier, self.looked_bytes = 0, 0, {}, 0
+        self._before, self._before_predicted, self._earlier, self.probed_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

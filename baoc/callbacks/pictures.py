@@ -1,4 +1,4 @@
-"""Asks a task for what it shows at the end of training: pictures into the run folder and W&B, metrics to the loggers.
+"""Asks a task for what it shows at the end of training: pictures into the run folder and W&B.
 
 At the end of training the network is still on its device, and the optimizer's state still beside it, so that what
 sampling needs counts towards the peak as any other part of the run.
@@ -23,7 +23,6 @@ class FinalPictures(L.Callback):
     def __init__(self, folder: Path, *, track: Callable[[str], AbstractContextManager[Any]] | None = None):
         self.folder = folder
         self.track = track or (lambda label: nullcontext())
-        self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         conclude: Any = getattr(pl_module, "conclude", None)
@@ -34,10 +33,6 @@ class FinalPictures(L.Callback):
         averaged = pl_module.averaged()  # pyright: ignore[reportCallIssue]
         with trainer.precision_plugin.forward_context(), averaged, self.track("samples"):
             pictures = conclude(data, folder=self.folder)
-        self.metrics = dict(pictures.metrics)
-        for logger in trainer.loggers:
-            if self.metrics:
-                logger.log_metrics(self.metrics, step=trainer.global_step)
         if pictures.path is not None:
             log_picture(trainer.loggers, key="samples", path=pictures.path)
             say(f"samples: {pictures.path}")

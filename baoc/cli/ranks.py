@@ -2,7 +2,7 @@
 
 `trainer.devices=N` starts N - 1 processes beside this one, which is rank 0, so exit code, signals and locks are as of
 one process. Under torchrun or srun the processes are there: each finds its rank, and all but rank 0 wait to be told.
-What they leave in a folder of their own is thrown away.
+Ranks above 0 write to a temporary folder, which is deleted.
 """
 
 import os
@@ -28,41 +28,45 @@ from baoc.parallel import ALONE, Told, lost_peer, ranks, ranks_here, refusal
 ADDRESS = "127.0.0.1"
 FIRST_PORT, PORTS = 15_000, 20_000  # one of these where nobody chose, by the number of the job
 ENDING_S = 20.0  # that ranks have to end by themselves when another has failed
-GONE = 1  # exit code of a rank that ended because another one did; the one that was first tells why
-_TOLD: list[bool] = []  # in a process that a launcher made rank 0: whether the others know what to run
+GONE = 1  # exit code of a rank that ended because another one did; the first that failed reports why
+# On rank 0 of a launcher one entry, whether the configuration was broadcast to the other ranks; elsewhere empty.
+_BROADCAST: list[bool] = []
 
 
 # -- ranks that a launcher has started --------------------------------------------------------------------------------
 
 
 def join(told: Told) -> int:
-    """Joins the other processes of a launcher; its rank. Raises BadInputError where a variable is missing."""
+    """Makes the process group with the launcher's other processes and returns this one's rank.
+
+    Raises BadInputError where an environment variable is missing.
+    """
     environment = environment_of(told)
     os.environ.update(environment)
     _make_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
     if ranks().rank == 0:
-        _TOLD[:] = [False]
+        _BROADCAST[:] = [False]
     return ranks().rank
 
 
 def is_other() -> bool:
-    """In a job that a launcher has started as several ranks: joins them, and tells whether this is not the first."""
+    """True on ranks above 0 of a job that a launcher has started; joins its process group."""
     told = ranks_here()
     return told is not None and ranks() is ALONE and join(told) > 0
 
 
 def leave(code: int) -> None:
-    """Rank 0 of a launcher is done: ranks that still wait for a run are told that there is none."""
-    if _TOLD:
-        if not _TOLD[0]:
+    """Ends rank 0 of a launcher: ranks that still wait for a configuration exit with `code`."""
+    if _BROADCAST:
+        if not _BROADCAST[0]:
             with suppress(RuntimeError):
                 ranks().first(code)
-        _TOLD.clear()
+        _BROADCAST.clear()
         _leave_group()
 
 
 def serve() -> int:
-    """The part of a rank that is not the first: waits to be told of a run and does it; returns its exit code."""
+    """Main function of ranks above 0: receives the configuration from rank 0, runs it and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: rank 0 ends them
     rank = ranks().rank
     try:
@@ -145,14 +149,14 @@ def together(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
 
     Raises TrainingFailedError where another rank ended first.
     """
-    if _TOLD:
+    if _BROADCAST:
         size, devices = ranks().size, config.trainer.devices
         if devices not in (1, size):
             raise BadInputError(
                 f"trainer.devices={devices}, but a launcher has started {size} processes: leave it out, or start one"
             )
         config = replace(config, trainer=replace(config.trainer, devices=size))
-        _TOLD[0] = True
+        _BROADCAST[0] = True
         ranks().first((config, command))
         yield config
     elif config.trainer.devices == 1 or (config.mode == "plan" and config.device not in ("auto", "cpu", "cuda")):
@@ -211,12 +215,12 @@ class _Others:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _leave_group()
-        knows = isinstance(error, Exception) and getattr(error, "exit_code", 0)  # of an error that all ranks have
-        self._end(ENDING_S if error is None or self.first is not None or knows else 2.0)
+        on_all_ranks = isinstance(error, Exception) and getattr(error, "exit_code", 0)
+        self._end(ENDING_S if error is None or self.first is not None or on_all_ranks else 2.0)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """An error that comes of another rank's end is told as that."""
+        """Replaces the connection errors that follow when another rank ends by one that says which rank, and how."""
         try:
             yield
         except Exception as error:

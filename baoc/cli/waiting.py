@@ -24,7 +24,7 @@ def yield_where_shared(environment: MutableMapping[str, str] | None = None) -> b
 
 
 def are_shared() -> bool:
-    """True if more than a quarter of a process besides this one ran on average in the last minute, for each core."""
+    """True if the load average of the last minute is above a quarter of the cores (and above 0.5)."""
     try:
         load = os.getloadavg()[0]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -86,7 +86,7 @@ SHARE = Allowed("from 0 to 1", ge=0, le=1)
 
 
 def at_least(number: int, words: str = "") -> Allowed:
-    """The range of a whole number: `number` or more, and what of in words."""
+    """The range of a whole number, `number` or more; `words` name the unit, as in " steps"."""
     return Allowed(f"{number} or more{words}", ge=number)
 
 

@@ -1,7 +1,8 @@
 """Recipes: what each role of a network runs, as one value that has a name.
 
 A recipe gives a spec to each role, and to rules and roles a multiple of the learning rate and betas of their own. The
-rows of RECIPES are published methods, as their authors run them and with cheap states on embedding and head (`_lean`).
+rows of RECIPES are published methods, as their authors run them; those named `_lean` also have cheap states on
+embedding and head.
 """
 
 import json
@@ -36,7 +37,7 @@ ROLES: tuple[str, ...] = (
 )
 _SUFFIXES = (".yaml", ".yml")
 BY_RACE = "race: "  # begins the source of a recipe that a race chose; its verdict follows
-RACED = "raced"  # takes what an earlier race chose; what trains looks it up once it knows its network
+RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Tuning:
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def of(self, block: Block, *, rule: str) -> Tuned | None:
-        """The changes for a block that runs `rule`; None without any."""
+        """Learning rate and betas of a block that runs `rule`; None where they are the parameter group's."""
         names = list(_names_of(rule))
         by_rule = next((self.lr[name] for name in names if name in self.lr), 1.0)
         by_role = next((self.lr[key] for key in keys_of(block) if key in self.lr), 1.0)
@@ -107,7 +108,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """Its name, and whether it is no longer what the catalogue calls so."""
+        """Its name, with "(changed)" where a recipe of the catalogue was edited."""
         changed = self.name in RECIPES and replace(self, share=None) != replace(RECIPES[self.name], share=None)
         return f"{self.name} (changed)" if changed else self.name
 
@@ -122,7 +123,7 @@ class Recipe:
         return not parts.isdisjoint({*self.specs, *self.lr})
 
     def wish(self, block: Block) -> tuple[str, str]:
-        """The role by which a block goes, and the spec that this one asks for."""
+        """The key of the recipe that decides for a block (a role, or the block's own name), and the spec under it."""
         if block.name in self.blocks:
             return block.name, self._row(self.blocks[block.name], role=block.role)
         for key in keys_of(block):
@@ -131,13 +132,13 @@ class Recipe:
         return block.role.value, self._row((*self.fallback, FALLBACK)[0], role=block.role)
 
     def chain(self, block: Block) -> tuple[str, ...]:
-        """The spec that a block is to run, and what it runs instead where that does not apply."""
+        """Specs of a block in order of preference: it runs the first that applies to its shape."""
         others = [self._row(spec, role=block.role) for spec in (*self.fallback, FALLBACK)]
         return tuple(dict.fromkeys((self.wish(block)[1], *others, FALLBACK)))
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Every row of the catalogue that some block may run."""
+        """Names of all specs that some block may run, fallbacks included."""
         given = [*self.specs.values(), *self.blocks.values(), *self.fallback, FALLBACK]
         found = [self._row(spec, role=role) for spec in given for role in (Role.OTHER, Role.NORM)]
         return tuple(dict.fromkeys((*found, FALLBACK)))

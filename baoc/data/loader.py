@@ -181,14 +181,14 @@ class ShuffledLoader(SequentialLoader):
         order = self._indices[torch.randperm(len(self._indices), generator=generator_of(self.seed, epoch))]
         starts = range(self.rank * self.batch_size, len(self) * self._global_batch, self._global_batch)
         size = self.batch_size
-        return [BatchRequest(rows=order[at : at + size], seed=seed_of(self.seed, epoch, at)) for at in starts]
+        return [BatchRequest(rows=order[at : at + size], seed=seed_from_numbers(self.seed, epoch, at)) for at in starts]
 
 
 def generator_of(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(*key))
+    return torch.Generator().manual_seed(seed_from_numbers(*key))
 
 
-def seed_of(*key: int) -> int:
+def seed_from_numbers(*key: int) -> int:
     """A seed that depends on every number of `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:4], "big")

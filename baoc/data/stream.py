@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from baoc.data.loader import check_position, generator_of, seed_of
+from baoc.data.loader import check_position, generator_of, seed_from_numbers
 from baoc.data.sources import Batch
 from baoc.errors import BadInputError, CheckpointError
 from baoc.parallel import ranks
@@ -130,7 +130,7 @@ class StreamLoader:
         """Batches in order, each with the position after it, made a few in advance."""
         waiting: deque[tuple[StreamPosition, Future[Batch]]] = deque()
         for place, samples in self._samples(start):
-            seed = seed_of(self._seed, self._rank, place.epoch, place.block, place.batch)
+            seed = seed_from_numbers(self._seed, self._rank, place.epoch, place.block, place.batch)
             made = threads.submit(self._make, samples, torch.Generator().manual_seed(seed))
             waiting.append((replace(place, batch=place.batch + 1), made))
             if len(waiting) > _AHEAD:

@@ -16,7 +16,11 @@ _LAYER = re.compile(r"\b(?:layers?)\.(\d+)\.")
 
 
 def build(settings: Mapping[str, int], *, spec: Any, dropout: float) -> "VisionTransformer":
-    """`settings` of the size rows: width, depth, heads, and either grid or patch and image."""
+    """A ViT of one of the sizes in `baoc.models`.
+
+    `settings` hold width, depth, heads, and either `patch` and `image` (both in pixels) or `grid`: patches per side,
+    from which the patch size follows for the data set's images.
+    """
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model vit classifies images; a data set described by {type(spec).__name__} has none")
     if not 0 <= dropout < 1:

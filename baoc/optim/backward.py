@@ -489,7 +489,7 @@ class DropGradients(BackwardStepper):
             self._order,
             left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
             limit=self.together_bytes,
-            joins=lambda a, b: registry.can_join(registry.live[a], others=[registry.live[b]]),
+            joins=lambda *pair: registry.can_join([registry.live[name] for name in pair]),
         )
         registry.regroup(groups)
 
@@ -770,10 +770,6 @@ class KeepGradients(BackwardStepper):
                 )
         if self.versions:
             self.owner.registry.join()
-
-    def accept_masks(self) -> None:
-        """Notes the gradients' versions after masking. Stepped blocks had left out the same elements."""
-        self.versions = {param: param.grad._version for param in self.versions if param.grad is not None}
 
     def finish(self) -> None:
         """Called by the `step` after `last_backward`, before its finite check."""

@@ -26,7 +26,7 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
-from baoc.optim.state import LiveBlock, Saved, allocate, gathered, new_step, shown, slot_under, whole_slot
+from baoc.optim.state import Saved, allocate, gathered, new_step, shown, slot_under, whole_slot
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
@@ -50,7 +50,11 @@ def save(
         for live in registry.live.values()
         for slot in live.slots
     }
-    blocks = {name: _block_entry(live) for name, live in registry.live.items()}
+    blocks: dict[str, dict[str, Any]] = {}
+    for name, live in registry.live.items():
+        names, tuned = [slot.name for slot in live.slots], live.slots[0].tuned if live.slots else None
+        blocks[name] = _spec_entry(live.spec, params=names, unseeded=live.unseeded, tuned=tuned)
+        blocks[name] |= {} if live.match is None else {"match": live.match}
     for name, held in (waiting.states if waiting is not None else {}).items():
         assert waiting is not None
         if name in index:
@@ -63,12 +67,6 @@ def save(
     groups = _plain_groups(param_groups)
     groups[0][_COLLECTED] = json.dumps(own, default=Tensor.tolist)
     return {**own, "param_groups": groups, "state": state}
-
-
-def _block_entry(live: LiveBlock) -> dict[str, Any]:
-    tuned = live.slots[0].tuned if live.slots else None
-    entry = _spec_entry(live.spec, params=[slot.name for slot in live.slots], unseeded=live.unseeded, tuned=tuned)
-    return entry if live.match is None else {**entry, "match": live.match}
 
 
 def _spec_entry(
@@ -195,7 +193,9 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         specs |= dict.fromkeys(entry["params"], spec)
         unseeded |= set(entry.get("unseeded", ()))
         if "tuned" in entry:
-            tuned |= dict.fromkeys(entry["params"], _read_tuned(entry["tuned"]))
+            lr, betas = entry["tuned"]["lr"], entry["tuned"]["betas"]
+            own = Tuned(lr=float(lr), betas=None if betas is None else (float(betas[0]), float(betas[1])))
+            tuned |= dict.fromkeys(entry["params"], own)
         if "match" in entry:
             if (
                 not isinstance(entry["match"], Tensor)
@@ -213,11 +213,6 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         tuned=tuned,
         num_steps=checkpoint["num_steps"],
     )
-
-
-def _read_tuned(entry: Mapping[str, Any]) -> Tuned:
-    betas = entry["betas"]
-    return Tuned(lr=float(entry["lr"]), betas=None if betas is None else (float(betas[0]), float(betas[1])))
 
 
 def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:

@@ -187,7 +187,8 @@ class Grouped:
         x = grouped(self.compress_(values.nan_to_num().reshape(-1)), LANES)
         scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=self.largest)
         if phase is not None:
-            scale = _kept_or_new(scale, kept=kept_scale)
+            keep = (scale <= kept_scale) & (scale >= _KEEP_SCALE * kept_scale.to(torch.float32))
+            scale = torch.where(keep, kept_scale, scale)
         kept_scale.copy_(scale)
         x = x.div_(scale.clamp_(min=_TINY).unsqueeze(1))
         threshold = thresholds(phase, new=new, group=LANES, device=x.device) if phase is not None else None
@@ -214,11 +215,6 @@ class Grouped:
     def restore(self, codes: Tensor) -> Tensor:
         """The inverse of `quantise`; may write to its argument."""
         raise NotImplementedError
-
-
-def _kept_or_new(scale: Tensor, *, kept: Tensor) -> Tensor:
-    """The scales that the groups have where those still do, else the new ones (both bf16, not negative)."""
-    return torch.where((scale <= kept) & (scale >= _KEEP_SCALE * kept.to(torch.float32)), kept, scale)
 
 
 def round_up(values: Tensor, *, largest: float) -> Tensor:

@@ -162,23 +162,19 @@ def _group(
         taken.add(name)
         check_param(param, name=name)
         if param in seen:
-            _check_duplicate(name, owner=seen[param], settings=settings)
+            twin, other = seen[param]
+            if settings != other:
+                raise BadInputError(
+                    f"{name} and {twin} are one tied parameter in two groups with different settings ({settings} and "
+                    f"{other}): list it in one group, or give both the same settings"
+                )
+            if name != twin:
+                log.info("%s is tied to %s: one state, one update", name, twin)
             continue
         seen[param] = (name, settings)
         params.append(param)
         names.append(name)
     return {**settings, "params": params, "param_names": names}
-
-
-def _check_duplicate(name: str, *, owner: tuple[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    first, other = owner
-    if settings != other:
-        raise BadInputError(
-            f"{name} and {first} are one tied parameter in two groups with different settings ({settings} and "
-            f"{other}): list it in one group, or give both the same settings"
-        )
-    if name != first:
-        log.info("%s is tied to %s: one state, one update", name, first)
 
 
 def check_tensor(param: Any, *, name: str) -> None:

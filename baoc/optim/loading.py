@@ -1,7 +1,7 @@
 """Filling a live optimizer from a checkpoint: by name, bit for bit where specs agree, converted where they do not."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -63,7 +63,9 @@ def load(
     aliases = {alias: p.name for live in registry.live.values() for p in live.block.params for alias in p.aliases}
     saved = saved.renamed(aliases)
     here = {name for group in param_groups for name in group["param_names"]}
-    saved = saved.renamed(_rewrapped(saved.states, here=here))
+    bare = {unwrapped_name(name): name for name in here if name not in saved.states}
+    rewrapped = {name: bare[own] for name in saved.states if name not in here and (own := unwrapped_name(name)) in bare}
+    saved = saved.renamed(rewrapped)  # what only a wrapper of the model calls otherwise
     saved = saved.renamed(_by_position(saved, param_groups=param_groups))
     _check_known(saved, param_groups=param_groups)
     given, slots = saved, _slots_in(saved, registry=registry)
@@ -166,12 +168,6 @@ def _apart(saved: Saved, *, registry: BlockRegistry, slots: Iterable[Slot]) -> S
         if live is not None and given is not None and live.data_ptr() == given.data_ptr():
             states[slot.name] = {**states[slot.name], weights.CORRECTION: given.clone()}
     return replace(saved, states=states)
-
-
-def _rewrapped(saved: Collection[str], *, here: Collection[str]) -> dict[str, str]:
-    """Saved name -> name here, of parameters that only a wrapper of the model calls otherwise."""
-    bare = {unwrapped_name(name): name for name in here if name not in saved}
-    return {name: bare[unwrapped_name(name)] for name in saved if name not in here and unwrapped_name(name) in bare}
 
 
 def _by_position(saved: Saved, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from baoc.optim import weights
 from baoc.optim.groups import named_params
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import local, shard_of, whole
-from baoc.optim.state import Slot, State
+from baoc.optim.state import LiveBlock, Slot, State
 
 
 def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -76,13 +76,12 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
             slot.taken_in = weights.bits_of(param)
 
 
-def stalling(registry: BlockRegistry, names: Iterable[str]) -> list[str]:
-    """The blocks among `names` whose weights have 16 bits and are rounded to nearest."""
-    plain = [registry.live[name] for name in names if registry.live[name].spec.weights in ("native", "bf16")]
-    return [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
-
-
-def warn_of_stalling(names: Iterable[str]) -> None:
+def warn_of_stalling(lives: Iterable[LiveBlock]) -> list[str]:
+    """Warns of blocks whose weights have 16 bits and are rounded to nearest; returns their names."""
+    plain = [live for live in lives if live.spec.weights in ("native", "bf16")]
+    names = [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
+    if not names:
+        return names
     warnings.warn(
         "16-bit weights without correction lose every update below 1/512 of a weight, so at a low learning rate they "
         f"stand still. Block(s): {', '.join(names)}. Keep weights in fp32 (precision=bf16-mixed), or give the blocks "
@@ -90,3 +89,4 @@ def warn_of_stalling(names: Iterable[str]) -> None:
         UserWarning,
         stacklevel=4,
     )
+    return names

@@ -129,21 +129,17 @@ class _Mover:
                     new[after].copy_(old[before])
                 report.note(kept.decl.name, "kept")
             elif self.held or (self.kind is StateKind.V and moments is not None):
-                self._compute(kept, old, new, held=[twin] if twin else self.held, moments=moments, report=report)
+                held = [twin] if twin else self.held
+                value = self._value(kept, old, new, held=held, moments=moments)
+                value = value * self._gain(held[0].decl if held else None, kept.decl)
+                kept.encode_(new, value)
+                report.note(kept.decl.name, "converted" if held else "new")
+                report.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
             else:
                 report.note(kept.decl.name, "new")
         for kept in self.held:
             if all(kept.decl.name != w.decl.name for w in wanted):
                 report.note(kept.decl.name, "converted" if wanted else "dropped")
-
-    def _compute(
-        self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None, report: ConversionReport
-    ) -> None:
-        value = self._value(kept, old, new, held=held, moments=moments)
-        value = value * self._gain(held[0].decl if held else None, kept.decl)
-        kept.encode_(new, value)
-        report.note(kept.decl.name, "converted" if held else "new")
-        report.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
 
     def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
         """The numbers of the new state, with the bias of the old state's age."""

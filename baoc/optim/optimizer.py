@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from baoc.core.recipes import Tuned, Tuning
+from baoc.core.recipes import Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
 from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
 from baoc.optim import migrate as migration
@@ -174,7 +174,11 @@ class BlockwiseOptimizer(Optimizer):
         """Gives late parameters their states, by the specs of `late_planner` if there is one."""
         specs = self.late_planner(infos) if self.late_planner is not None and infos else None
         self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
-        self._welcome()
+        loading.load_late(self.registry, param_groups=self.param_groups)
+        self._note_unseeded()
+        self._warn_of_stalling(self.registry.live)
+        if self.releaser is not None:
+            self.releaser.attach()
 
     def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
         """A late group with the network's names for plain parameters, if the network has all of them."""
@@ -188,23 +192,13 @@ class BlockwiseOptimizer(Optimizer):
             params = [(names[id(param)], param) for param in params]
         return {**group, "params": params}
 
-    def _welcome(self) -> None:
-        """Completes late parameters that have states: saved states, seeding, warnings and hooks."""
-        loading.load_late(self.registry, param_groups=self.param_groups)
-        self._note_unseeded()
-        self._warn_of_stalling(self.registry.live)
-        if self.releaser is not None:
-            self.releaser.attach()
-
     def _note_unseeded(self) -> None:
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
         """Warns once per block that 16-bit weights without correction lose small updates."""
-        new = [name for name in masters.stalling(self.registry, names) if name not in self._stalling]
-        self._stalling.update(new)
-        if new:
-            masters.warn_of_stalling(new)
+        new = [self.registry.live[name] for name in names if name not in self._stalling]
+        self._stalling.update(masters.warn_of_stalling(new))
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -235,7 +229,10 @@ class BlockwiseOptimizer(Optimizer):
         self._notice_params()
         if self.releaser is not None:  # blocks were stepped in backward
             self.releaser.finish()
-            self._count_step()
+            self.num_steps += 1
+            self._note_unseeded()
+            for subscriber in tuple(self.after_step):
+                subscriber()
             return loss
         if self.registry.twins:
             self.registry.lend_gradients()
@@ -313,13 +310,6 @@ class BlockwiseOptimizer(Optimizer):
         seeding.seed(blocks, registry=self.registry, param_groups=self.param_groups)
         self._note_unseeded()
 
-    def _count_step(self) -> None:
-        """Counts a step whose blocks were stepped in backward, and calls `after_step`."""
-        self.num_steps += 1
-        self._note_unseeded()
-        for subscriber in tuple(self.after_step):
-            subscriber()
-
     def last_backward(self) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already.
 
@@ -338,13 +328,11 @@ class BlockwiseOptimizer(Optimizer):
             if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
                 groups.check_settings({**group, "lr": lr})  # raises: a schedule may have set them
             plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
-        rows = self.registry.rows
-        return plain if not rows else plain + [self._tuned(plain[group], tuned, group) for group, tuned in rows]
-
-    def _tuned(self, options: Options, tuned: Tuned, group: int) -> Options:
-        """The settings `options` of a parameter group, as `tuned` changes them."""
-        betas = betas_of(tuned, self.param_groups[group])
-        return Options(lr=options.lr * tuned.lr, betas=betas, eps=options.eps, weight_decay=options.weight_decay)
+        options = list(plain)
+        for index, tuned in self.registry.rows:
+            own, betas = plain[index], betas_of(tuned, self.param_groups[index])
+            options.append(Options(lr=own.lr * tuned.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay))
+        return options
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
         """The backends' inputs in a step. `masks`: those of `finite_check`; `phase`: the step's number, from 1."""
@@ -368,7 +356,8 @@ class BlockwiseOptimizer(Optimizer):
             return None if unit.marking else self.releaser.num_nonfinite
         self.overlap.check()
         found = self.finite_check.mask(unit, step=self.num_steps + 1)
-        self.overlap.accept_masks()
+        versions = self.overlap.versions  # as masking changed them; stepped blocks had left out the same elements
+        self.overlap.versions = {param: param.grad._version for param in versions if param.grad is not None}
         return found
 
     def _check_between_steps(self, what: str) -> None:

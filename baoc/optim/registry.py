@@ -352,10 +352,10 @@ class BlockRegistry:
         self._alone = {}
         self.groups = {name: group for group in groups for name in group}
 
-    def can_join(self, live: LiveBlock, *, others: Sequence[LiveBlock]) -> bool:
-        """Whether one unit can step the block and `others`: all have one backend, and none is host-placed."""
-        backends = {self.choices[one.block.name].backend for one in (live, *others)}
-        return len(backends) == 1 and all(self.pipelines.of(one) is None for one in (live, *others))
+    def can_join(self, lives: Sequence[LiveBlock]) -> bool:
+        """Whether one unit can step these blocks: all have one backend, and none is host-placed."""
+        one_backend = len({self.choices[live.block.name].backend for live in lives}) == 1
+        return one_backend and all(self.pipelines.of(live) is None for live in lives)
 
     def forget_overwritten(self, *, begins: bool = False) -> None:
         """Drops corrections of split weights that were overwritten. `begins`: a step begins, so later ones cannot be
@@ -459,7 +459,11 @@ class BlockRegistry:
         Raises BadInputError, with nothing changed, where one cannot be optimized or cannot run its spec.
         """
         where = groups.named_params(param_groups)
-        late = [(info, self._late_block(info)) for info in infos]
+        late = [(info, groups.single_block(info)) for info in infos]
+        for at, (info, block) in enumerate(late):
+            while block.name in self.live:
+                block = replace(block, name=f"{block.name}_late")
+            late[at] = info, block
         chosen = {
             info.name: groups.to_spec((specs or {}).get(info.name) or self.late_spec or FALLBACK) for info, _ in late
         }
@@ -482,13 +486,6 @@ class BlockRegistry:
             ", ".join(dict.fromkeys(spec.name for spec in chosen.values())),
             format_bytes(held),
         )
-
-    def _late_block(self, info: ParamInfo) -> Block:
-        """A block of one parameter, under a name that no other block has."""
-        block = groups.single_block(info)
-        while block.name in self.live:
-            block = replace(block, name=f"{block.name}_late")
-        return block
 
     def thawed(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
         """Parameters that were frozen when the optimizer was built and have a gradient now."""

@@ -332,18 +332,16 @@ def packed(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
     for slot in slots:
         if slot.parts:
             sizes[slot.home] = sizes.get(slot.home, 0) + slot.slab_bytes
-    if len(storages) <= len(sizes) and all(_in_slab(tensor, slot.home, sizes) for slot, tensor in held):
+    # One tensor alone is not padded, so its memory may be too small for a slab.
+    if len(storages) <= len(sizes) and all(
+        tensor.device == slot.home and tensor.untyped_storage().nbytes() >= sizes[slot.home] for slot, tensor in held
+    ):
         return list(states)
     moved = allocate(slots)
     for new, state in zip(moved, states, strict=True):
         for key, value in new.items():
             value.copy_(state[key])
     return moved
-
-
-def _in_slab(tensor: Tensor, home: torch.device, sizes: Mapping[torch.device, int]) -> bool:
-    """Whether the tensor is at home, in memory that is large enough for a slab: one tensor alone is not padded."""
-    return tensor.device == home and tensor.untyped_storage().nbytes() >= sizes[home]
 
 
 def alone(tensor: Tensor) -> Tensor:

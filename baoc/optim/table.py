@@ -15,10 +15,9 @@ from baoc.planning.cost import bytes_per_parameter
 
 def table(patterns: Sequence[str] = ("*",)) -> str:
     """Rows of spec, state, weights and their sum, in bytes per parameter. Raises BadInputError as `select` does."""
-    rules = RULE_INFOS
     lines = ["| spec | state | weights | both | |", "|---|---|---|---|---|"]
     for name, spec in select(patterns).items():
-        state, weights = bytes_per_parameter(spec, rule=rules[spec.rule])
+        state, weights = bytes_per_parameter(spec, rule=RULE_INFOS[spec.rule])
         lines.append(f"| {name} | {state:.2f} | {weights:.2f} | {state + weights:.2f} | {spec.description} |")
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ LOOK = 2**17  # that are looked at at a time, in 1 MiB
 PIECE_BYTES = 24 * PIECE  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
 
 
-def seed_of(name: str, *, first: int = 0) -> int:
+def rounding_seed(name: str, *, first: int = 0) -> int:
     """The parameter's own seed for rounding at random, in 32 bits: the same on every rank and after a resume.
 
     `first`: index of the first element of a part of it, whose bits are those of the whole by this seed.
@@ -80,7 +80,7 @@ def store_(
         thresholds = lanes(phase, param.device) if phase is not None else None
         split_weights_(param.detach(), state[CORRECTION], values=values, thresholds=thresholds)
     elif weights == "bf16_sr":  # when it is adopted too: to nearest, weights that are all alike would all be off alike
-        round_at_random_(param.detach(), values=values, seed=seed_of(name), phase=phase or 0, first=first)
+        round_at_random_(param.detach(), values=values, seed=rounding_seed(name), phase=phase or 0, first=first)
     else:
         param.copy_(values)
 

@@ -143,13 +143,13 @@ def _node(param: Tensor) -> Any:
 
 
 def _is_held(param: Tensor) -> bool:
-    """Whether anybody keeps the parameter's AccumulateGrad node: else each look makes a new one."""
+    """Whether anybody keeps the parameter's AccumulateGrad node; otherwise each access makes a new one."""
     _node(param).metadata[_HELD] = True
     return _node(param).metadata.pop(_HELD, False)
 
 
 def _num_hooks(param: Tensor) -> int:
-    """Python's hooks on the node. One more tells where the others are kept."""
+    """Python's hooks on the node, counted in the dict that the handle of one more refers to."""
     node, count = _node(param), 0
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)

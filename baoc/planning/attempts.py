@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from baoc.planning.allocators import NoFeasibleAllocation, least_bytes
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.limits import Pool, levels
-from baoc.planning.placement import Way, ways
+from baoc.planning.placement import StagingLimit, staging_limits
 from baoc.types import Candidate, Limits, Plan, Profile
 
 SPARE = 0.02  # share of a budget that is not worth a search
@@ -26,7 +26,7 @@ class Attempt:
     pool: Pool
     limits: Limits
     base_peak: int | None
-    way: Way = field(default_factory=Way)
+    staging: StagingLimit = field(default_factory=StagingLimit)
 
     def least(self) -> list[Candidate]:
         """Each block's candidate of fewest charged bytes; within the host's memory, if that can be met here."""
@@ -59,14 +59,14 @@ def all_attempts(
         within = None if every else planner.budget.memory_bytes
         by_level = list(levels(planner.footprint, specs=planner.specs, memory=within))
     for base_peak, specs in by_level:
-        for way in _ways(planner, risk=risk, profile=profile):
-            above = None if base_peak is None else base_peak + way.device_bytes
+        for staging in _staging_limits(planner, risk=risk, profile=profile):
+            above = None if base_peak is None else base_peak + staging.device_bytes
             for count in planner.counts:
                 everything = planner.candidates(risk=risk, profile=profile, count=count, stand_ins=stand_ins)
-                pool = way.admitted(everything, specs={name: planner.specs[name] for name in specs})
+                pool = staging.admitted(everything, specs={name: planner.specs[name] for name in specs})
                 if all(pool.values()):
-                    limits = planner.limits(base_peak=above, way=way)
-                    yield Attempt(pool=pool, limits=limits, base_peak=above, way=way)
+                    limits = planner.limits(base_peak=above, staging=staging)
+                    yield Attempt(pool=pool, limits=limits, base_peak=above, staging=staging)
 
 
 def least_of(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> list[Candidate]:
@@ -108,10 +108,10 @@ def spend(
     return best
 
 
-def _ways(planner: BudgetedBlocks, *, risk: str, profile: Profile | None) -> list[Way]:
+def _staging_limits(planner: BudgetedBlocks, *, risk: str, profile: Profile | None) -> list[StagingLimit]:
     """How far host placement may go; only the farthest way where its buffers are charged to no limit."""
     if not planner.places:
-        return [Way()]
-    found = ways(planner.candidates(risk=risk, profile=profile, count="none"), specs=planner.specs)
+        return [StagingLimit()]
+    found = staging_limits(planner.candidates(risk=risk, profile=profile, count="none"), specs=planner.specs)
     charged = planner.budget.memory_bytes is not None or planner.budget.host_memory_bytes is not None
     return found if charged else found[-1:]

@@ -17,7 +17,7 @@ from baoc.planning.allocators.recipe import RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
 from baoc.planning.limits import Savings, charged, saved_by, savings
-from baoc.planning.placement import Way, placed, staging_bytes, with_host
+from baoc.planning.placement import StagingLimit, placed, staging_bytes, with_host
 from baoc.planning.risk import RISKS, RiskModel, risk_of
 from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
 from baoc.types import (
@@ -206,13 +206,13 @@ class BudgetedBlocks(ABC):
         """Whether the device is the host, so that what is kept there counts in its memory."""
         return self.footprint is not None and self.footprint.device.startswith("cpu")
 
-    def limits(self, *, base_peak: int | None = None, way: Way | None = None) -> Limits:
+    def limits(self, *, base_peak: int | None = None, staging: StagingLimit | None = None) -> Limits:
         """The budget as totals over the blocks: what is left of it for charged bytes, for seconds, and on the host.
 
         `base_peak` is the predicted peak without state, with native weights; by default that of forward and backward.
-        `way`: how far host placement goes, for which staging has its room.
+        `staging`: how far host placement goes, for which staging has its room.
         """
-        way = way or Way()
+        staging = staging or StagingLimit()
         state_bytes = None
         if self.budget.memory_bytes is not None:
             assert self.footprint is not None
@@ -228,7 +228,7 @@ class BudgetedBlocks(ABC):
         if self.budget.host_memory_bytes is not None:
             host_bytes = pinned_room(self.budget.host_memory_bytes)
         if step_s is not None and self.latency is not None and self.places:
-            piece = max(way.slab_bytes and PIECE_BYTES, way.slab_bytes)
+            piece = max(staging.slab_bytes and PIECE_BYTES, staging.slab_bytes)
             beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
         return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s)
 

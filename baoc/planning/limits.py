@@ -2,10 +2,10 @@
 
 A peak is the largest of several moments of a step, so it is no sum over blocks. The planner therefore makes several
 attempts (`planning.attempts`): each fixes the room for a step's temporaries (`levels`), how far host placement goes
-(`placement.Way`), and how the bytes that 16-bit weights save are counted (`Savings`). Within one attempt the charged
-bytes are sums, and the peak of the resulting plan then decides. Savings are counted boldest first: `copies` (weights,
-gradients and autocast's copies, as at the largest moment), then `gradients` (weights and gradients), then `weights`
-alone, which holds at every moment.
+(`placement.StagingLimit`), and how the bytes that 16-bit weights save are counted (`Savings`). Within one attempt the
+charged bytes are sums, and the peak of the resulting plan then decides. Savings are counted boldest first: `copies`
+(weights, gradients and autocast's copies, as at the largest moment), then `gradients` (weights and gradients), then
+`weights` alone, which holds at every moment.
 """
 
 from collections.abc import Collection, Mapping

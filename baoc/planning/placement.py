@@ -17,8 +17,8 @@ MOST_CAPS = 3  # sizes of slabs at which ways are told apart; each costs an allo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A way to stream: slabs of blocks take at most `slab_bytes`, all staging of a plan at most `device_bytes`."""
+class StagingLimit:
+    """How far host placement goes: streamed slabs take at most `slab_bytes`, staging buffers `device_bytes`."""
 
     slab_bytes: int = 0
     device_bytes: int = 0
@@ -59,13 +59,15 @@ def staging_bytes(
     return buffer_bytes([slab_bytes(block, spec=spec, rule=rules[spec.rule]) for block, spec in there])
 
 
-def ways(pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]) -> list[Way]:
+def staging_limits(
+    pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
+) -> list[StagingLimit]:
     """From nothing placed on the host to everything that may be."""
     slabs = [[c.cost.streamed_bytes for c in options if placed(specs[c.spec])] for options in pool.values()]
-    found: list[Way] = []
+    found: list[StagingLimit] = []
     for cap in [0, *_caps([size for sizes in slabs for size in sizes])]:
         largest = [max((size for size in sizes if size <= cap), default=0) for sizes in slabs]
-        found.append(Way(slab_bytes=cap, device_bytes=buffer_bytes([size for size in largest if size])))
+        found.append(StagingLimit(slab_bytes=cap, device_bytes=buffer_bytes([size for size in largest if size])))
     return found
 
 

@@ -17,7 +17,7 @@ from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, re
 from baoc.planning.candidates import undominated
 from baoc.planning.measured import basis_of, best_rate, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
-from baoc.planning.placement import Way
+from baoc.planning.placement import StagingLimit
 from baoc.planning.risk import RISKS
 from baoc.types import (
     Allocation,
@@ -79,11 +79,11 @@ class Planner(BudgetedBlocks):
         found: list[tuple[Plan, Attempt]] = []
         beyond: list[tuple[Plan, Attempt]] = []
         refused: list[tuple[NoFeasibleAllocation, Attempt]] = []
-        settled: set[tuple[int | None, Way]] = (
+        settled: set[tuple[int | None, StagingLimit]] = (
             set()
         )  # levels on which savings, counted boldly, have led to a plan that fits
         for one in attempts:
-            if (one.base_peak, one.way) in settled:
+            if (one.base_peak, one.staging) in settled:
                 continue
             by = ALLOCATORS["lagrangian"] if quick else allocator
             try:
@@ -93,7 +93,7 @@ class Planner(BudgetedBlocks):
                 continue
             if self.fits(plan):
                 found.append((plan, one))
-                settled.add((one.base_peak, one.way))
+                settled.add((one.base_peak, one.staging))
             else:
                 beyond.append((plan, one))
         by = ALLOCATORS["lagrangian"] if allocator.name == "exact" else allocator

@@ -81,7 +81,7 @@ class Task(L.LightningModule):
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
-def seed_of(key: str) -> int:
+def seed_from_key(key: str) -> int:
     """A seed for generators that follows from every character of `key`, the same on every machine."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 

@@ -1,9 +1,9 @@
-"""Samples of a finished diffusion run: a grid as PNG, and on digits their Frechet distance from held-out images."""
+"""Samples of a finished diffusion run, as a grid in a PNG file."""
 
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from baoc.models.switches import recomputable_layers, recomputed_layers
-from baoc.profiling.tracker import untracked
 from baoc.tasks.base import Task
-from baoc.tasks.frechet import frechet_distance
 from baoc.tracking.console import say
 
 NUM_SAMPLES = 80
@@ -24,9 +22,8 @@ AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """`metrics` to add to the run's; `path` of the PNG, or None and the reason `why` there is none."""
+    """`path` of the PNG, or None and the reason `why` there is none."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
     path: Path | None = None
     why: str = ""
 
@@ -36,7 +33,6 @@ def conclude(
 ) -> Pictures:
     """Writes `samples.png` to `folder`, with one column per class if they fit.
 
-    On digits it also draws one sample per held-out image, with the same labels, and returns their Frechet distance.
     `sample` is `DiffusionTask.sample`. `num_samples` None means 80, or none for a large network on a CPU.
     """
     num_params = sum(parameter.numel() for parameter in task.parameters())
@@ -45,24 +41,15 @@ def conclude(
     count = NUM_SAMPLES if num_samples is None else num_samples
     if count == 0:
         return Pictures(why="task.num_samples=0")
-    held_out = _held_out(data) if data.spec.dataset == "digits" else None
-    if held_out is not None and held_out[0].shape[1:] != (1, 8, 8):
-        held_out = None
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
     at_once = samples_at_once(task, micro_batch=data.batch_size)
-    num_measured = 0 if held_out is None else len(held_out[1])
-    say(f"drawing {count + num_measured} samples, {at_once} at once; task.num_samples=0 leaves them out")
+    say(f"drawing {count} samples, {at_once} at once; task.num_samples=0 leaves them out")
     images = sample(labels, shape=shape, batch_size=at_once)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
-    if held_out is None:
-        return Pictures(path=path)
-    real, real_labels = held_out
-    # Without guidance, which makes images of a class alike: the distance also measures variety.
-    made = sample(real_labels, shape=shape, batch_size=at_once, guidance=1.0, seed=1)
-    return Pictures(path=path, metrics={"val/frechet": frechet_distance(made, real)})
+    return Pictures(path=path)
 
 
 def samples_at_once(task: Task, *, micro_batch: int) -> int:
@@ -82,12 +69,6 @@ def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
         columns = num_classes * max(1, least // num_classes)
         return torch.arange(count) % num_classes, columns
     return torch.arange(count) * num_classes // count, least
-
-
-def _held_out(data: Any) -> tuple[Tensor, Tensor]:
-    with untracked():
-        batches = list(data.val_dataloader())
-    return torch.cat([batch["images"] for batch in batches]), torch.cat([batch["labels"] for batch in batches])
 
 
 # -- PNG, without an image library -------------------------------------------------------------------------------------

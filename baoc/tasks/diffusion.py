@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError, unknown_name
-from baoc.tasks.base import Task, seed_of
+from baoc.tasks.base import Task, seed_from_key
 from baoc.tasks.conclusion import Pictures, conclude
 from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
 from baoc.tasks.sampling import SAMPLERS, Sampler, sample
@@ -118,7 +118,7 @@ class DiffusionTask(Task):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
         key = f"{self.hparams['noise_seed']}:{self.at[0]}:{self.at[1]}"
-        return self._generators[device].manual_seed(seed_of(key))
+        return self._generators[device].manual_seed(seed_from_key(key))
 
     # -- validation -------------------------------------------------------------------------------------------------
 
@@ -138,22 +138,14 @@ class DiffusionTask(Task):
     # -- samples ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sample(
-        self,
-        labels: Tensor,
-        *,
-        shape: tuple[int, int, int],
-        batch_size: int = 64,
-        guidance: float | None = None,
-        seed: int = 0,
-    ) -> Tensor:
+    def sample(self, labels: Tensor, *, shape: tuple[int, int, int], batch_size: int = 64) -> Tensor:
         """Draws images (N, *shape), float32 on the CPU, one per label (N,), `batch_size` at a time.
 
         It uses the present weights; `averaged()` replaces them by their averages. Images of 1 or 3 channels are clipped
-        to [-1, 1]. `guidance` None takes the task's setting.
+        to [-1, 1].
         """
         settings, training = self.hparams, self.training
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self.eval()
         made = [
             sample(
@@ -164,7 +156,7 @@ class DiffusionTask(Task):
                 prediction=self.prediction,
                 sampler=settings["sampler"],
                 num_steps=settings["sample_steps"],
-                guidance=settings["guidance"] if guidance is None else guidance,
+                guidance=settings["guidance"],
                 null_label=self.null_label if self.label_dropout else None,
                 clip=shape[0] in (1, 3),
                 generator=generator,
@@ -175,7 +167,7 @@ class DiffusionTask(Task):
         return torch.cat(made)
 
     def conclude(self, data: Any, *, folder: Path) -> Pictures:
-        """Writes samples.png to `folder` after a run; on digits its metrics hold the Frechet distance, val/frechet."""
+        """Writes samples.png to `folder` after a run."""
         return conclude(self, data, sample=self.sample, folder=folder, num_samples=self.hparams["num_samples"])
 
     def _null_label(self) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
-from baoc.tasks.base import Task, logits_of, seed_of
+from baoc.tasks.base import Task, logits_of, seed_from_key
 from baoc.types import DataSpec, TextDataSpec
 
 _REPLACED, _RANDOM = 0.8, 0.1  # of the chosen tokens: by the mask token, by any token; the rest stays
@@ -62,7 +62,7 @@ class MaskedTask(Task):
 
     def masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
         """The masked inputs, and the tokens to predict. Drawn on the CPU, alike on every device."""
-        generator = torch.Generator().manual_seed(seed_of(f"{self._seed} {key}"))
+        generator = torch.Generator().manual_seed(seed_from_key(f"{self._seed} {key}"))
         draw, kind = (torch.rand(tokens.shape, generator=generator, device="cpu").to(tokens.device) for _ in range(2))
         any_token = torch.randint(self._vocabulary, tokens.shape, generator=generator, device="cpu").to(tokens.device)
         chosen = draw < self._share

@@ -61,32 +61,37 @@ def no_room(module: nn.Module, *, budget: Budget, context_bytes: int) -> Infeasi
 
 @contextmanager
 def on_device_as_bf16(
-    module: nn.Module, *, narrow: Mapping[str, Tensor], device: torch.device, budget: Budget, context_bytes: int = 0
+    module: nn.Module,
+    *,
+    bf16_params: Mapping[str, Tensor],
+    device: torch.device,
+    budget: Budget,
+    context_bytes: int = 0,
 ) -> Iterator[None]:
-    """Inside, `module` is on `device`, with bf16 values in the parameters of `narrow`; the exact values are on the
+    """Inside, `module` is on `device`, with bf16 values in the parameters `bf16_params`; the exact values are on the
     host.
 
-    Afterwards the parameters of `narrow` are back on the host; all others stay on the device. Where bf16 passes the cap
+    Afterwards `bf16_params` are back on the host; all others stay on the device. Where bf16 passes the cap
     too, the module moves without the cap, so that the planner can still name a budget that would fit. Raises
     InfeasibleBudgetError where the device itself has no room.
     """
     with ExitStack() as stack:
         try:
-            _come(module, stack=stack, narrow=narrow, device=device)
+            _come(module, stack=stack, bf16_params=bf16_params, device=device)
         except torch.OutOfMemoryError:
             stack.close()
             clear_cache(device)
             try:
                 with uncapped(device, budget=budget):
-                    _come(module, stack=stack, narrow=narrow, device=device)
+                    _come(module, stack=stack, bf16_params=bf16_params, device=device)
             except torch.OutOfMemoryError:
                 stack.close()
                 raise no_room(module, budget=budget, context_bytes=context_bytes) from None
         yield
 
 
-def _come(module: nn.Module, *, stack: ExitStack, narrow: Mapping[str, Tensor], device: torch.device) -> None:
-    stack.enter_context(cast_to_bf16(narrow, device=device))
+def _come(module: nn.Module, *, stack: ExitStack, bf16_params: Mapping[str, Tensor], device: torch.device) -> None:
+    stack.enter_context(cast_to_bf16(bf16_params, device=device))
     module.to(device)
 
 

@@ -27,7 +27,7 @@ def averaging_callbacks(trainer: L.Trainer) -> list[str]:
     return found + [name for name, part in trainer.lightning_module.named_modules() if isinstance(part, AveragedModel)]
 
 
-def without_narrow(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
+def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""
     planner = settings.planner

@@ -41,7 +41,7 @@ from baoc.training.arriving_weights import (
     no_room,
     on_device_as_bf16,
 )
-from baoc.training.averages import averaging_callbacks, without_narrow
+from baoc.training.averages import averaging_callbacks, without_bf16
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
@@ -190,7 +190,7 @@ class BudgetedStrategy(Strategy):
         assert module is not None
         self._refuse_unsupported(trainer)
         if averaging := averaging_callbacks(trainer):
-            self.settings = without_narrow(self.settings, because=averaging)
+            self.settings = without_bf16(self.settings, because=averaging)
         else:
             self.settings = widened(
                 self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
@@ -273,7 +273,7 @@ class BudgetedStrategy(Strategy):
         with ExitStack() as visit:
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
-                visit.enter_context(on_device_as_bf16(module, narrow=session.narrow, **given))
+                visit.enter_context(on_device_as_bf16(module, bf16_params=session.bf16_params, **given))
             try:
                 session.measure(
                     probe,
@@ -289,7 +289,7 @@ class BudgetedStrategy(Strategy):
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
-                leave(session.narrow)
+                leave(session.bf16_params)
                 device = self.root_device
             if trainer._checkpoint_connector._loaded_checkpoint:
                 self._arrived = ArrivedWeights(session)

@@ -29,7 +29,7 @@ from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
-from baoc.training.averages import without_narrow
+from baoc.training.averages import without_bf16
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
@@ -148,7 +148,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
         if reduced_rows(settings.planner) and averaged(named):
-            settings = without_narrow(settings, because=["AveragedModel"])
+            settings = without_bf16(settings, because=["AveragedModel"])
         session = Session(
             infos if limit.memory_bytes is None else held_at_most(infos, params=named),
             params=named,
@@ -168,10 +168,10 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                measure_narrow(session, CallerProbe(probe, source=source, averaged=group is not ALONE))
+                measure_in_bf16(session, CallerProbe(probe, source=source, averaged=group is not ALONE))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
-                leave(session.narrow)
+                leave(session.bf16_params)
             super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
             if module is not None:
                 watch_loads(module, self.registry)
@@ -324,16 +324,16 @@ def _warn_of_copies(optimizer: Any, *_: object) -> None:
             )
 
 
-def measure_narrow(session: Session, probe: CallerProbe) -> None:
+def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
     """Measures and plans, and looks again with the weights that the plan keeps in 16 bits: layers take these under bf16
     autocast only, which is the caller's. Raises BadInputError where the probe is without it."""
     try:
         session.measure(probe)
         if any(SPECS[base].weights != "native" for base in map(on_device, session.plan.allocation.choices.values())):
-            with cast_to_bf16(session.narrow, module=session.module):
+            with cast_to_bf16(session.bf16_params, module=session.module):
                 probe.footprint(context_bytes=session.context_bytes, released=session.released)
     except RuntimeError as error:
-        if not session.narrow or "dtype" not in str(error):
+        if not session.bf16_params or "dtype" not in str(error):
             raise
         low = [spec.name for spec in reduced_rows(session.settings.planner)]
         raise BadInputError(

@@ -43,7 +43,7 @@ Listener = Callable[[Reallocation, Plan, Profile | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _MoveFit:
     """How a move fits: after gradients are dropped, or not at all, for the reason in `blocked`."""
 
     blocked: str = ""
@@ -336,14 +336,14 @@ class Reallocator:
         needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
-        way = _Way()
+        fit = _MoveFit()
         if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
             accepted, why = False, f"{risk} risk confirms the allocation in use"
         elif risk_before - after <= needed:
             accepted, why = False, f"{change} saves less than the {needed:.2g} that moving has to"
         else:
-            way = self._way(proposal, memory=self.planner.budget.memory_bytes)
-            accepted, why = not way.blocked, way.blocked or change
+            fit = self._fit_of(proposal, memory=self.planner.budget.memory_bytes)
+            accepted, why = not fit.blocked, fit.blocked or change
         return _Verdict(
             profile=profile,
             proposal=proposal,
@@ -351,7 +351,7 @@ class Reallocator:
             why=why,
             risk_before=risk_before,
             cost=cost,
-            drops_gradients=way.drops_gradients,
+            drops_gradients=fit.drops_gradients,
         )
 
     # -- limits that change ---------------------------------------------------------------------------------------
@@ -419,14 +419,14 @@ class Reallocator:
 
         proposal = self.ranks.from_first(proposed, told=_brief)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
-        way = self._way(proposal, memory=limit)
-        if way.blocked:
+        fit = self._fit_of(proposal, memory=limit)
+        if fit.blocked:
             raise InfeasibleBudgetError(
-                f"budget {self.planner.budget.name} would hold, but {way.blocked}",
+                f"budget {self.planner.budget.name} would hold, but {fit.blocked}",
                 budget_bytes=self.planner.budget.memory_bytes or 0,
                 least_feasible_bytes=proposal.least_feasible_bytes,
             )
-        if way.drops_gradients:
+        if fit.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         event = self._move_or_stay(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
         self._tell(event)
@@ -434,15 +434,15 @@ class Reallocator:
 
     # -- the move -------------------------------------------------------------------------------------------------
 
-    def _way(self, proposal: Plan, *, memory: int | None) -> _Way:
+    def _fit_of(self, proposal: Plan, *, memory: int | None) -> _MoveFit:
         """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
         used, and the next backward pass makes new ones."""
         predicted = move_peak(self.planner, now=self.plan, then=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
-            return _Way()
+            return _MoveFit()
         if predicted.without_gradients_bytes <= memory:
-            return _Way(drops_gradients=True)
-        return _Way(
+            return _MoveFit(drops_gradients=True)
+        return _MoveFit(
             blocked=f"moving to it would hold {format_bytes(predicted.without_gradients_bytes)} for a moment, of "
             f"{format_bytes(memory)} allowed"
         )

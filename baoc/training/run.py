@@ -297,8 +297,7 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
         )
         plain.validate(task, datamodule=data, verbose=False)
         values = plain.callback_metrics
-    metrics = {key: float(value) for key, value in values.items() if key.startswith("val/")}
-    return {**metrics, **parts.pictures.metrics}
+    return {key: float(value) for key, value in values.items() if key.startswith("val/")}
 
 
 def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> None:

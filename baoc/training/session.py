@@ -239,7 +239,7 @@ def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
     return [spec for spec in planner.rows.values() if spec.weights != "native"]
 
 
-def narrow_params(
+def bf16_params_of(
     blocks: Sequence[Block], *, params: Mapping[str, Tensor], planner: PlannerSettings
 ) -> dict[str, Tensor]:
     """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
@@ -272,7 +272,7 @@ def refuse_sharded(
         raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
 
 
-def only_narrow(planner: PlannerSettings) -> bool:
+def only_bf16(planner: PlannerSettings) -> bool:
     """Whether every plan of these settings keeps in 16 bits whatever it may."""
     only = ALLOCATORS[planner.allocator].traits.only_spec
     return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
@@ -353,8 +353,8 @@ class Session:
         self.released = released if settings.release is not False else []  # for who measures a step
         hidden = {p.name for block in blocks if block.role not in (Role.EMBEDDING, Role.HEAD) for p in block.params}
         self.hidden = [param for name, param in params.items() if name in hidden]  # that Muon may step
-        self.narrow = narrow_params(blocks, params=params, planner=planner)
-        self.less = bf16_savings(self.narrow)
+        self.bf16_params = bf16_params_of(blocks, params=params, planner=planner)
+        self.bf16_savings = bf16_savings(self.bf16_params)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
         self.layers_told = ""  # how they are recomputed and gathered, where that was asked for
@@ -508,15 +508,15 @@ class Session:
             self._recompute(number)
             look()
             pages = PAGES_BYTES if self.device.type == "cuda" else 0
-            if abs(self._looked_bytes() - num_bytes) <= pages:
+            if abs(self._activation_bytes() - num_bytes) <= pages:
                 return number
         clear_cache(self.device)
         number = self.fewest_layers(look, num_layers=num_layers)
-        write_own(path, json.dumps({"number": number, "bytes": self._looked_bytes()}))
+        write_own(path, json.dumps({"number": number, "bytes": self._activation_bytes()}))
         return number
 
-    def _looked_bytes(self) -> int:
-        """Of forward and backward, by the look that the plan rests on."""
+    def _activation_bytes(self) -> int:
+        """Bytes of forward and backward in the footprint that the plan was made for."""
         assert self.planner.footprint is not None
         return self.planner.footprint.forward_backward_bytes
 
@@ -574,14 +574,14 @@ class Session:
         `hides`: gradients are final in backward, so that host placement can pass there. `decided`: a footprint by which
         this very step was found to fit. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory.
         """
-        inside = {} if weights_wait else self.narrow  # what a look is still to narrow
-        whole = not (self.less and (weights_wait or only_narrow(self.settings.planner)))
+        inside = {} if weights_wait else self.bf16_params  # what a look is still to narrow
+        whole = not (self.bf16_savings and (weights_wait or only_bf16(self.settings.planner)))
         look = partial(self._look, measurer)
-        footprint, tight = look(narrow=inside, whole=whole)
-        with cast_to_bf16(inside if tight else {}, module=self.module):
+        footprint, in_bf16 = look(bf16_params=inside, whole=whole)
+        with cast_to_bf16(inside if in_bf16 else {}, module=self.module):
             full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
         if full is not None:  # nothing that is timed stays, and seconds are the same outside of the cap
-            with uncapped(self.device, budget=self.budget), cast_to_bf16(inside if tight else {}, module=self.module):
+            with uncapped(self.device, budget=self.budget), cast_to_bf16(inside if in_bf16 else {}, module=self.module):
                 full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
         propose = partial(
             self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
@@ -597,9 +597,9 @@ class Session:
             return True
 
         found = planned(self.with_context(footprint))
-        if not found and self.narrow and not tight:
+        if not found and self.bf16_params and not in_bf16:
             clear_cache(self.device)
-            found = planned(look(narrow=self.narrow, whole=False)[0])
+            found = planned(look(bf16_params=self.bf16_params, whole=False)[0])
         if not found and decided is not None:
             clear_cache(self.device)
             found = planned(self.as_decided(self.with_context(footprint), decided=decided))
@@ -640,10 +640,10 @@ class Session:
         most = max(found, key=lambda one: one.peak_bytes(state_bytes=0))
         return replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one in found))
 
-    def _look(self, measurer: Measurer, *, narrow: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
+    def _look(self, measurer: Measurer, *, bf16_params: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
         """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
         `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
-        found within it; and whether that was so. `narrow` are those that are yet to be narrowed.
+        found within it; and whether that was so. `bf16_params` are those that are yet to be narrowed.
 
         A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
         and the activations that its traceback held are gone, and the cap is back before anything is trained.
@@ -657,12 +657,12 @@ class Session:
             with suppress(torch.OutOfMemoryError):
                 return look(), False
             clear_cache(self.device)
-        if self.less:
-            with suppress(torch.OutOfMemoryError), cast_to_bf16(narrow, module=self.module):
-                return as_native(look(), savings=self.less), True
+        if self.bf16_savings:
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(bf16_params, module=self.module):
+                return as_native(look(), savings=self.bf16_savings), True
             clear_cache(self.device)
-        with uncapped(self.device, budget=self.budget), cast_to_bf16(narrow, module=self.module):
-            return as_native(look(), savings=self.less), True
+        with uncapped(self.device, budget=self.budget), cast_to_bf16(bf16_params, module=self.module):
+            return as_native(look(), savings=self.bf16_savings), True
 
     def _time(
         self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool

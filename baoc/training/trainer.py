@@ -68,7 +68,6 @@ class Parts:
     preemption: Preemption
     recorder: Recorder
     validated: ValidatedAt
-    pictures: FinalPictures
     loggers: list[Logger]
 
 
@@ -186,7 +185,7 @@ def assemble_trainer(
         memory=memory,
         vote=vote,
     )
-    validated, pictures = ValidatedAt(), FinalPictures(run_dir, track=memory.track)
+    validated = ValidatedAt()
     preemption = Preemption(checkpoint, vote=vote)
     bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
@@ -199,7 +198,7 @@ def assemble_trainer(
         steps,
         memory,
         validated,
-        pictures,
+        FinalPictures(run_dir, track=memory.track),
         checkpoint,
         *([bar] if bar is not None else []),
     ]
@@ -223,7 +222,6 @@ def assemble_trainer(
         preemption=preemption,
         recorder=recorder,
         validated=validated,
-        pictures=pictures,
         loggers=loggers,
     )
 
@@ -234,7 +232,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     device = strategy.root_device
     memory.context_bytes, memory.predicted_bytes = context_now(device), predicted_bytes
     if device.type == "cuda":  # with weights in full
-        memory.looked_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
+        memory.probed_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler

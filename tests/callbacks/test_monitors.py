@@ -91,7 +91,7 @@ def test_the_peak_of_a_linear_model_is_its_tensors() -> None:
             return torch.optim.AdamW(self.parameters(), foreach=False)
 
     module, monitor = Big(), MemoryMonitor()
-    monitor.looked_bytes = 2**40  # before the plan of an earlier fit
+    monitor.probed_bytes = 2**40  # before the plan of an earlier fit
     fit(monitor, module=module)
     assert monitor.highest_predicted_bytes == 0
     numel = sum(p.numel() for p in module.parameters())

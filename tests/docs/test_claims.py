@@ -43,6 +43,7 @@ def test_raw_rows_of_a_claim_exist():
     assert all(claim["rows"] and claim["where"] and claim["statistic"] for claim in MADE_AGAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", sorted({claim["section"] for claim in MADE_AGAIN}))
 def test_figures_follow_from_their_raw_rows(section: str):
     own = [claim for claim in MADE_AGAIN if claim["section"] == section]

@@ -99,6 +99,7 @@ def points(overrides: list[str]) -> Iterator[list[str]]:
         yield [*plain, *(f"{key}={choices[index % len(choices)]}" for key, choices in swept.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(set(commands())))
 def test_commands_name_what_exists(command: str):
     program, *rest = shlex.split(command)[1:]

@@ -7,6 +7,7 @@ from experiments.analysis.race_replay import Recorded, recorded_races, summary
 RECORDED = recorded_races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", RECORDED, ids=[one.name for one in RECORDED])
 def test_replayed_races_keep_the_promise(recorded: Recorded):
     told = summary(recorded, races=150, seed=1)

@@ -14,7 +14,7 @@ from baoc import BaocOptimizer
 from baoc.core.catalogue import ON_DEVICE, WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.weights import CORRECTION, seed_of
+from baoc.optim.weights import CORRECTION, rounding_seed
 from tests.support.optimizing import (
     Gradients,
     assert_same,
@@ -216,8 +216,8 @@ class TestRandomRounding:
             ends.append(values(params))
         assert_same({name: ends[0][name] for name in "ac"}, {name: ends[1][name] for name in "ac"})
         assert not torch.equal(ends[0]["a"], ends[0]["c"])
-        assert seed_of("layer.0.weight") == seed_of("layer.0.weight") != seed_of("layer.1.weight")
-        assert seed_of("layer.0.weight") == -148_143_073  # written down, so that no version rounds otherwise
+        assert rounding_seed("layer.0.weight") == rounding_seed("layer.0.weight") != rounding_seed("layer.1.weight")
+        assert rounding_seed("layer.0.weight") == -148_143_073  # written down, so that no version rounds otherwise
 
 
 class TestMigration:

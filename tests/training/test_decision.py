@@ -21,7 +21,7 @@ from baoc.models import switches
 from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
-from baoc.training.measure.measurements import Tryouts
+from baoc.training.measure.measurements import Measurements
 from baoc.training.measure.microbatch_search import Decision, axes_of
 from baoc.training.measure.microbatches import Trials, grow
 from baoc.training.session import make_profiler
@@ -359,15 +359,15 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     """Else a decision that had no room, and finds some after all, goes on without a latency table and its limit."""
     given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
     axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
-    tryouts, freed = Tryouts(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
+    measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = Trial(micro_batch=32, footprint=footprint(32))
-    tryouts.tried, tryouts.no_room = {False: [found]}, {(32, False, False)}
-    monkeypatch.setattr(tryouts, "switch", lambda _: None)
-    monkeypatch.setattr(tryouts, "run", lambda *_, **__: found)
-    assert tryouts.measure(freed, blocks=[]) and tryouts.knows(freed) and not tryouts.any_room
-    monkeypatch.setattr(tryouts, "rehearse", lambda way, **_: tryouts.rehearsed.update({way: 1.0}))
-    tryouts.try_out(freed, blocks=[])
-    assert tryouts.any_room
+    measurements.tried, measurements.no_room = {False: [found]}, {(32, False, False)}
+    monkeypatch.setattr(measurements, "switch", lambda _: None)
+    monkeypatch.setattr(measurements, "run", lambda *_, **__: found)
+    assert measurements.measure(freed, blocks=[]) and measurements.is_measured(freed) and not measurements.any_room
+    monkeypatch.setattr(measurements, "rehearse", lambda way, **_: measurements.rehearsed.update({way: 1.0}))
+    measurements.try_out(freed, blocks=[])
+    assert measurements.any_room
 
 
 @pytest.mark.parametrize("faster", [False, True])
@@ -377,7 +377,7 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     """What torch would compile runs as it is here, and its seconds are said to be more or less."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     monkeypatch.setattr(switches, "compiled_layers", {})
-    monkeypatch.setattr(Decision, "may_compile", lambda self, _: not self.tryouts.compiled)
+    monkeypatch.setattr(Decision, "may_compile", lambda self, _: not self.measurements.compiled)
     rehearse, compiled = Trials.rehearsed, []
 
     def rehearsed(self: Trials, *given: Any, **named: Any) -> float:
@@ -407,7 +407,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
             trainer=replace(config().trainer, max_steps=100), batch_size=32, model=ModelConfig(compile="auto")
         ),
         where=torch.device("cuda"),
-        tryouts=SimpleNamespace(capped=True),
+        measurements=SimpleNamespace(capped=True),
         axes=SimpleNamespace(num_layers=4),
         sharded=False,
     )

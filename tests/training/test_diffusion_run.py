@@ -60,7 +60,7 @@ def test_averages_count_and_come_out(tmp_path):
         assert 0.97 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
         peaks[decay] = result.peak_bytes
         assert (folder / "samples.png").is_file()
-        assert result.quality.name == "val/mse" and result.metrics["val/frechet"] > 0
+        assert result.quality.name == "val/mse"
     assert peaks[0.9999] - peaks[0.0] == pytest.approx(4 * 328_964, rel=0.02)
     averages = load_checked(tmp_path / "0.9999" / "checkpoints" / "last.ckpt")["callbacks"]["EmaWeights"]["averages"]
     exported = load_file(tmp_path / "0.9999" / "model" / "model.safetensors")

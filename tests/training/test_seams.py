@@ -190,7 +190,9 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
         known.add((way[0], way[2]))
         return True
 
-    tryouts = SimpleNamespace(capped=True, knows=lambda way: (way[0], way[2]) in known, measure=measure)
-    decision = SimpleNamespace(budget=parse_budget("8mb"), tryouts=tryouts, phases=PhaseTimer(), blocks=[], made=made)
+    measurements = SimpleNamespace(capped=True, is_measured=lambda way: (way[0], way[2]) in known, measure=measure)
+    decision = SimpleNamespace(
+        budget=parse_budget("8mb"), measurements=measurements, phases=PhaseTimer(), blocks=[], made=made
+    )
     found = Decision.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

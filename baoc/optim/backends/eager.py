@@ -76,25 +76,23 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
     if block.fresh:  # the own RMS that this step will have, found by running it on copies of the states
         measure = Measure()
         for slot in slots:
-            norm, count = _own_norm(slot, inputs)
+            finite = inputs.masks.get(slot.param)
+            found = advance(slot, inputs, finite=finite, store=False)
+            norm, count = update_norm(_update_of(found), divisor=found.divisor, finite=finite, on_cpu=slot.on_cpu)
             measure.add(norm, factor=1.0, count=count)
         match[1] = measure.rms()[0]
         block.fresh = False
     measure = Measure()
     for slot in slots:
-        _step_scaled(slot, inputs, match=match, measure=measure)
+        finite = inputs.masks.get(slot.param)
+        direction = advance(slot, inputs, finite=finite)
+        update = _update_of(direction)
+        norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        scale = factor(match, norm=norm, count=count)
+        measure.add(norm, factor=scale, count=count)
+        matched = Direction(numerator=update, divisor=direction.divisor)
+        apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
     match[1], block.applied = measure.rms()
-
-
-def _step_scaled(slot: Slot, inputs: StepInputs, *, match: Tensor, measure: "Measure") -> None:
-    finite = inputs.masks.get(slot.param)
-    direction = advance(slot, inputs, finite=finite)
-    update = _update_of(direction)
-    norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-    scale = factor(match, norm=norm, count=count)
-    measure.add(norm, factor=scale, count=count)
-    matched = Direction(numerator=update, divisor=direction.divisor)
-    apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
@@ -198,12 +196,6 @@ def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards) -> list[T]:
         parts = shards.total_(torch.cat(flat)).split([len(part) for part in flat]) if flat else ()
         sums = {index: part.view(asked[index].shape) for index, part in zip(asked, parts, strict=True)}
     return [done[index] for index in range(len(runs))]
-
-
-def _own_norm(slot: Slot, inputs: StepInputs) -> tuple[float | Tensor, int]:
-    finite = inputs.masks.get(slot.param)
-    direction = advance(slot, inputs, finite=finite, store=False)
-    return update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
 
 
 def _update_of(direction: Direction) -> Tensor:

@@ -25,7 +25,7 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
 from baoc.optim.state import Bucket, LiveBlock, Slot, State, whole_slot
-from baoc.optim.weights import seed_of
+from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
@@ -172,9 +172,8 @@ class _SumsOverRanks:
     """
 
     def __init__(self, buckets: Sequence[Bucket]):
-        self._blocks = [
-            block for bucket in buckets for block in bucket.blocks if block.match is not None and _is_cut(block)
-        ]
+        matched = [block for bucket in buckets for block in bucket.blocks if block.match is not None]
+        self._blocks = [block for block in matched if any(slot.shard is not None for slot in block.slots)]
         slots = [slot for block in self._blocks for slot in block.slots if slot.shard is not None]
         self.slots = {id(slot): index for index, slot in enumerate(slots)}
         self._shard = (
@@ -219,10 +218,6 @@ class _SumsOverRanks:
         for _ in range(times):
             held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=self._device)
             self._shard.shards.total_(held)
-
-
-def _is_cut(block: LiveBlock) -> bool:
-    return any(slot.shard is not None for slot in block.slots)
 
 
 @dataclass(slots=True)
@@ -368,7 +363,10 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
     shards, wholes = slots[0].shard, None
     if shards is not None and kind.family.takes_room and shards.shards.size > 1:
-        wholes = [_whole_shape(slot) for slot in slots]
+        wholes = []
+        for slot in slots:  # of which this rank has some rows
+            rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
+            wholes.append(Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
     return FusedTable(
         [slot.param for slot in slots],
         kind=kind,
@@ -376,16 +374,10 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         groups=[slot.row for slot in slots],
         matches=[block.match for block, _ in members],
         shapes=shapes,
-        seeds=[seed_of(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
+        seeds=[rounding_seed(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
         shards=shards.shards if shards is not None and wholes is not None else None,
         wholes=wholes,
     )
-
-
-def _whole_shape(slot: Slot) -> Shape:
-    """The whole shape of a matrix of which this rank has some rows."""
-    rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
-    return Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
 
 
 @lru_cache(maxsize=4)

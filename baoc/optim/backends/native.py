@@ -25,7 +25,7 @@ from baoc.optim.rules import RULES
 from baoc.optim.rules.base import decl_named
 from baoc.optim.shards import Shards
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
-from baoc.optim.weights import seed_of
+from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, RuleInfo, StateLayout
 
 SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
@@ -264,7 +264,7 @@ def _native(
         kind=kind,
         states=[state[slot.param] for slot in slots],
         shapes=[stored_shape(slot) for slot in slots],
-        seeds=[seed_of(slot.name, first=slot.first) % 2**32 for slot in slots],
+        seeds=[rounding_seed(slot.name, first=slot.first) % 2**32 for slot in slots],
     )
 
 

@@ -80,7 +80,9 @@ class Piece:
         for live in self.blocks:
             if live.slab_bytes:
                 slab = slab_of(live, self._home)
-                if runs and _adjacent(runs[-1], slab):
+                last = runs[-1] if runs else slab
+                same = last.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+                if same and last.storage_offset() + last.nbytes == slab.storage_offset():
                     before = runs.pop()
                     slab = torch.as_strided(before, (before.nbytes + slab.nbytes,), (1,))
                 runs.append(slab)
@@ -104,11 +106,6 @@ class Piece:
         for param, state in self.staged.items():
             if "step" in state:
                 self._home[param]["step"] = state["step"]
-
-
-def _adjacent(a: Tensor, b: Tensor) -> bool:
-    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return same and a.storage_offset() + a.nbytes == b.storage_offset()
 
 
 class StagingPipeline:

@@ -58,7 +58,7 @@ from baoc.training.measure.microbatches import Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import decision_of, with_decision
-from baoc.training.session import Session, SessionSettings, only_narrow
+from baoc.training.session import Session, SessionSettings, only_bf16
 from baoc.training.user_optimizer import widened
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
 from baoc.units import format_bytes
@@ -195,7 +195,7 @@ class _Shapes:
         self.numel = sum(info.numel for info in self.session.infos)
         self.num_layers = len(recomputable_layers(task.model))
         self.tried: list[Trial] = []
-        self.kinds: dict[int, tuple[list[Trial], bool]] = {}  # by recomputed layers: trials, and whether `tight`
+        self.kinds: dict[int, tuple[list[Trial], bool]] = {}  # by recomputed layers: trials, and whether `as_bf16`
         self.alike = True  # whether layers are, so that a line is above the numbers between
         self.forward_flops = math.nan  # of one sample
         self.passes = 3.0  # forwards that a forward and backward takes the time of
@@ -208,7 +208,7 @@ class _Shapes:
         )
         self.planner.budget = budget
         # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
-        self.less, self.tight = self.session.less, False
+        self.bf16_savings, self.as_bf16 = self.session.bf16_savings, False
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
         there = list(self.planner.specs.values())
@@ -242,12 +242,12 @@ class _Shapes:
             memory = self.planner.budget.memory_bytes
             needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
             no_room = memory is not None and needed > memory
-            narrow = hopeless or only_narrow(self.session.settings.planner) or no_room
-            whole = [] if self.less and narrow else [False]
-            for tight in [*whole, *([True] if self.less else [])]:
-                self.tight = tight
+            only_as_bf16 = hopeless or only_bf16(self.session.settings.planner) or no_room
+            whole = [] if self.bf16_savings and only_as_bf16 else [False]
+            for as_bf16 in [*whole, *([True] if self.bf16_savings else [])]:
+                self.as_bf16 = as_bf16
                 self.tried = [tried(sizes[0])]
-                self.kinds[recomputed] = self.tried, self.tight
+                self.kinds[recomputed] = self.tried, self.as_bf16
                 self._time(trials, sizes[0], layers=layers, recomputed=recomputed)
                 least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
@@ -255,7 +255,7 @@ class _Shapes:
             else:  # more samples at once never need less, with gradients or without
                 sizes = sizes if hopeless else sizes[:1]
             self.tried += [tried(size) for size in sizes[1:2]]
-            self.kinds[recomputed], self.alike = (self.tried, self.tight), layers is not None
+            self.kinds[recomputed], self.alike = (self.tried, self.as_bf16), layers is not None
         ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] == recomputed]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
@@ -285,7 +285,7 @@ class _Shapes:
         size, number, release = way
         ends: list[Footprint] = []
         for kind in [number] if number in self.kinds else [0, self.num_layers]:
-            self.tried, self.tight = self.kinds[kind]
+            self.tried, self.as_bf16 = self.kinds[kind]
             ends.append(self.footprint(size, release=release))
         self.passes = self._passes(number)
         if len(ends) == 1:
@@ -320,7 +320,7 @@ class _Shapes:
     def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
         run = partial(trials.run, size, accumulation=accumulation, timed=False)
-        with cast_to_bf16(self.session.narrow if self.tight else {}):
+        with cast_to_bf16(self.session.bf16_params if self.as_bf16 else {}):
             if layers is not None:
                 found: list[Footprint] = []
                 for depth in (SHORT, LONG):
@@ -377,9 +377,9 @@ class _Shapes:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
         looked = at_size(self.tried, micro_batch=micro_batch)
         if release:  # by weights as they were looked at
-            blocks = [in_bf16(block, names=self.less if self.tight else ()) for block in self.planner.blocks]
+            blocks = [in_bf16(block, names=self.bf16_savings if self.as_bf16 else ()) for block in self.planner.blocks]
             looked = released(looked, blocks=blocks, grouped=True) or looked
-        found = as_native(looked, savings=self.less) if self.tight else looked
+        found = as_native(looked, savings=self.bf16_savings) if self.as_bf16 else looked
         return replace(
             found,
             device=self.card.name,

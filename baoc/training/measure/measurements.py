@@ -28,16 +28,24 @@ KEPT_SHARE = 0.75  # of a micro-batch with three forwards' work and one more, wh
 Way = tuple[int, int, bool]
 
 
-class Tryouts:
-    """Trials of one run's network. `narrow`: the parameters that a plan may keep in 16 bits, by name, and `less` the
-    bytes that they have less then; none where the network has such in 16 bits already, as it has no room in full. Not
-    `capped` is a budget of which the context alone leaves nothing: nothing has room, and what would is looked at.
+class Measurements:
+    """Measured bytes and seconds of one run's network, by way.
 
-    With `compiled` layers run by torch.compile, for any micro-batch but where a way is tried as it would be run; what
-    compiling takes is a phase of its own.
+    Weights are measured in full, or where that is too little, with 16-bit weights where a plan may keep such; the exact
+    values then wait in CPU memory, and are restored afterwards.
 
-    What is tried has weights in full, or where that is too little, with weights of 16 bits where a plan may keep such;
-    then the network's own numbers wait on the host, and are back afterwards.
+    Args:
+        bf16_params: The parameters that a plan may keep in 16 bits, by name; none where the network has them in 16 bits
+            already, as it has no room in full.
+        bf16_savings: Bytes that each of them saves in 16 bits, by name.
+        capped: False where the CUDA context alone exceeds the budget. Sizes are then measured without the cap, for the
+            error message.
+        compiled: Layers run by torch.compile, for any micro-batch but where a way is measured as it would be trained.
+            What compiling takes is a phase of its own.
+
+    Attributes:
+        measured_in_bf16: Numbers of recomputed layers that were measured with 16-bit weights, to stay in the cap.
+        measured_outside_cap: Ways whose bytes are known from outside of the cap alone.
     """
 
     def __init__(
@@ -49,23 +57,22 @@ class Tryouts:
         where: torch.device,
         budget: Budget,
         axes: Axes,
-        narrow: Mapping[str, Tensor],
-        less: Mapping[str, int],
+        bf16_params: Mapping[str, Tensor],
+        bf16_savings: Mapping[str, int],
         capped: bool = True,
         compiled: bool = False,
     ):
         self.config, self.task, self.trials = config, task, trials
-        self.where, self.budget, self.axes, self.narrow = where, budget, axes, narrow
+        self.where, self.budget, self.axes, self.bf16_params = where, budget, axes, bf16_params
         self.capped, self.compiled = capped, compiled
         self.one_size = len(axes.micro_batches) == 1
         # Seconds of compiling, by size (0: any), whether weights have 16 bits, and whether layers are recomputed.
         self._ready: dict[tuple[int, bool, bool], float] = {}
-        self.less = less
-        # Numbers of recomputed layers whose trials have such weights in 16 bits, to stay in the cap.
-        self.narrowed: set[int] = set(axes.recomputed) if less and not narrow else set()
+        self.bf16_savings = bf16_savings
+        self.measured_in_bf16: set[int] = set(axes.recomputed) if bf16_savings and not bf16_params else set()
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
         self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
-        self.looked_at: set[Way] = set()  # those whose bytes are known from outside of the cap alone
+        self.measured_outside_cap: set[Way] = set()
         self.tried: dict[int, list[Trial]] = {}  # by recomputed layers: the least and the most of them
         self.partly: dict[tuple[int, int], Trial] = {}  # by micro-batch and a number of recomputed layers between
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
@@ -76,25 +83,25 @@ class Tryouts:
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         set_compiled(self.task.model, self.compiled, any_batch=True)
 
-    def compile(self, way: Way, *, narrow: bool, exactly: bool = False) -> None:
+    def compile(self, way: Way, *, in_bf16: bool, exactly: bool = False) -> None:
         """What runs next is compiled, if it is to be; `exactly` as training has it, else for any micro-batch."""
         if not self.compiled:
             return
         exactly = exactly or self.one_size
         set_compiled(self.task.model, any_batch=not exactly)
-        missing = self._kinds(way, narrow=narrow, exactly=exactly) - self._ready.keys()
+        missing = self._kinds(way, in_bf16=in_bf16, exactly=exactly) - self._ready.keys()
         if missing:
             self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]))
 
-    def _kinds(self, way: Way, *, narrow: bool, exactly: bool) -> set[tuple[int, bool, bool]]:
+    def _kinds(self, way: Way, *, in_bf16: bool, exactly: bool) -> set[tuple[int, bool, bool]]:
         """What has to be compiled to run a way: its kept layers, its recomputed ones, or both."""
         size = way[0] if exactly or way[0] == 1 else 0
         parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
-        return {(size, narrow, part) for part in parts or {False}}
+        return {(size, in_bf16, part) for part in parts or {False}}
 
     def compiled_s(self, way: Way) -> float:
         """What compiling this way as training has it took; 0 where it is not compiled."""
-        kinds = self._kinds(way, narrow=way in self.in_16_bits, exactly=True) if self.compiled else set()
+        kinds = self._kinds(way, in_bf16=way in self.in_16_bits, exactly=True) if self.compiled else set()
         return sum({self._ready.get(kind, 0.0) for kind in kinds})  # those of one number were compiled together
 
     def compiling_s(self, size: int) -> float:
@@ -104,7 +111,7 @@ class Tryouts:
 
     # -- what is known --------------------------------------------------------------------------------------------
 
-    def knows(self, way: Way) -> bool:
+    def is_measured(self, way: Way) -> bool:
         """Whether its bytes were measured, not told by a line."""
         size, recomputed, release = way
         if release:
@@ -172,7 +179,7 @@ class Tryouts:
         ways = {(trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials}
         ways |= {(size, number, False) for size, number in self.partly}
         ways |= {(trial.micro_batch, kind, True) for kind, trial in self.released.items()}
-        return bool(ways - self.no_room - self.looked_at)
+        return bool(ways - self.no_room - self.measured_outside_cap)
 
     def has_room(self, way: Way) -> bool:
         """Whether nothing that was tried says otherwise: neither itself nor one that takes less ran out of memory."""
@@ -198,29 +205,33 @@ class Tryouts:
             self.tried[recomputed] = [look(sizes[0])]
             return
         grown = partial(grow, look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
-        with suppress(_TooTight, torch.OutOfMemoryError):
+        with suppress(_NoRoomInFull, torch.OutOfMemoryError):
             self._explored(recomputed, grown())
             return
         clear_cache(self.where)
-        if self.narrow:
-            self.narrowed.add(recomputed)
-            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
+        if self.bf16_params:
+            self.measured_in_bf16.add(recomputed)
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.bf16_params, module=self.task):
                 self._explored(recomputed, grown())
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
         self.no_room |= {(size, recomputed, False) for size in sizes}
-        with uncapped(self.where, budget=self.budget), cast_to_bf16(self.narrow, module=self.task):
+        with uncapped(self.where, budget=self.budget), cast_to_bf16(self.bf16_params, module=self.task):
             self.tried[recomputed] = [look(sizes[0])]
 
-    def narrow_down(self) -> bool:
+    def measure_again_in_bf16(self) -> bool:
         """Looks again with weights of 16 bits, where nothing fits by looks at those in full; whether there were any."""
-        kinds = [kind for kind in self.tried if kind not in self.narrowed] if self.narrow and self.capped else []
-        self.narrowed |= set(kinds)
+        kinds = (
+            [kind for kind in self.tried if kind not in self.measured_in_bf16]
+            if self.bf16_params and self.capped
+            else []
+        )
+        self.measured_in_bf16 |= set(kinds)
         for kind in kinds:
             self.switch(kind)
             sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
-            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.narrow, module=self.task):
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(self.bf16_params, module=self.task):
                 self._explored(kind, grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit))
         return bool(kinds)
 
@@ -231,7 +242,7 @@ class Tryouts:
             self.compared[trial.micro_batch, recomputed, False] = count * trial.seconds
 
     def _look(self, recomputed: int, size: int) -> Trial:
-        """One trial. Raises _TooTight where it ran out of memory with weights in full, else torch.OutOfMemoryError."""
+        """One trial. Raises _NoRoomInFull without room for weights in full, else torch.OutOfMemoryError."""
         run = partial(
             self._compiled_run,
             (size, recomputed, False),
@@ -239,23 +250,23 @@ class Tryouts:
             context_bytes=context_bytes(self.where),
             per_step=self.config.batch_size // size,
         )
-        if recomputed in self.narrowed or not self.less:
-            return run(narrowed=self.less)
+        if recomputed in self.measured_in_bf16 or not self.bf16_savings:
+            return run(bf16_savings=self.bf16_savings)
         with suppress(torch.OutOfMemoryError):
             return run()
         clear_cache(self.where)
-        raise _TooTight
+        raise _NoRoomInFull
 
-    def _compiled_run(self, way: Way, *, narrowed: Mapping[str, int] | None = None, **given: Any) -> Trial:
-        self.compile(way, narrow=narrowed is not None)
-        return self.trials.run(way[0], narrowed=narrowed, **given)
+    def _compiled_run(self, way: Way, *, bf16_savings: Mapping[str, int] | None = None, **given: Any) -> Trial:
+        self.compile(way, in_bf16=bf16_savings is not None)
+        return self.trials.run(way[0], bf16_savings=bf16_savings, **given)
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
         such."""
         if self.budget.memory_bytes is None:
             return True
-        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.less else 0
+        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.bf16_savings else 0
         return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
@@ -299,60 +310,62 @@ class Tryouts:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
         `specs` what would step them."""
 
-        def tried(narrow: bool) -> None:
-            trial = self.run(way, blocks=blocks, narrow=narrow)
+        def tried(in_bf16: bool) -> None:
+            trial = self.run(way, blocks=blocks, in_bf16=in_bf16)
             self.rehearse(way, blocks=blocks, specs=specs)
             seconds = self.rehearsed[way] * way[0] / self.config.batch_size
             self._keep(way, replace(trial, seconds=seconds))
-            self.looked_at.discard(way)
+            self.measured_outside_cap.discard(way)
 
         self._in_room(way, tried)
 
     def look_at(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> Trial | None:
         """Bytes of this way as it would be run, if it has room."""
         found: list[Trial] = []
-        self._in_room(way, lambda narrow: found.append(self.run(way, blocks=blocks, narrow=narrow)))
+        self._in_room(way, lambda in_bf16: found.append(self.run(way, blocks=blocks, in_bf16=in_bf16)))
         return found[0] if found else None
 
     def _in_room(self, way: Way, measure: Callable[[bool], None], *, exactly: bool = True) -> None:
-        """`measure(narrow)` with weights in full or, where these have no room, in 16 bits; or that none has."""
+        """`measure(in_bf16)` with weights in full or, where these have no room, in 16 bits; or that none has."""
         _, recomputed, _ = way
         self.switch(recomputed)
-        known_narrow = self._is_narrowed(recomputed) or way in self.in_16_bits
-        for narrow in (True,) if known_narrow else (False, True):
-            if narrow and not self.less:
+        known_in_bf16 = self._is_in_bf16(recomputed) or way in self.in_16_bits
+        for in_bf16 in (True,) if known_in_bf16 else (False, True):
+            if in_bf16 and not self.bf16_savings:
                 break
-            look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
+            look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
-                self.compile(way, narrow=narrow, exactly=exactly)
-                measure(narrow)
-                self.in_16_bits |= {way} if narrow else set()
+                self.compile(way, in_bf16=in_bf16, exactly=exactly)
+                measure(in_bf16)
+                self.in_16_bits |= {way} if in_bf16 else set()
                 return
             clear_cache(self.where)
         self.no_room.add(way)
 
-    def _is_narrowed(self, recomputed: int) -> bool:
+    def _is_in_bf16(self, recomputed: int) -> bool:
         """Whether trials have weights of 16 bits: between none and all layers as with all, which takes least."""
-        return (recomputed if recomputed in self.tried else max(self.tried, default=recomputed)) in self.narrowed
+        return (
+            recomputed if recomputed in self.tried else max(self.tried, default=recomputed)
+        ) in self.measured_in_bf16
 
     def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
         """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
         self.switch(way[1])
-        narrow = bool(self.less)
-        look = cast_to_bf16(self.narrow, module=self.task) if narrow else nullcontext()
+        in_bf16 = bool(self.bf16_savings)
+        look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
-            self._keep(way, self.run(way, blocks=blocks, narrow=narrow))
-            self.looked_at.add(way)
+            self._keep(way, self.run(way, blocks=blocks, in_bf16=in_bf16))
+            self.measured_outside_cap.add(way)
             return True
         clear_cache(self.where)
         return False
 
-    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], narrow: bool) -> Trial:
+    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
         # What is compiled for any micro-batch is not.
         as_trained = not self.compiled or self.one_size or way in self.rehearsed
-        if as_trained and self.knows(way) and narrow is self._is_narrowed(recomputed):
+        if as_trained and self.is_measured(way) and in_bf16 is self._is_in_bf16(recomputed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(
             size,
@@ -360,7 +373,7 @@ class Tryouts:
             context_bytes=context_bytes(self.where),
             released=blocks if release else (),
             timed=False,
-            narrowed=self.less if narrow else None,
+            bf16_savings=self.bf16_savings if in_bf16 else None,
         )
 
     def _keep(self, way: Way, trial: Trial) -> None:
@@ -374,5 +387,5 @@ class Tryouts:
             self.tried[recomputed] = [*known, trial]
 
 
-class _TooTight(Exception):
+class _NoRoomInFull(Exception):
     """Weights in full, with what a trial needs beside them, are more than the budget."""

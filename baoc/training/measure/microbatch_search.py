@@ -49,7 +49,7 @@ from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
 from baoc.training.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
-from baoc.training.measure.measurements import Tryouts, Way
+from baoc.training.measure.measurements import Measurements, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.resume import decision_of, with_decision, write_decision
@@ -140,7 +140,7 @@ def decide(
         if choice is not None:  # what measuring options won, and what was left
             left = [option.name for option in choice.left]
             account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
-        own_s = decision.tryouts.compiled_s(made.chosen.way) if made is not None else 0.0
+        own_s = decision.measurements.compiled_s(made.chosen.way) if made is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
         account |= {"total_s": phases.total_s, "training_s": own_s, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
@@ -219,17 +219,17 @@ class Decision:
                 ranks=self.ranks,
             )
         with phases("device and weights"):
-            capped, waits = self._bring(self.session.narrow, visit=visit)
-        self.new_tryouts = partial(
-            Tryouts,
+            capped, waits = self._bring(self.session.bf16_params, visit=visit)
+        self.new_measurements = partial(
+            Measurements,
             config,
             task=task,
             trials=self._trials(data, precision=precision),
             where=self.where,
             budget=self.budget,
             axes=self.axes,
-            narrow={} if waits else self.session.narrow,
-            less=self.session.less,
+            bf16_params={} if waits else self.session.bf16_params,
+            bf16_savings=self.session.bf16_savings,
             capped=capped,
         )
         self.begin(compiled=config.model.compile is True)
@@ -240,7 +240,7 @@ class Decision:
 
     def begin(self, *, compiled: bool) -> None:
         """Nothing is tried yet, with layers compiled or as they are."""
-        self.tryouts: Tryouts = self.new_tryouts(compiled=compiled)
+        self.measurements: Measurements = self.new_measurements(compiled=compiled)
         self.footprints: dict[Way, Footprint] = {}
         self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
@@ -249,14 +249,14 @@ class Decision:
         """The best option, in the time that there is since `began` by the clock. With compile=auto, compiled layers are
         searched after the others where a run is long enough to repay it. Where they fail, a row says so."""
         self.begin(compiled=self.config.model.compile is True)  # whatever a kept decision was confirmed by
-        if self.tryouts.compiled:
+        if self.measurements.compiled:
             found = self.compiled(began=began, tell=tell)
             if isinstance(found, Choice):
                 return found
             self.begin(compiled=False)
             choice = self.searched(began=monotonic(), tell=tell)
             return replace(choice, options=[*choice.options, found]) if choice.chosen is not None else choice
-        choice, before = self.searched(began=began, tell=tell), (self.tryouts, self.footprints)
+        choice, before = self.searched(began=began, tell=tell), (self.measurements, self.footprints)
         if choice.chosen is None or not self.may_compile(choice.chosen):
             return choice
         self.begin(compiled=True)
@@ -266,7 +266,7 @@ class Decision:
         both = [option for option in (choice.chosen, found.chosen) if option is not None]
         if best(both, objective=self.config.objective) is found.chosen:
             return replace(found, options=[*(replace(o, chosen=False) for o in choice.options), *found.options])
-        self.tryouts, self.footprints = before
+        self.measurements, self.footprints = before
         return replace(choice, options=[*choice.options, *(replace(o, chosen=False) for o in found.options)])
 
     def compiled(self, *, began: float, tell: Callable[[str], None]) -> Choice | Option:
@@ -298,7 +298,7 @@ class Decision:
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
         self.explore()
-        end = began + DECIDING_S + (self.compiling_s() if self.tryouts.compiled else 0.0)
+        end = began + DECIDING_S + (self.compiling_s() if self.measurements.compiled else 0.0)
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
@@ -312,18 +312,18 @@ class Decision:
 
     def compiling_s(self) -> float:
         """What a decision of compiled layers may take longer: longer in a run that is long by what was tried."""
-        trials = [trial for trials in self.tryouts.tried.values() for trial in trials if trial.seconds > 0]
+        trials = [trial for trials in self.measurements.tried.values() for trial in trials if trial.seconds > 0]
         run_s = min((run_seconds(self.config, trial.micro_batch / trial.seconds) for trial in trials), default=0.0)
         return min(max(COMPILING_S, COMPILING_SHARE * run_s), MOST_COMPILING_S)
 
     def explore(self) -> None:
         """A few micro-batches of each kind, and what else options are made of."""
-        self.tryouts.in_16_bits.clear()  # what a decision of before had room with says nothing of today
+        self.measurements.in_16_bits.clear()  # what a decision of before had room with says nothing of today
         for recomputed in self.axes.recomputed:
             if not (recomputed and self._roomy()):
-                self.tryouts.explore(recomputed)
-        self._plan_by(next(iter(self.tryouts.tried.values()))[0].footprint)
-        beyond = self.tryouts.capped and not self.tryouts.any_room
+                self.measurements.explore(recomputed)
+        self._plan_by(next(iter(self.measurements.tried.values()))[0].footprint)
+        beyond = self.measurements.capped and not self.measurements.any_room
         if self.constant:
             return
         with self.phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
@@ -343,7 +343,7 @@ class Decision:
 
     def key(self) -> dict[str, Any]:
         """All that the decision rests on, see `decision_cache`."""
-        batches = self.tryouts.trials.batches
+        batches = self.measurements.trials.batches
         return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.where)
 
     def confirms(self, kept: Entry) -> bool:
@@ -355,9 +355,9 @@ class Decision:
         with self.phases("plans of the options"):
             self._plan_by(before)
         self.begin(compiled=chosen.compiled)
-        self.tryouts.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
+        self.measurements.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
         try:
-            trial = self.tryouts.look_at(chosen.way, blocks=self.blocks)
+            trial = self.measurements.look_at(chosen.way, blocks=self.blocks)
         except BaocError:
             raise
         except Exception:  # of a compiler, which may raise any; then it is decided anew
@@ -389,7 +389,7 @@ class Decision:
             footprint=self.footprints[chosen.way],
             latency=self.latency(chosen.way),
             run_s=run_s,
-            in_16_bits=chosen.way in self.tryouts.in_16_bits,
+            in_16_bits=chosen.way in self.measurements.in_16_bits,
         )
 
     # -- options ------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ class Decision:
         given = {"device": self.where, "precision": precision, "phases": self.phases}
         return Trials(self.task, batch=batch, val_batch=val_batch, **given)
 
-    def _bring(self, narrow: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
+    def _bring(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
         """The task comes to the device: whether within a cap, and whether with those weights in 16 bits from the
         beginning."""
         try:
@@ -420,8 +420,10 @@ class Decision:
             return True, False  # each rank's part is there
         context = context_bytes(self.where)
         waits = must_wait(self.task, device=self.where, budget=self.budget, context_bytes=context)
-        given = narrow if waits else {}
-        there = on_device_as_bf16(self.task, narrow=given, device=self.where, budget=self.budget, context_bytes=context)
+        given = bf16_params if waits else {}
+        there = on_device_as_bf16(
+            self.task, bf16_params=given, device=self.where, budget=self.budget, context_bytes=context
+        )
         visit.enter_context(there)
         return True, bool(given)
 
@@ -429,8 +431,8 @@ class Decision:
         """Whether the whole batch fits at once with all activations kept and fp32 AdamW's states beside them, so that
         there is nothing to be had by computing some again."""
         whole = (self.config.batch_size, 0, False)
-        kept = self.tryouts.tried.get(0)
-        if kept is None or 0 in self.tryouts.narrowed or whole[0] not in self.axes.micro_batches:
+        kept = self.measurements.tried.get(0)
+        if kept is None or 0 in self.measurements.measured_in_bf16 or whole[0] not in self.axes.micro_batches:
             return False
         if self.budget.memory_bytes is None:
             return True
@@ -440,7 +442,7 @@ class Decision:
     def _table(self) -> LatencyTable:
         """Seconds of the optimizer's specs, and of a step with fused AdamW by the fastest way of those tried."""
         specs = list(self.planner.specs.values())
-        if not self.tryouts.any_room:  # nothing will be run, and there is no room to time anything
+        if not self.measurements.any_room:  # nothing will be run, and there is no room to time anything
             return LatencyTable(device=str(self.where), fixed_s={}, per_element_s={})
         limited = self.budget.step_time is not None
         with self.phases("the latency table"):
@@ -455,20 +457,20 @@ class Decision:
                 cache_dir=cache_folder(),
             )
         table = replace(self.ranks.first(table), device=str(self.where))
-        known = [(trial, kind) for kind, trials in self.tryouts.tried.items() for trial in trials]
+        known = [(trial, kind) for kind, trials in self.measurements.tried.items() for trial in trials]
         trial, recomputed = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, recomputed, False
-        if limited and way not in self.tryouts.no_room:  # options are held against it, so it is timed as they are
-            self.tryouts.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
-        return replace(table, reference_step_s=table.reference_step_s + self.tryouts.seconds(way))
+        if limited and way not in self.measurements.no_room:  # options are held against it, so it is timed as they are
+            self.measurements.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
+        return replace(table, reference_step_s=table.reference_step_s + self.measurements.seconds(way))
 
     def latency(self, way: Way) -> LatencyTable:
         """The table with all but the optimizer's part of a step of this option."""
-        return replace(self.table, base_step_s=self.table.base_step_s + self.tryouts.seconds(way))
+        return replace(self.table, base_step_s=self.table.base_step_s + self.measurements.seconds(way))
 
     def options(self) -> list[Option]:
         options = self.made()
-        if not any(option.fits for option in options) and self.tryouts.narrow_down():
+        if not any(option.fits for option in options) and self.measurements.measure_again_in_bf16():
             options = self.made()
         return options
 
@@ -476,7 +478,7 @@ class Decision:
         self.context = int(
             self.ranks.most(context_bytes(self.where))[0]
         )  # has grown by the kernels of what was tried since
-        ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.tryouts.tried]
+        ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.measurements.tried]
         with self.phases("plans of the options"):
             if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
                 self.planner.budget = replace(self.budget, step_time=None)
@@ -488,11 +490,11 @@ class Decision:
     def _partly(self, ends: Mapping[Way, Option]) -> list[Way]:
         """Ways with a number of recomputed layers between the ends that may be better than these, and what was tried of
         such."""
-        most = max(self.tryouts.tried)
+        most = max(self.measurements.tried)
         found: list[Way] = []
         for size, number, release in [way for way in ends if way[1] == most > 0]:
             kept, plan = ends.get((size, 0, release)), self._plans.get((size, most, release), (None, None))[1]
-            if kept is None or not self.tryouts.has_room((size, most, release)):
+            if kept is None or not self.measurements.has_room((size, most, release)):
                 continue
             numbers = worth_recomputing(
                 self.planner,
@@ -501,9 +503,9 @@ class Decision:
                 plan=plan if isinstance(plan, Plan) else None,
                 least_bytes=None if kept.fits or self.config.objective == "quality" else kept.peak_bytes,
             )
-            measured = self.tryouts.rehearsed.keys() | self.tryouts.compared.keys()
+            measured = self.measurements.rehearsed.keys() | self.measurements.compared.keys()
             tried = {way[1] for way in measured if (way[0], way[2]) == (size, release)} - {0, most}
-            out = max((n for n in range(most) if not self.tryouts.has_room((size, n, release))), default=0)
+            out = max((n for n in range(most) if not self.measurements.has_room((size, n, release))), default=0)
             step = max(1, most // 8)  # past a number that ran out of memory against its prediction
             numbers = {number if number > out else out + step for number in numbers}
             near = {n for n in numbers if self._no_faster(n, than=tried, size=size, release=release)}
@@ -512,13 +514,13 @@ class Decision:
 
     def _no_faster(self, number: int, *, than: Collection[int], size: int, release: bool) -> bool:
         """Whether a larger number that was tried, and has room, takes about as long."""
-        room = [n for n in than if n > number and (size, n, release) not in self.tryouts.no_room]
-        seconds = self.tryouts.seconds((size, number, release))
-        return any(self.tryouts.seconds((size, n, release)) <= (1 + ALIKE) * seconds for n in room)
+        room = [n for n in than if n > number and (size, n, release) not in self.measurements.no_room]
+        seconds = self.measurements.seconds((size, number, release))
+        return any(self.measurements.seconds((size, n, release)) <= (1 + ALIKE) * seconds for n in room)
 
     def _footprint(self, way: Way) -> Footprint | None:
         """None where it is not known what released gradients would leave."""
-        footprint = self.tryouts.footprint(way, blocks=self.planner.blocks)
+        footprint = self.measurements.footprint(way, blocks=self.planner.blocks)
         if footprint is None:
             return None
         context = max(footprint.context_bytes, self.context)
@@ -539,10 +541,10 @@ class Decision:
             release=way[2],
             propose=partial(self._proposed, way),
         )
-        tried = way in self.tryouts.rehearsed and self.tryouts.knows(way)
-        compared = way in self.tryouts.compared and not tried
-        option = replace(option, tried=tried, compared=compared, compiled=self.tryouts.compiled)
-        if not self.tryouts.has_room(way):
+        tried = way in self.measurements.rehearsed and self.measurements.is_measured(way)
+        compared = way in self.measurements.compared and not tried
+        option = replace(option, tried=tried, compared=compared, compiled=self.measurements.compiled)
+        if not self.measurements.has_room(way):
             why = "does not fit: out of memory when it was tried"  # whatever time or host memory it is given
             return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)
         return option
@@ -564,14 +566,14 @@ class Decision:
         """The options where none fits, the one of fewest bytes having been measured as it would be run, as a refusal
         names it, and the same bytes are asked for by a run with that budget; it may even fit, as lines are above."""
         slow = any(not math.isnan(option.fastest_s) for option in options)
-        if slow or self.budget.memory_bytes is None or not self.tryouts.capped:
+        if slow or self.budget.memory_bytes is None or not self.measurements.capped:
             return options
         for _ in range(VERIFIED):
-            least = min(options, key=lambda option: (option.peak_bytes, not self.tryouts.knows(option.way)))
-            if self.tryouts.knows(least.way):
+            least = min(options, key=lambda option: (option.peak_bytes, not self.measurements.is_measured(option.way)))
+            if self.measurements.is_measured(least.way):
                 break
             with self.phases("the least option"):
-                if not self.tryouts.measure(least.way, blocks=self.blocks):
+                if not self.measurements.measure(least.way, blocks=self.blocks):
                     break
             options = self.made()
         return options
@@ -589,10 +591,10 @@ class Decision:
         """All options again, this one having been compared or, if it was, tried as it would be run."""
         began, expected_s = monotonic(), self.cost_s(option, option.compared)
         tell(f"deciding how a batch is run: {'trying' if option.compared else 'comparing'} {option.name}")
-        blind = not self.tryouts.any_room
-        measure = self.tryouts.try_out if option.compared or blind else self.tryouts.compare
+        blind = not self.measurements.any_room
+        measure = self.measurements.try_out if option.compared or blind else self.measurements.compare
         measure(option.way, blocks=self.blocks, specs=self._stepped_by(option.way))
-        if blind and self.tryouts.any_room:
+        if blind and self.measurements.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         options = self.options()
         kind = option.compared, option.release
@@ -607,11 +609,11 @@ class Decision:
         if not tried:
             steps_s = 2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s)
             return self.pace.get((False, option.release), 1.0) * (COMPARING_S + steps_s)
-        looks_s = 0.0 if self.tryouts.knows(option.way) else LOOKING_S + 3 * micro_s
+        looks_s = 0.0 if self.measurements.is_measured(option.way) else LOOKING_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
         rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
-        compiling_s = self.tryouts.compiling_s(option.micro_batch)
+        compiling_s = self.measurements.compiling_s(option.micro_batch)
         return compiling_s + self.pace.get((True, option.release), 1.0) * (looks_s + rehearsed_s)
 
 
@@ -645,5 +647,5 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
 
 def compile_is_open(decision: Decision) -> bool:
     """Whether a run that is long enough has compiled layers searched, too."""
-    is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.tryouts.capped
+    is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.measurements.capped
     return is_open and decision.axes.num_layers > 0 and not decision.sharded

@@ -90,13 +90,13 @@ class Trials:
         released: Sequence[Sequence[Tensor]] = (),
         per_step: int | None = None,
         thinned: bool = True,
-        narrowed: Mapping[str, int] | None = None,
+        bf16_savings: Mapping[str, int] | None = None,
     ) -> Trial:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
         micro-batches follow each other in a step, where that is not `accumulation`. `thinned`: see `probe_footprint`.
-        `narrowed`: what parameters have less than native ones where the caller holds them in 16 bits; the footprint is
+        `bf16_savings`: bytes that each parameter has less where the caller holds it in 16 bits; the footprint is
         told as that of native ones.
         """
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
@@ -107,8 +107,8 @@ class Trials:
             most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
             footprint = replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one, _ in found))
             seconds = max(each for _, each in found)
-        if narrowed:
-            footprint = as_native(footprint, savings=narrowed)
+        if bf16_savings:
+            footprint = as_native(footprint, savings=bf16_savings)
         return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
     def _run(
