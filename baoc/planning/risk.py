@@ -244,12 +244,14 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
         noise = stats.noise / (1.0 + stats.noise) if known or isnan(stats.noise) else 1.0
         return max(0.0, 0.5 * (noise + 1.0 - stats.coherence))
     if loss.term == "drop_v":
-        return stats.anisotropy / (1.0 + stats.anisotropy)
+        anisotropy = max(stats.anisotropy, 0.0)  # a profile that was read may hold anything
+        return anisotropy / (1.0 + anisotropy)
     if loss.term == "spectral_v":
         return nan  # no statistic tells
     if loss.term in ("share_v", "column_v"):
         snr = stats.snr_fan_in if layout is StateLayout.PER_ROW else stats.snr_fan_out
-        return 1.0 / (1.0 + snr)  # 1/SNR, bounded: where SNR < 1, v varies more along the axis than it is large
+        # 1/SNR, bounded: where SNR < 1, v varies more along the axis than it is large.
+        return 1.0 / (1.0 + max(snr, 0.0))
     if loss.term == "factor_v":
         return stats.factor_residual
     assert loss.decl is not None and layout is StateLayout.FOLDED, f"no statistic tells of {loss.term}"

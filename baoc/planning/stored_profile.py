@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError
-from baoc.types import Block, Profile, Role, profile_from_plain
+from baoc.types import Block, Profile, Role, read_plain
 
 PROFILE, BLOCKS = "profile.json", "blocks.json"
 
@@ -33,7 +33,7 @@ def read_profile(path: Path) -> Stored:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         blocks: list[Mapping[str, Any]] = json.loads(path.with_name(BLOCKS).read_text(encoding="utf-8"))
-        profile = profile_from_plain(plain)
+        profile = read_plain(Profile, plain)
         places = {str(block["name"]): (Role(block["role"]), block["depth"]) for block in blocks}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(

@@ -5,7 +5,7 @@ the formulas, `schedule` chooses the steps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,37 @@ from baoc.optim.shards import local, shard_of
 from baoc.parallel import ALONE, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
-from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, Schedule, Turn
+from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SavedSchedule, Schedule, Turn
 from baoc.profiling.slices import Slices
 from baoc.profiling.tracker import PeakMeter
-from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile
+from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile, read_plain, to_plain
 from baoc.units import MIB
 
 MAX_BYTES = 16 * MIB
 BYTES_PER_PARAM = 0.2  # instead, from LARGE_PARAMS up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedMoments:
+    average: Any  # a tensor
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What a checkpoint keeps of a profiler; `layout` is what two of them must share to exchange their tensors."""
+
+    layout: tuple[str, ...]
+    tensors: Mapping[str, Any]
+    moments: _SavedMoments
+    count: Mapping[str, int]
+    step: int
+    prev_step: int | None
+    schedule: SavedSchedule
+
+
+def _fits(saved: Any, tensor: Tensor) -> bool:
+    return isinstance(saved, Tensor) and saved.shape == tensor.shape and bool(saved.isfinite().all())
 
 
 class GradientProfiler:
@@ -289,30 +312,38 @@ class GradientProfiler:
             "count": dict(self._averages.count),
             "step": self._step,
             "prev_step": self._prev_step,
-            "schedule": self._schedule.state_dict(),
+            "schedule": to_plain(self._schedule.saved()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises CheckpointError if that profiler sampled other elements."""
-        if state["layout"] != self._layout():
+        """Goes on where `state` was taken. Raises CheckpointError if that profiler sampled other elements, or `state`
+        is damaged; nothing is changed then."""
+        try:
+            saved = read_plain(_Saved, state)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint's gradient profile is damaged: {error}") from error
+        pairs: list[tuple[Tensor, Any]] = [
+            (tensor, saved.tensors.get(name)) for name, tensor in self._tensors().items()
+        ]
+        pairs.append((self._moments.average, saved.moments.average))
+        same = list(saved.layout) == self._layout() and saved.count.keys() == self._averages.count.keys()
+        if not same or not all(_fits(value, tensor) for tensor, value in pairs):
             raise CheckpointError(
                 "the checkpoint's gradient profile is of other blocks or parameters than this run's: "
                 "resume with the same model and blocks"
             )
-        for name, tensor in self._tensors().items():
-            tensor.copy_(state["tensors"][name])
-        self._moments.average.copy_(state["moments"]["average"])
-        self._moments.num_samples = state["moments"]["num_samples"]
-        self._averages.count = dict(state["count"])
-        self._step, self._prev_step = state["step"], state["prev_step"]
-        self._schedule.load_state_dict(state["schedule"])
+        for tensor, value in pairs:
+            tensor.copy_(value)
+        self._moments.num_samples = saved.moments.num_samples
+        self._averages.count = dict(saved.count)
+        self._step, self._prev_step = saved.step, saved.prev_step
+        self._schedule.go_on(saved.schedule)
         self._stats = None
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"grad": self._grad, "prev": self._prev, **self._averages.tensors}
 
     def _layout(self) -> list[str]:
-        """The layout that two profilers must share to exchange buffers."""
         pieces = [
             f"{self._blocks[p.block].name} {p.param.name} {list(p.param.shape)} {list(p.shape)} {p.offset}"
             for p in self._slices.pieces

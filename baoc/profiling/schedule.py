@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter, thread_time
-from typing import Any
 
 from baoc.parallel import ALONE, Ranks
 
@@ -23,6 +23,18 @@ class Turn(StrEnum):
 
 
 _TURNS = tuple(Turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSchedule:
+    """How far a schedule was, in a checkpoint."""
+
+    seen: int
+    armed: bool
+    spent_s: float
+    processor_s: float
+    elapsed_s: float
+    settled: Mapping[str, float]  # empty before the first allocation
 
 
 class Schedule:
@@ -131,17 +143,21 @@ class Schedule:
                 self._dearest[kind] = FADING * self._cost(kind)
                 self._newest[kind] = seconds
 
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"seen": self._seen, "armed": self._armed}
-        spent = {"spent_s": self._spent_s, "processor_s": self._processor_s, "elapsed_s": self.elapsed_s}
-        return {**counts, **spent, "settled": dict(self._settled or {})}
+    def saved(self) -> SavedSchedule:
+        return SavedSchedule(
+            seen=self._seen,
+            armed=self._armed,
+            spent_s=self._spent_s,
+            processor_s=self._processor_s,
+            elapsed_s=self.elapsed_s,
+            settled=self._settled or {},
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen, self._armed = state["seen"], state["armed"]
-        earlier = sum(state.get("spent", {}).values())  # earlier versions kept it by kind
-        self._spent_s, self._processor_s = state.get("spent_s", earlier), state["processor_s"]
-        self._before, self._began = state["elapsed_s"], None
-        self._settled = dict(state["settled"]) if state.get("settled") else None  # earlier versions have none
+    def go_on(self, saved: SavedSchedule) -> None:
+        self._seen, self._armed = saved.seen, saved.armed
+        self._spent_s, self._processor_s = saved.spent_s, saved.processor_s
+        self._before, self._began = saved.elapsed_s, None
+        self._settled = dict(saved.settled) or None
 
 
 def thinning(index: int, *, full_rate: int) -> int:

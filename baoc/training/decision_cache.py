@@ -7,12 +7,13 @@ somebody else could have put it is none.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,7 @@ from baoc.config.options import code_of
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
 from baoc.profiling.latency import machine, source_hash
-from baoc.types import (
-    Budget,
-    Footprint,
-    LatencyTable,
-    Option,
-    footprint_from_plain,
-    latency_from_plain,
-    option_from_plain,
-    to_plain,
-)
+from baoc.types import Budget, Footprint, LatencyTable, Option, read_plain, to_plain
 
 MOST = 256  # entries that are kept, the newest ones
 # Settings that no decision rests on; how long a run is only says what more of deciding is worth, see `Entry.run_s`.
@@ -153,14 +145,8 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
         body = kept["body"]
         if kept["digest"] != hash_of(body) or body["key"] != json.loads(json.dumps(key)):
             return None
-        return Entry(
-            chosen=option_from_plain(body["chosen"]),
-            options=tuple(map(option_from_plain, body["options"])),
-            footprint=footprint_from_plain(body["footprint"]),
-            latency=latency_from_plain(body["latency"]),
-            run_s=float("inf") if body["run_s"] is None else float(body["run_s"]),
-            in_16_bits=bool(body["in_16_bits"]),
-        )
+        entry = read_plain(Entry, body)
+        return replace(entry, run_s=math.inf) if math.isnan(entry.run_s) else entry
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -6,7 +6,7 @@ Nothing here knows Lightning; the strategy and the plain-loop drop-in use the sa
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from baoc.types import (
     Plan,
     Profile,
     Reallocation,
-    profile_from_plain,
+    read_plain,
     to_plain,
 )
 from baoc.units import format_bytes
@@ -61,6 +61,38 @@ class _Verdict:
     risk_before: float
     cost: float
     drops_gradients: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Switch:
+    """A move whose first update is still to come, and the update RMS of the moved blocks before it."""
+
+    step: int
+    trigger: str
+    rms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """What a checkpoint keeps of a reallocator. Those of earlier versions lack what has a default."""
+
+    step: int
+    last_decision: int
+    num_accepted: int
+    risk_model: str
+    choices: Mapping[str, str]
+    gap: float | None
+    profile: Profile | None
+    first_profile: Profile | None = None
+    watched_from: int = 0
+    tuning: Tuning | None = None
+    budget: Budget | None = None
+    planned: bool | None = None  # None: as if it was of least state to be measured
+    late: Mapping[str, str] = field(default_factory=dict[str, str])
+    left: Mapping[str, str] = field(default_factory=dict[str, str])
+    switch: _Switch | None = None
+    state_bytes: int | None = None
+    profiler: Mapping[str, Any]  # as GradientProfiler has it
 
 
 def _brief(plan: Plan) -> Plan:
@@ -110,7 +142,7 @@ class Reallocator:
         self.left: dict[str, str] = {}  # block -> spec that it left at the last move
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
-        self._switch: dict[str, Any] = {}  # of a move whose first update is still to come
+        self._switch: _Switch | None = None
         self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
@@ -268,8 +300,8 @@ class Reallocator:
             self._learn_late()
         if self._late_came:
             self._measure_late()
-        if self._switch:
-            self._settle()
+        if self._switch is not None:
+            self._settle(self._switch)
         if not self.watching:
             return
         assert self.profiler is not None
@@ -478,7 +510,7 @@ class Reallocator:
         changes = moved_specs(self.plan, proposal)
         self.left = {block: now for block, (now, _) in changes.items()}
         rms_before = self.optimizer.update_rms(changes) if self.step else {}
-        self._switch = {"step": self.step, "trigger": trigger, "rms": rms_before}
+        self._switch = _Switch(step=self.step, trigger=trigger, rms=rms_before)
         texts = {reason.block: reason.text for reason in proposal.reasons}
         with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
@@ -520,39 +552,41 @@ class Reallocator:
         for listener in self.listeners:
             listener(event, self.plan, self.profile)
 
-    def _settle(self) -> None:
+    def _settle(self, switch: _Switch) -> None:
         """The step after a move: how large the moved blocks' updates are beside what they were."""
-        switch, self._switch = self._switch, {}
-        before = {block: rms for block, rms in switch["rms"].items() if rms > 0}
+        self._switch = None
+        before = {block: rms for block, rms in switch.rms.items() if rms > 0}
         after = self.optimizer.update_rms(before)
         ratios = {block: after[block] / rms for block, rms in before.items() if block in after}
         for listener in self.settled_listeners:
-            listener(switch["step"], switch["trigger"], ratios)
+            listener(switch.step, switch.trigger, ratios)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it. `copies`: see
         `GradientProfiler.state_dict`."""
-        return {
-            "step": self.step,
-            "last_decision": self.last_decision,
-            "watched_from": self.watched_from,
-            "num_accepted": self.num_accepted,
-            "risk_model": self.plan.risk_model,
-            "profile": to_plain(self.profile) if self.profile is not None else {},
-            "first_profile": to_plain(self.first_profile) if self.first_profile is not None else {},
-            "choices": dict(self.plan.allocation.choices),
-            "tuning": to_plain(tuning_of(self.plan) or Tuning()),
-            "gap": self.plan.allocation.gap,
-            "budget": to_plain(self.awaited or self.planner.budget),
-            "planned": self.awaited is None or self.goes_on,
-            "late": dict(self.late_specs),
-            "left": dict(self.left),
-            "switch": dict(self._switch),
-            "state_bytes": self.optimizer.state_bytes(),
-            "profiler": self.profiler.state_dict(copies=copies) if self.profiler is not None and self.watching else {},
-        }
+        saved = _Saved(
+            step=self.step,
+            last_decision=self.last_decision,
+            num_accepted=self.num_accepted,
+            risk_model=self.plan.risk_model,
+            choices=self.plan.allocation.choices,
+            gap=self.plan.allocation.gap,
+            profile=self.profile,
+            first_profile=self.first_profile,
+            watched_from=self.watched_from,
+            tuning=tuning_of(self.plan) or Tuning(),
+            budget=self.awaited or self.planner.budget,
+            planned=self.awaited is None or self.goes_on,
+            late=self.late_specs,
+            left=self.left,
+            switch=self._switch,
+            state_bytes=self.optimizer.state_bytes(),
+            profiler={},
+        )
+        watched = self.profiler if self.watching else None
+        return {**to_plain(saved), "profiler": {} if watched is None else watched.state_dict(copies=copies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Goes on where `state` was taken: the saved allocation is taken over if budget, catalogue and blocks are the
@@ -562,82 +596,69 @@ class Reallocator:
         The optimizer's states are loaded by the optimizer, after this. Raises CheckpointError where `state` is damaged,
         and InfeasibleBudgetError where neither the saved allocation nor any other fits, both with nothing changed.
         """
-        _check(state)
-        profile, first = _read_profile(state, "profile"), _read_profile(state, "first_profile")
-        first = first or profile  # checkpoints of earlier versions have none
+        saved = _read(state)
+        profile, first = saved.profile, saved.first_profile or saved.profile
         notes: list[str] = []
         if profile is not None and not usable(profile, planner=self.planner):
             profile = first = None
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
-        watching, footprint = self._watches(state["last_decision"]), self.planner.footprint
+        watching, footprint = self._watches(saved.last_decision), self.planner.footprint
         if self.profiler is not None:
             held = self.profiler.nbytes if watching else 0
             temporary = footprint.profile_temporary_bytes if footprint is not None and held else 0
             self.planner.count_profile(held, temporary_bytes=temporary)
+        known = {"saved": saved.budget, "risk_model": saved.risk_model, "gap": saved.gap, "awaited": self.awaited}
         try:
             plan, changed = self.ranks.from_first(
-                lambda: adopted(self.planner, state, profile=profile, awaited=self.awaited)
+                lambda: adopted(self.planner, saved.choices, profile=profile, **known)
             )
         except BaseException:
             self.planner.footprint = footprint
             raise
-        self.step, self.num_accepted = state["step"], state["num_accepted"]
+        self.step, self.num_accepted = saved.step, saved.num_accepted
         self.profile, self.first_profile = profile, first
-        self.last_decision = state["last_decision"]
-        self.watched_from = state.get("watched_from", 0) if state["profiler"] else self.step
-        self.left, self._switch = dict(state.get("left", {})), dict(state.get("switch", {}))
-        self._saved_bytes = state.get("state_bytes")
+        self.last_decision = saved.last_decision
+        self.watched_from = saved.watched_from if saved.profiler else self.step
+        self.left, self._switch = dict(saved.left), saved.switch
+        self._saved_bytes = saved.state_bytes
         if self.profiler is not None and not watching:
             self.profiler.release()
-        planned = state.get("planned")
-        if planned is None:  # in a checkpoint of before it was told: as if it was of least state to be measured
-            planned = dict(state["choices"]) != dict(self.planner.least().allocation.choices)
+        planned = saved.planned
+        if planned is None:
+            planned = saved.choices != dict(self.planner.least().allocation.choices)
         self.goes_on = self.step > 0 and planned and not changed
         notes = changed + notes
-        self.plan = _as_tuned(plan, state)
-        self.late_specs = dict(state.get("late", {})) if not changed else {}
+        self.plan = _as_tuned(plan, saved)
+        self.late_specs = dict(saved.late) if not changed else {}
         if self.late and self.late_specs:
             self.replan_late()
         self.optimizer.retune(tuning_of(self.plan))
         self._moved(self.plan.allocation.choices, moments={})
-        if self.profiler is not None and self.watching and state["profiler"]:
+        if self.profiler is not None and self.watching and saved.profiler:
             try:
-                self.profiler.load_state_dict(state["profiler"])
+                self.profiler.load_state_dict(saved.profiler)
             except CheckpointError:
                 self.watched_from = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes
 
 
-def _check(state: Any) -> None:
-    keys = ("step", "last_decision", "num_accepted", "risk_model", "profile", "choices", "gap", "profiler")
-    absent = [key for key in keys if not isinstance(state, Mapping) or key not in state]
-    if absent:
-        raise _refused(f"lacks {', '.join(absent)}")
-    kinds = {"step": int, "last_decision": int, "num_accepted": int, "choices": Mapping, "profiler": Mapping}
-    for key, kind in kinds.items():
-        if not isinstance(state[key], kind):
-            raise _refused(f"is damaged, {key} is {state[key]!r:.40}")
-
-
-def _read_profile(state: Mapping[str, Any], key: str) -> Profile | None:
+def _read(state: object) -> _Saved:
     try:
-        return profile_from_plain(state[key]) if state.get(key) else None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _refused(f"is damaged, {key} is no profile ({error!r})") from error
+        saved = read_plain(_Saved, state)
+        if min(saved.step, saved.last_decision, saved.num_accepted, saved.watched_from) < 0:
+            raise ValueError("a step or count is below 0")
+    except ValueError as error:
+        raise CheckpointError(
+            f"'online' of the optimizer checkpoint is damaged: {error}; use another checkpoint, or leave 'online' out "
+            "to load the states alone"
+        ) from error
+    return saved
 
 
-def _refused(why: str) -> CheckpointError:
-    return CheckpointError(
-        f"'online' of the optimizer checkpoint {why}: use another checkpoint, or leave 'online' out to load the states "
-        "alone"
-    )
-
-
-def _as_tuned(plan: Plan, state: Mapping[str, Any]) -> Plan:
+def _as_tuned(plan: Plan, saved: _Saved) -> Plan:
     """A plan that goes on with the saved choices keeps their rates and betas, whatever a newer table gives."""
-    saved = state.get("tuning")  # None in a checkpoint of before there were any
-    if saved is None or plan.basis is None or dict(plan.allocation.choices) != dict(state["choices"]):
+    tuning = saved.tuning  # None in a checkpoint of before there were any
+    if tuning is None or plan.basis is None or dict(plan.allocation.choices) != saved.choices:
         return plan
-    betas = {rule: (float(first), float(second)) for rule, (first, second) in saved["betas"].items()}
-    return replace(plan, basis=replace(plan.basis, lr=dict(saved["lr"]), betas=betas))
+    return replace(plan, basis=replace(plan.basis, lr=tuning.lr, betas=tuning.betas))

@@ -16,7 +16,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
-from baoc.types import LatencyTable, Option, latency_from_plain
+from baoc.types import LatencyTable, Option, read_plain
 
 DECISION = "decision.json"
 LATENCY = "latency.json"
@@ -234,8 +234,8 @@ def saved_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable
     if path is None or config.budget.step_time is None or not path.is_file():
         return None
     try:
-        return latency_from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+        return read_plain(LatencyTable, json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
         raise CheckpointError(
             f"{path}, on which budget.step_time={config.budget.step_time:g} rests, cannot be read ({error}): remove it "
             "to have it measured again"

@@ -35,13 +35,7 @@ from baoc.types.network import (
 )
 from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
-from baoc.types.plain import (
-    footprint_from_plain,
-    latency_from_plain,
-    option_from_plain,
-    profile_from_plain,
-    to_plain,
-)
+from baoc.types.plain import read_plain, to_plain
 from baoc.types.specs import (
     Axis,
     CodecInfo,

@@ -1,14 +1,16 @@
 """Converts these values to what JSON can hold, and back."""
 
+import collections.abc
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, cast
-
-from baoc.types.decision import Footprint, GradientStats, LatencyTable, LinkRates, PeakInterval, Profile
-from baoc.types.option import Option
+from functools import cache
+from typing import Any, TypeVar, cast
 
 _PLAIN = (str, int, bool, type(None))
+_T = TypeVar("_T")
 
 
 def to_plain(value: Any) -> Any:
@@ -28,64 +30,54 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def profile_from_plain(data: Mapping[str, Any]) -> Profile:
-    """The inverse of `to_plain` for a Profile; None becomes NaN again."""
-    stats = {block: GradientStats(**_numbers(values)) for block, values in data["stats"].items()}
-    return Profile(
-        stats=stats,
-        num_samples=data["num_samples"],
-        profile_s=data["profile_s"],
-        warmup_s=data["warmup_s"],
-        profile_bytes=data["profile_bytes"],
+def read_plain(kind: type[_T], data: object) -> _T:
+    """The inverse of `to_plain` for a dataclass of plain values, tuples, mappings and such dataclasses.
+
+    None is NaN where a float is due; unknown keys are left out, and absent ones have their defaults. Raises ValueError,
+    which says what is of another type, for anything else: a file may hold whatever JSON can.
+    """
+    return _read(kind, data, path="it")
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _read(kind: Any, data: Any, *, path: str) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind) and isinstance(data, Mapping):
+        return _read_fields(cast(type[Any], kind), cast(Mapping[str, Any], data), path=path)
+    if origin in (types.UnionType, typing.Union):
+        (some,) = (part for part in parts if part is not type(None))
+        absent = data is None or (is_dataclass(some) and data == {})
+        return None if absent else _read(some, data, path=path)
+    if origin is collections.abc.Mapping and isinstance(data, Mapping):
+        given = cast(Mapping[Any, Any], data)
+        if all(isinstance(key, str) for key in given):
+            return {key: _read(parts[1], value, path=f"{path}.{key}") for key, value in given.items()}
+    if origin is tuple and isinstance(data, list | tuple):
+        given = cast(list[Any], data)
+        each = [parts[0]] * len(given) if parts[-1] is ... else parts
+        if len(each) == len(given):
+            return tuple(
+                _read(part, value, path=f"{path}.{i}") for i, (part, value) in enumerate(zip(each, given, strict=True))
+            )
+    one = cast(Any, data)
+    if kind is float and (one is None or type(one) in (int, float)):
+        return float("nan") if one is None else float(one)
+    if kind is Any or type(one) is kind:
+        return one
+    words = kind.__name__ if isinstance(kind, type) and not parts else str(kind)
+    raise ValueError(f"{path.removeprefix('it.')} is {one!r:.40}, not {words}")
+
+
+def _read_fields(kind: type[Any], data: Mapping[str, Any], *, path: str) -> Any:
+    known = fields(kind)
+    lacking = [f.name for f in known if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
+    if lacking:
+        raise ValueError(f"{path.removeprefix('it.')} lacks {', '.join(lacking)}")
+    hints = _hints(kind)
+    return kind(
+        **{f.name: _read(hints[f.name], data[f.name], path=f"{path}.{f.name}") for f in known if f.name in data}
     )
-
-
-def latency_from_plain(data: Mapping[str, Any]) -> LatencyTable:
-    """The inverse of `to_plain` for a LatencyTable. Raises KeyError, TypeError or ValueError for anything else."""
-    fixed, slope = ({str(spec): float(s) for spec, s in data[key].items()} for key in ("fixed_s", "per_element_s"))
-    return LatencyTable(
-        device=str(data["device"]),
-        fixed_s=fixed,
-        per_element_s=slope,
-        step_s=float(data["step_s"]),
-        base_step_s=float(data["base_step_s"]),
-        reference_step_s=float(data["reference_step_s"]),
-        assumed=tuple(data["assumed"]),
-        hidden_s=float(data["hidden_s"]),
-        link=None if data["link"] is None else _link(data["link"]),
-    )
-
-
-def option_from_plain(data: Mapping[str, Any]) -> Option:
-    """The inverse of `to_plain` for an Option. Raises KeyError or TypeError for anything else."""
-    measured = ("samples_per_s", "step_s", "fastest_s", "reference_s")
-    known: dict[str, Any] = {key: float("nan") if data[key] is None else data[key] for key in measured}
-    return Option(**{**data, **known})
-
-
-def footprint_from_plain(data: Mapping[str, Any]) -> Footprint:
-    """The inverse of `to_plain` for a Footprint. Raises KeyError or TypeError for anything else."""
-    order: dict[str, Any] = {"gradient_order": tuple(data["gradient_order"])}
-    intervals: dict[str, Any] = {"intervals": tuple(PeakInterval(**interval) for interval in data["intervals"])}
-    return Footprint(**{**data, **order, **intervals})
-
-
-def _link(data: Mapping[str, Any]) -> LinkRates:
-    return LinkRates(
-        sizes=tuple(data["sizes"]),
-        in_rates=tuple(data["in_rates"]),
-        out_rates=tuple(data["out_rates"]),
-        both_rates=tuple(data["both_rates"]),
-        source=str(data["source"]),
-    )
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: float("nan")
-        if value is None
-        else _numbers(cast(Mapping[str, Any], value))
-        if isinstance(value, Mapping)
-        else value
-        for key, value in values.items()
-    }

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.planner import PlannerSettings
 from baoc.training.session import SessionSettings
+from baoc.types import to_plain
 from tests.support.optimizing import Gradients, build, info, make_params, one_block
 
 SHAPES = {"a": (4, 8), "b": (4, 8)}
@@ -67,6 +69,12 @@ class TestNames:
             make(groups)
 
 
+def step_all(optimizer: torch.optim.Optimizer) -> None:
+    for param in [p for group in optimizer.param_groups for p in group["params"]]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
 def watching() -> BaocOptimizer:
     """That samples gradients for six steps."""
     torch.manual_seed(0)
@@ -74,6 +82,24 @@ def watching() -> BaocOptimizer:
         planner=PlannerSettings(risk="statistics"), reallocation=ReallocationConfig(mode="once", warmup_steps=6)
     )
     return BaocOptimizer(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4)), budget="state_25", settings=settings)
+
+
+ABSENT = object()
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys of a nested state, of equals the first."""
+    for key in list(node)[:1] if at[:1] == ("choices",) or at == ("profile", "stats") else node:
+        yield (*at, key)
+        if isinstance(node[key], dict):
+            yield from places(node[key], (*at, key))
+
+
+def changed(node: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    key, *rest = path
+    if rest:
+        return {**node, key: changed(node[key], tuple(rest), value)}
+    return {k: v for k, v in node.items() if k != key} | ({} if value is ABSENT else {key: value})
 
 
 class TestBaocOptimizer:
@@ -137,9 +163,7 @@ class TestBaocOptimizer:
     @pytest.mark.parametrize("damage", ["shape", "online", "profile", "choices", "step"])
     def test_a_checkpoint_that_is_refused_changes_nothing(self, damage: str) -> None:
         source, target = watching(), watching()
-        for param in [p for group in source.param_groups for p in group["params"]]:
-            param.grad = torch.ones_like(param)
-        source.step()
+        step_all(source)
         saved = copy.deepcopy(source.state_dict())
         saved["online"]["choices"] = dict.fromkeys(saved["online"]["choices"], "sign")
         assert set(target.specs.values()) != {"sign"}
@@ -157,9 +181,7 @@ class TestBaocOptimizer:
 
     def test_statistics_of_another_layout_start_anew_and_that_is_said(self) -> None:
         source, target = watching(), watching()
-        for param in [p for group in source.param_groups for p in group["params"]]:
-            param.grad = torch.ones_like(param)
-        source.step()
+        step_all(source)
         saved = copy.deepcopy(source.state_dict())
         saved["online"]["profiler"]["layout"] = ["another"]
         told: list[str] = []
@@ -167,6 +189,29 @@ class TestBaocOptimizer:
         target.load_state_dict(saved)
         assert told == ["statistics of gradients start anew"]
         assert target.reallocator.step == target.reallocator.watched_from == 1
+
+    def test_one_wrong_value_is_refused_with_nothing_changed_or_said_or_trained_on(self) -> None:
+        source, target = watching(), watching()
+        for _ in range(4):
+            step_all(source)
+        saved = copy.deepcopy(source.state_dict())
+        assert source.reallocator.profiler is not None
+        saved["online"]["profile"] = to_plain(source.reallocator.profiler.profile())
+        refused = went_on = 0
+        for path in places(saved["online"]):
+            for value in (ABSENT, "x", torch.zeros(2, 3)):
+                online = changed(saved["online"], path, value)
+                before = target.plan, target.reallocator.step, target.specs
+                try:
+                    target.load_state_dict({**saved, "online": online})
+                    step_all(target)
+                except CheckpointError as error:
+                    assert "'online' of the optimizer checkpoint is damaged: " in str(error)
+                    assert before == (target.plan, target.reallocator.step, target.specs)
+                    refused += 1
+                else:
+                    went_on, target = went_on + 1, watching()
+        assert refused > 100 and went_on > 30
 
     def test_float64_models_are_profiled(self) -> None:
         torch.manual_seed(0)

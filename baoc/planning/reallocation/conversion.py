@@ -1,11 +1,10 @@
 """Going on from a checkpoint of another budget, catalogue or cut into blocks: what of it still counts."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from baoc.core.catalogue import on_device
 from baoc.planning.planner import Planner
-from baoc.types import Budget, Plan, Profile, to_plain
+from baoc.types import Budget, Plan, Profile
 
 AUTO = "auto"
 
@@ -16,23 +15,30 @@ def usable(profile: Profile | None, *, planner: Planner) -> bool:
 
 
 def adopted(
-    planner: Planner, state: Mapping[str, Any], *, profile: Profile | None, awaited: Budget | None = None
+    planner: Planner,
+    choices: Mapping[str, str],
+    *,
+    saved: Budget | None,
+    risk_model: str,
+    gap: float | None,
+    profile: Profile | None,
+    awaited: Budget | None = None,
 ) -> tuple[Plan, list[str]]:
     """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
 
     A budget that changed is planned for anew even where the saved allocation would meet it, as it may allow more.
     `auto` is what was free when each run started, so it counts as unchanged. A budget that is `awaited` is planned for
-    after the first step, which then runs the saved allocation.
+    after the first step, which then runs the saved allocation. `saved` is the budget of the checkpoint, None where it
+    is not known.
     """
-    choices, saved = state["choices"], state.get("budget", {})
-    risk = planner.risk_of_saved(state["risk_model"], profile=profile)
-    here = to_plain(awaited or planner.budget)
-    changed = bool(saved) and saved != here and not saved.get("name") == here["name"] == AUTO
-    notes = [f"the budget was {saved['name']}, is {planner.budget.name}"] if changed else []
+    risk = planner.risk_of_saved(risk_model, profile=profile)
+    here = awaited or planner.budget
+    changed = saved is not None and saved != here and not saved.name == here.name == AUTO
+    notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
     if changed and awaited is None:
         plan = planner.propose(risk=risk, profile=profile)
     else:
-        plan = planner.adopt(choices, risk=risk, profile=profile, gap=state["gap"])
+        plan = planner.adopt(choices, risk=risk, profile=profile, gap=gap)
     if awaited is not None and dict(plan.allocation.choices) != dict(choices):
         plan = planner.least()
     names = {block.name for block in planner.blocks}
