@@ -20,7 +20,10 @@ _EXTRAS = {  # package that an extra of the installation brings -> that extra
 }  # fmt: skip
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
+    *("failed to map segment from shared object",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,9 @@ def _system_error(error: BaseException) -> BaocError | None:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError | ImportError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -21,7 +21,11 @@ from baoc.config.nodes import register, with_made_options
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 from baoc.parallel import ranks_here, refuse_ranks
+from baoc.units import GIB, format_bytes
 
+# What Python, torch and SciPy map before anything is trained: 1.2 to 1.5 GB with torch 2.13 for CPUs. With less imports
+# fail in many ways, and OpenBLAS waits for ever.
+_ADDRESS_SPACE = 2 * GIB
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exiting with 1
 
 
@@ -34,6 +38,7 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
         yield_where_shared()
     try:
         if not _print_information(given):
+            _check_address_space()
             given = jobs.with_race_folder(given)
             if (told := ranks_here()) is not None and _runs(given) and ranks.join(told):
                 return ranks.serve()
@@ -56,6 +61,20 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     code = _finish(code)
     ranks.leave(code)
     return code
+
+
+def _check_address_space() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < _ADDRESS_SPACE:  # RLIM_INFINITY is -1
+        raise BadInputError(
+            f"the address space is limited to {format_bytes(limit)} (ulimit -v), and Python with torch maps up to "
+            f"{format_bytes(_ADDRESS_SPACE)} before anything is trained: raise the limit, best with `ulimit -v "
+            "unlimited`; budget=SIZE limits what a run holds"
+        )
 
 
 def _print_information(given: Sequence[str]) -> bool:

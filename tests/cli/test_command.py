@@ -86,6 +86,15 @@ def test_a_refusal_is_one_message_and_leaves_no_folder(run_python, tmp_path: Pat
     assert not list(tmp_path.glob("outputs/*/*/*/*"))
 
 
+def test_too_little_address_space_is_said_before_imports_fail_or_wait(run_python):
+    code = (
+        "import resource, sys\nfrom baoc.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (900 * 2**20, resource.RLIM_INFINITY))\nsys.exit(main(['mode=plan']))"
+    )
+    done = run_python(code)
+    assert done.returncode == 2 and "address space is limited to 900 MiB (ulimit -v)" in done.stderr, done.stderr
+
+
 def test_run_py_is_the_same_command(run_python):
     done = run_python("run.py", "--version")
     assert (done.returncode, done.stdout) == (0, "baoc 0.1.0\n")

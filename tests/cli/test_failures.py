@@ -50,6 +50,9 @@ INFEASIBLE = InfeasibleBudgetError("needs 1 GiB", budget_bytes=1, least_feasible
         ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), 4, "out of memory: DefaultCPUAllocator"),
         (MemoryError(), 4, "out of memory: the machine has none left"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "out of memory: [Errno 12] Cannot allocate memory"),
+        (RuntimeError("can't start new thread"), 4, "out of memory: can't start new thread"),
+        (ImportError("x.so: failed to map segment from shared object"), 4, "out of memory: x.so: failed to map"),
         (
             OSError(errno.ENOSPC, "No space left", "/x/y"),
             OutputError.exit_code,
