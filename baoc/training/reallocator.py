@@ -645,7 +645,7 @@ class Reallocator:
 
 def _read(state: object) -> _Saved:
     try:
-        saved = read_plain(_Saved, state)
+        saved = read_plain(_Saved, state, partial=True)
         if min(saved.step, saved.last_decision, saved.num_accepted, saved.watched_from) < 0:
             raise ValueError("a step or count is below 0")
     except ValueError as error:

@@ -30,13 +30,14 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def read_plain(kind: type[_T], data: object) -> _T:
+def read_plain(kind: type[_T], data: object, *, partial: bool = False) -> _T:
     """The inverse of `to_plain` for a dataclass of plain values, tuples, mappings and such dataclasses.
 
-    None is NaN where a float is due; unknown keys are left out, and absent ones have their defaults. Raises ValueError,
-    which says what is of another type, for anything else: a file may hold whatever JSON can.
+    None is NaN where a float is due, and unknown keys are left out. `partial`: keys that have a default may be absent,
+    as in what earlier versions wrote. Raises ValueError, which says what is of another type, for anything else: a file
+    may hold whatever JSON can.
     """
-    return _read(kind, data, path="it")
+    return _read(kind, data, path="it", partial=partial)
 
 
 @cache
@@ -44,25 +45,25 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _read(kind: Any, data: Any, *, path: str) -> Any:
+def _read(kind: Any, data: Any, *, path: str, partial: bool) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind) and isinstance(data, Mapping):
-        return _read_fields(cast(type[Any], kind), cast(Mapping[str, Any], data), path=path)
+        return _read_fields(cast(type[Any], kind), cast(Mapping[str, Any], data), path=path, partial=partial)
     if origin in (types.UnionType, typing.Union):
         (some,) = (part for part in parts if part is not type(None))
         absent = data is None or (is_dataclass(some) and data == {})
-        return None if absent else _read(some, data, path=path)
+        return None if absent else _read(some, data, path=path, partial=partial)
     if origin is collections.abc.Mapping and isinstance(data, Mapping):
         given = cast(Mapping[Any, Any], data)
         if all(isinstance(key, str) for key in given):
-            return {key: _read(parts[1], value, path=f"{path}.{key}") for key, value in given.items()}
+            return {key: _read(parts[1], value, path=f"{path}.{key}", partial=partial) for key, value in given.items()}
     if origin is tuple and isinstance(data, list | tuple):
         given = cast(list[Any], data)
         each = [parts[0]] * len(given) if parts[-1] is ... else parts
         if len(each) == len(given):
-            return tuple(
-                _read(part, value, path=f"{path}.{i}") for i, (part, value) in enumerate(zip(each, given, strict=True))
-            )
+            places = (f"{path}.{i}" for i in range(len(given)))
+            found = zip(each, given, places, strict=True)
+            return tuple(_read(part, value, path=place, partial=partial) for part, value, place in found)
     one = cast(Any, data)
     if kind is float and (one is None or type(one) in (int, float)):
         return float("nan") if one is None else float(one)
@@ -72,12 +73,13 @@ def _read(kind: Any, data: Any, *, path: str) -> Any:
     raise ValueError(f"{path.removeprefix('it.')} is {one!r:.40}, not {words}")
 
 
-def _read_fields(kind: type[Any], data: Mapping[str, Any], *, path: str) -> Any:
-    known = fields(kind)
-    lacking = [f.name for f in known if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
+def _read_fields(kind: type[Any], data: Mapping[str, Any], *, path: str, partial: bool) -> Any:
+    hints, found, lacking = _hints(kind), dict[str, Any](), list[str]()
+    for f in fields(kind):
+        if f.name in data:
+            found[f.name] = _read(hints[f.name], data[f.name], path=f"{path}.{f.name}", partial=partial)
+        elif not partial or (f.default is MISSING and f.default_factory is MISSING):
+            lacking.append(f.name)
     if lacking:
         raise ValueError(f"{path.removeprefix('it.')} lacks {', '.join(lacking)}")
-    hints = _hints(kind)
-    return kind(
-        **{f.name: _read(hints[f.name], data[f.name], path=f"{path}.{f.name}") for f in known if f.name in data}
-    )
+    return kind(**found)

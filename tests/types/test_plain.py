@@ -66,9 +66,11 @@ class Whole:
 )
 def test_what_is_of_another_type_is_told_by_its_place(data: Any, told: str) -> None:
     with pytest.raises(ValueError, match=f"^{told}"):
-        read_plain(Whole, data)
+        read_plain(Whole, data, partial=True)
 
 
 def test_absent_and_unknown_keys() -> None:
-    read = read_plain(Whole, {"number": None, "unknown": 3, "part": {}})
+    read = read_plain(Whole, {"number": None, "unknown": 3, "part": {}}, partial=True)
     assert math.isnan(read.number) and read.part is None and read.parts == ()
+    with pytest.raises(ValueError, match=r"^it lacks flag, parts, pair, named$"):
+        read_plain(Whole, {"number": 1, "part": None})
