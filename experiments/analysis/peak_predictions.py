@@ -35,6 +35,10 @@ TRACKED = "statistics of a decision made float64 copies; 25 tries after the mend
 # Table and commit -> why a run was above. "Below at" names a run of the same case in the same table.
 CAUSES = {
     ("ddp_steps_h200.csv", ""): BUCKET,
+    (
+        "decisions_compiled_runs_h200.csv",
+        "d53ae6f",
+    ): "a kept decision's process had loaded fewer kernels when it was looked at than later; not mended",
     ("fsdp_steps_h200.csv", "932c522"): EXCHANGED,
     (
         "largest_llama_trained_h200.csv",

@@ -132,6 +132,10 @@ def run_case(
     build, built = training.build, list[Any]()
     training.build = lambda *args, **kwargs: built.append(build(*args, **kwargs)) or built[-1]
     overrides = [*CASES[name], f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
+    if stacks is not None:
+        import torch
+
+        torch._logging.set_logs(recompiles=True)  # the log says why anything is compiled again
     with sampled(stacks):
         training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
     (folder / "flops").write_text(str(forward_flops(*built[-1])))

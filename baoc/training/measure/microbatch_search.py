@@ -117,8 +117,8 @@ def decide(
     phases = PhaseTimer()
     with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
         visit.callback(restore_rng, capture_rng())
-        visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run
         visit.callback(gc.unfreeze)
+        visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run, nor was there before
         gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
