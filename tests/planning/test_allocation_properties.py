@@ -88,18 +88,6 @@ def test_lagrangian_on_many_blocks_is_near_its_bound(seed: int, byte_part: float
     assert allocation.gap is not None and allocation.gap < 0.05
 
 
-@examples(15)
-@given(seed=seeds, byte_part=st.floats(0.1, 0.8))
-def test_the_lagrangian_bound_lies_below_the_optimum_and_its_answer_above(seed: int, byte_part: float):
-    """On 60 blocks the gap is small, so a bound that is a little too high shows."""
-    options = random_candidates(seed, blocks=60, specs=10, timed=False)
-    limits = limits_at(options, byte_part=byte_part, step_part=None)
-    allocation, best = LAGRANGIAN(options, limits=limits), EXACT(options, limits=limits)
-    assert allocation.gap is not None and best.gap == pytest.approx(0.0, abs=1e-6)
-    assert allocation.risk * (1 - allocation.gap) <= best.risk * (1 + 1e-6)
-    assert best.risk * (1 - 1e-6) <= allocation.risk
-
-
 @examples(40)
 @given(seed=seeds, byte_part=st.floats(0, 1), step_part=st.none() | st.floats(0.2, 1))
 def test_random_is_feasible_seeded_and_leaves_nothing_that_fits(seed: int, byte_part: float, step_part: float | None):
