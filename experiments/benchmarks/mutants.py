@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def campaign(name: str, *, folder: Path, children: int, seconds: float | None) -> list[dict[str, str]]:
-    modules, tests = CAMPAIGNS[name]
+    (modules, tests), now = CAMPAIGNS[name], commit() or ""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for file in filter(lambda file: (ROOT / file).is_file(), listed.splitlines()):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def campaign(name: str, *, folder: Path, children: int, seconds: float | None) -
     rows: list[dict[str, str]] = []
     for told in mutmut("results", "--all", "true").splitlines():
         mutant, _, status = told.strip().partition(": ")
-        row = dict.fromkeys(FIELDS, "") | {"mutant": mutant, "status": status, "commit": commit() or ""}
+        row = dict.fromkeys(FIELDS, "") | {"mutant": mutant, "status": status, "commit": now}
         row["module"] = mutant.rpartition(".")[0].replace(".", "/") + ".py"
         if status not in ("killed", "timeout", "not checked"):
             diff = [line for line in mutmut("show", mutant).splitlines() if line[:3] not in ("---", "+++")]
