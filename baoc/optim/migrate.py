@@ -92,7 +92,7 @@ def convert(
     return needs_v and not has_v and moments is None
 
 
-def _convert_together(
+def convert_together(
     source: Slot, target: Slot, old: State, new: State, *, specs: tuple[OptimizerSpec, OptimizerSpec], **how: Any
 ) -> bool:
     """`convert` of the whole tensor on the host, where v comes of the rows of all ranks. Collective."""
@@ -224,13 +224,13 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)
-        norm, numel = _over_ranks(slot, norm=float(norm), count=numel)
+        norm, numel = over_ranks(slot, norm=float(norm), count=numel)
         total += norm**2
         count += numel
     return (total / count) ** 0.5 if count and not isnan(total) else None
 
 
-def _over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
+def over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
     """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
     if slot.shard is None or slot.shard.shards.size == 1:
         return norm, count
@@ -275,7 +275,7 @@ def move(
         for source, slot, new in zip(held.slots, target.slots, news, strict=True):
             old = registry.state[slot.param]
             together = slot.shard is not None and needs_all_rows(source.rule.info, slot.rule.info)
-            unseeded = (partial(_convert_together, specs=(held.spec, target.spec)) if together else convert)(
+            unseeded = (partial(convert_together, specs=(held.spec, target.spec)) if together else convert)(
                 source,
                 slot,
                 old,

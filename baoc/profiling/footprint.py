@@ -116,7 +116,7 @@ def probe_footprint(
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
         # Experts that this batch had no sample for: a later one has some.
         idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
-        waiting = _waiting_bytes(device, params) if released else idle
+        waiting = waiting_bytes(device, params) if released else idle
         validation = _validation(run_validation_batch, module, meter, named=named)
     intervals, validation = (
         tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
@@ -130,14 +130,14 @@ def probe_footprint(
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes + waiting,
         context_bytes=memory.settle_context(device) or context_bytes,
-        reserve_bytes=_reserve(device, peak=peak + waiting),
+        reserve_bytes=reserve_of(device, peak=peak + waiting),
         released=bool(released),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
 
 
-def _waiting_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
+def waiting_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
     """Gradients that are there longer on a card, where blocks wait for others; here they are dropped one by one."""
     return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
 
@@ -227,7 +227,7 @@ class FirstStepMemory:
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
             context_bytes=memory.settle_context(device) or self._context_bytes,
-            reserve_bytes=_reserve(device, peak=peak + state_bytes),
+            reserve_bytes=reserve_of(device, peak=peak + state_bytes),
             released=released,
         )
 
@@ -237,7 +237,7 @@ class FirstStepMemory:
         self._hooks = []
 
 
-def _reserve(device: torch.device, *, peak: int) -> int:
+def reserve_of(device: torch.device, *, peak: int) -> int:
     """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES + PAGES_BYTES + FRAGMENTATION * peak."""
     if device.type == "cuda":
         return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)

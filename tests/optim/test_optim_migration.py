@@ -14,9 +14,9 @@ from baoc.optim import BlockwiseOptimizer, inherit, migrate
 from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
-    _over_ranks,
     convert,
     needs_all_rows,
+    over_ranks,
     planned_growth,
     rms_of,
 )
@@ -440,7 +440,7 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     monkeypatch.setattr(migrate, "gathered", lambda *args, spec: asked.append((*args, spec)) or whole)
     (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
     how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": report, "fresh": False, "seeded": True}
-    assert not migrate._convert_together(source, target, old, new, specs=specs, **how)
+    assert not migrate.convert_together(source, target, old, new, specs=specs, **how)
     assert asked == [(source, old, specs[0])] and report.how["v_row"] == "converted"
     v = whole["v"] / (1 - BETAS[1] ** 7)
     assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
@@ -475,7 +475,7 @@ def test_the_norm_of_a_tensor_is_that_of_all_ranks_rows(size: int, expected: tup
     shards = SimpleNamespace(size=size, total_=lambda sums: sums.add_(others))
     slot: Any = SimpleNamespace(shard=SimpleNamespace(shards=shards), param=torch.zeros(1))
     with torch.device("meta"):  # a default device of the user's
-        assert _over_ranks(slot, norm=3.0, count=1) == expected
+        assert over_ranks(slot, norm=3.0, count=1) == expected
 
 
 def test_conversion_errors_are_summed_up_in_double_precision() -> None:

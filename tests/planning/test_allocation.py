@@ -300,7 +300,7 @@ def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatc
 
 def test_mixtures_are_of_each_pair_of_limits():
     three = make_problem(TRADE, limits=Limits(state_bytes=12, step_s=None, host_bytes=1, link_s=1.0))
-    weights = np.array(feasible._mixtures(three))
+    weights = np.array(feasible.mixtures(three))
     assert weights.shape == (3 * 9, 4) and weights.sum(1) == pytest.approx(1)
     assert (weights[:, 1] == 0).all() and ((weights > 0).sum(1) == 2).all()
     assert weights[:9, 0] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])

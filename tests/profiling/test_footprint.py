@@ -17,7 +17,7 @@ from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step
 from baoc.profiling import footprint as module_of_footprints
 from baoc.profiling import step_temporaries as module
 from baoc.profiling.cuda_emulation import CachingAllocator
-from baoc.profiling.footprint import SCALARS_BYTES, _reserve, _waiting_bytes, restored
+from baoc.profiling.footprint import SCALARS_BYTES, reserve_of, restored, waiting_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.tracker import PeakMeter
@@ -451,7 +451,7 @@ def test_an_emulated_card_reserves_whole_pages():
 
 @pytest.mark.parametrize(("device", "reserve"), [("cpu", 16 * KIB), ("cuda", LATE_MODULES_BYTES + 24 * MIB + 20 * MIB)])
 def test_a_card_keeps_room_for_late_kernels_pages_and_gaps(device: str, reserve: int):
-    assert _reserve(torch.device(device), peak=1000 * MIB) == reserve
+    assert reserve_of(torch.device(device), peak=1000 * MIB) == reserve
 
 
 def test_weights_that_nothing_uses_count_and_all_may_be_trained():
@@ -479,11 +479,11 @@ def test_a_first_micro_batch_that_needs_more_is_a_stretch_of_its_own():
 def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: pytest.MonkeyPatch):
     net, x = Net(), data()
     trained = sum(param.nbytes for param in net.parameters() if param.requires_grad)
-    assert _waiting_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
+    assert waiting_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
     given = {"run_micro_batch": lambda: net(x), "released": [list(net.body.parameters())]}
-    monkeypatch.setattr(module_of_footprints, "_reserve", lambda device, peak: peak)
+    monkeypatch.setattr(module_of_footprints, "reserve_of", lambda device, peak: peak)
     before, kept = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
-    monkeypatch.setattr(module_of_footprints, "_waiting_bytes", lambda device, params: 1000 * bool(len(params)))
+    monkeypatch.setattr(module_of_footprints, "waiting_bytes", lambda device, params: 1000 * bool(len(params)))
     more, still = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
     for part in ("gradients_bytes", "forward_backward_bytes", "resident_bytes", "reserve_bytes"):
         assert getattr(more, part) == getattr(before, part) + 1000 and getattr(still, part) == getattr(kept, part)

@@ -40,7 +40,7 @@ def search(problem: Problem) -> Ints | None:
     if not (least <= problem.limits).all():
         return None
     shares = problem.spent / problem.units[:, None, None]
-    mixed = [problem.least(weighted(weights, shares)) for weights in _mixtures(problem)]
+    mixed = [problem.least(weighted(weights, shares)) for weights in mixtures(problem)]
     distinct = list({choice.tobytes(): choice for choice in mixed}.values())
     for choice in distinct:
         if problem.feasible(choice):
@@ -53,7 +53,7 @@ def search(problem: Problem) -> Ints | None:
     return None if solved is None else solved.choice
 
 
-def _mixtures(problem: Problem) -> list[Floats]:
+def mixtures(problem: Problem) -> list[Floats]:
     """Weights [limits] that mix each pair of the limited totals."""
     found: list[Floats] = []
     for first, second in combinations(np.flatnonzero(np.isfinite(problem.limits)).tolist(), 2):
