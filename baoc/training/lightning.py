@@ -437,6 +437,8 @@ class BudgetedStrategy(Strategy):
     @in_own_words
     def _learn(self, stepped: Reallocator, *, unseen: set[Reallocator]) -> None:
         """After the first real step of each optimizer here, which told what forward and backward need."""
+        if not stepped.has_gradients:
+            return
         unseen.discard(stepped)
         if self._unmeasured is not None and not unseen:
             first, self._unmeasured = self._unmeasured, None

@@ -240,7 +240,7 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @in_own_words
     def _learn_footprint(self) -> None:
-        if self._first_step is not None:
+        if self._first_step is not None and self.reallocator.has_gradients:
             first_step, self._first_step = self._first_step, None
             first_step.learn(self.reallocator)
             self.narrator.first_step_bytes = first_step.peak_bytes

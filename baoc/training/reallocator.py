@@ -252,6 +252,12 @@ class Reallocator:
             self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + num_bytes)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass came before this step; without one it tells nothing of memory."""
+        registry = self.optimizer.registry
+        return self.optimizer.releaser is not None or any(param.grad is not None for param in registry.names)
+
+    @property
     def late_bytes_adamw(self) -> int:
         return ADAMW_BYTES * sum(info.numel for info in self.late.values())
 
@@ -296,7 +302,7 @@ class Reallocator:
         if self.ranks is ALONE:
             refuse_ranks("decision")
         self.step += 1
-        if self._late_step is not None:
+        if self._late_step is not None and self.has_gradients:
             self._learn_late()
         if self._late_came:
             self._measure_late()

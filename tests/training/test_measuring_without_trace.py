@@ -196,6 +196,21 @@ def test_a_step_that_cannot_run_before_training_is_measured_in_training(budget: 
     assert strategy.budget_met is (True if budget == "8gb" else None)
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_module_that_skips_its_first_batches_is_measured_by_the_first_that_it_takes(caplog):
+    """As filters of bad batches do; a step without gradients tells nothing of memory."""
+
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            return None if batch_idx < 2 else super().training_step(batch, batch_idx)
+
+    strategy = BaocStrategy("8gb")
+    fit(strategy, module=Skips())
+    assert "(TypeError: training_step returned no loss for the first batch)" in caplog.text
+    assert strategy.budget_met and strategy.plan.peak_bytes > 0
+    assert strategy.reallocator.planner.footprint.gradients_bytes > 0
+
+
 def test_a_limit_on_time_says_what_it_lacks_then():
     with pytest.raises(BadInputError, match=r"could not be measured before training .*, which step_time=2 needs"):
         fit(BaocStrategy({"step_time": 2.0}), module=OnlyInTraining(), callbacks=[Scales()])

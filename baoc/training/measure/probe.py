@@ -243,7 +243,7 @@ def _training(strategy: Any) -> Callable[[Any], Tensor]:
         out = strategy.training_step(*step_arguments(strategy.lightning_module.training_step, moved))
         loss = out["loss"] if isinstance(out, dict) else out
         if not isinstance(loss, Tensor):
-            raise BadInputError("training_step returned no loss tensor for the probe's batch: return the loss")
+            raise TypeError("training_step returned no loss for the first batch")  # as Lightning lets it skip one
         return loss
 
     return run
