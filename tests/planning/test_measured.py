@@ -38,7 +38,7 @@ FAMILY = Family(
 def planner(
     fraction: float, *, family: Family | None = FAMILY, params: list[ParamInfo] | None = None, **settings: object
 ) -> Planner:
-    given = {"risk": "measured", "family": None} | settings
+    given = {"risk": "measured", "family": "auto"} | settings
     made = Planner(
         params or llama(),
         budget=Budget(name="some", state_fraction=fraction),
