@@ -357,7 +357,13 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
 
 def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(monkeypatch: pytest.MonkeyPatch):
     """Else a decision that had no room, and finds some after all, goes on without a latency table and its limit."""
-    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "narrow": {}, "less": {}}
+    given: dict[str, Any] = {
+        "task": None,
+        "trials": None,
+        "budget": parse_budget("8gb"),
+        "bf16_params": {},
+        "bf16_savings": {},
+    }
     axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
     measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = Trial(micro_batch=32, footprint=footprint(32))
