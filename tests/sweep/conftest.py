@@ -2,7 +2,6 @@
 leave each run that other tests fork to import torch and Lightning by itself."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +15,3 @@ def one_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "preload", lambda *modules: preload(*dict.fromkeys((*modules, *NEEDED))))
         yield
-
-
-@pytest.fixture
-def server_is_up(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """For tests of trials that write nothing for seconds: they do not while the server still imports either."""
-    folder: Path = tmp_path_factory.mktemp("server")
-    forkserver.preload()
-    forkserver.start(int, log=folder / "log", lock=folder / "lock", arguments=(), variables={}).join()

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
+from baoc.sweep.early_stopping import EarlyStopping
 from baoc.sweep.status import load_study, main, status_of
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 
 pytestmark = pytest.mark.slow
 
-# Quality falls from 2q to q; the run goes on from its last step, waits at each, and ends at SIGTERM as a run does.
+# Quality falls from 2q to q. A run waits at each step until the study has looked at it, and ends at SIGTERM as runs do.
 STUB = """
 import json, os, signal, sys, time
 words = dict(word.split("=", 1) for word in sys.argv[1:])
@@ -27,8 +28,8 @@ for step in (10, 20, 30):
     with open(folder + "/metrics.jsonl", "a") as file:
         line = {"schema": 1, "step": step - 1, "epoch": 0, "time_s": 0, "val/loss": value}
         file.write(json.dumps(line) + "\\n")
-    if words.get("wait"):
-        time.sleep(1.0)
+    while words.get("wait") and not os.path.exists(f"{folder}/looked_at_{step}"):
+        time.sleep(0.01)
 result = {"quality": {"value": quality}, "state_bytes": size, "peak_bytes": 1, "samples_per_s": 1.0}
 json.dump(result, open(folder + "/result.json", "w"))
 """
@@ -47,7 +48,20 @@ def config(**changes: object) -> StudyConfig:
     return read_study(values | changes)
 
 
-def test_a_beaten_trial_is_ended_at_its_first_rung_and_no_baseline_nor_one_of_fewer_bytes(tmp_path: Path, capsys):
+def test_a_beaten_trial_is_ended_at_its_first_rung_and_no_baseline_nor_one_of_fewer_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    plain = EarlyStopping.stop_reason
+
+    def stop_reason(self: EarlyStopping, folder: Path, *, repeat: int) -> str:
+        file = folder / "metrics.jsonl"
+        seen = file.read_text().count("\n") if file.is_file() else 0
+        reason = plain(self, folder, repeat=repeat)
+        for step in range(10, 10 * seen + 1, 10) if not reason else ():
+            (folder / f"looked_at_{step}").touch()
+        return reason
+
+    monkeypatch.setattr(EarlyStopping, "stop_reason", stop_reason)
     baselines = [["q=1", "size=5"], ["q=5", "size=9"]]
     space = {"q": {"choices": [4.0]}, "size": {"choices": [4, 9]}}
     study = run_study(config(baselines=baselines, space=space, n_trials=4), folder=tmp_path, code=STUB)

@@ -254,13 +254,18 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     assert sorted(map(int, drawn)) == list(range(16))
 
 
-@pytest.mark.usefixtures("server_is_up")
 def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):
     """Once: its second attempt goes on. Always, deaf to SIGTERM even: it fails, and the others finish."""
     monkeypatch.setattr(study_module, "END_PATIENCE_S", 1.0)
-    deaf = STUB.replace('mode == "slow"', 'mode == "deaf"').replace(
-        "time.sleep(0.3)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
-    )
+    hang = "open(folder + '/hangs', 'w').write(str(os.getpid())); time.sleep(900)"
+    deaf = STUB.replace('mode == "slow"', 'mode == "deaf"').replace("time.sleep(60)", hang)
+    deaf = deaf.replace("time.sleep(0.3)", f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {hang}")
+
+    def silent_s(self: trial_process.TrialProcess) -> float:
+        said = self.folder / "hangs"
+        return 8.0 * (said.is_file() and said.read_text() == str(self.process.pid))
+
+    monkeypatch.setattr(trial_process.TrialProcess, "silent_s", silent_s)
     given = config(n_trials=4, retries=1, stall_s=7, baselines=[["x=0.1", "mode=wait_once"], ["x=0.2", "mode=deaf"]])
     begun = time.monotonic()
     study = run_study(given, folder=tmp_path, code=deaf)
@@ -274,11 +279,17 @@ def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: 
     assert "trial 1 hangs: it wrote nothing for 7 s" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("server_is_up")
-def test_a_trial_that_writes_does_not_hang(tmp_path: Path):
-    talks = STUB.replace("time.sleep(0.3)", "[(print('on', flush=True), time.sleep(0.5)) for _ in range(12)]")
-    study = run_study(config(n_trials=1, stall_s=4, fixed=["mode=slow"]), folder=tmp_path, code=talks)
-    assert study.trials[0].state is TrialState.COMPLETE and attempts(tmp_path, 0) == ["new"]
+def test_a_trial_that_writes_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trial = trial_process.TrialProcess(["x=0.1"], folder=tmp_path / "0000", threads=1, code=STUB)
+    trial.process.join()
+    now = 1000.0
+    monkeypatch.setattr(trial_process.time, "monotonic", lambda: now)
+    for name in (trial_process.LOG, trial_process.METRICS_FILE):
+        with (tmp_path / "0000" / name).open("a") as file:
+            file.write("on")
+        assert trial.silent_s() == 0
+        now += 5
+        assert trial.silent_s() == 5
 
 
 @pytest.mark.parametrize("value", ["/a/b-1.2", "/a b/\u00fc", "it's", "a,b={c}", "x\\'y", "tail\\", "a\\b"])

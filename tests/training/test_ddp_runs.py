@@ -6,7 +6,6 @@ What takes a launcher, a command's exit code or a killed process is in tests/cli
 import csv
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -42,6 +41,7 @@ from baoc.training.measure import microbatch_search
 from baoc.training.reallocator import Reallocator
 from tests.support.ranks import as_launched, group, in_processes
 from tests.support.training_runs import brief, config
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -123,11 +123,14 @@ def befalling(kind: str, *, rank: int, folder: Path) -> Iterator[None]:
         if rank == 0 and now == AT and kind == "budget file":
             (folder / "budget").write_text("state_10\n")
         loss = plain(self, batch, index)
+        if kind.startswith("nan") and now == AT and not mine:
+            (folder / "ahead").touch()
         if mine and now == AT and self.trainer.training:
             if kind.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, kind.removesuffix(", cut")))
             if kind.startswith("nan"):
-                time.sleep(0.5)
+                ahead = folder.parents[1] / "rank 0" / folder.name / "ahead"
+                wait_until(ahead.is_file, what="the other rank's step")
                 return loss * nan
         return loss
 

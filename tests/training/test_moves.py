@@ -11,6 +11,7 @@ from torch import nn
 from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import SPECS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import describe
@@ -40,6 +41,7 @@ def session(budget: int | str, *, mode: str = "off") -> tuple[nn.Module, Any]:
         forward_backward_bytes=2 * WEIGHTS,
         validation_bytes=0,
         resident_bytes=2 * WEIGHTS,
+        step_temporary_bytes=dict.fromkeys(SPECS, 0),
     )
     defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     planned = Session(
