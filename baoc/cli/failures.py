@@ -1,29 +1,16 @@
 """Maps every way a run can fail to one message and one exit code; anything else is a bug, with its traceback."""
 
-import errno
 import sys
 import traceback
 from dataclasses import dataclass
 
 from baoc.cli.hydra_errors import translate_error
 from baoc.core import own_code
-from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError, causes
+from baoc.core.commands import INTERRUPTED, is_interrupt, is_unread, system_error
+from baoc.errors import BadInputError, BaocError
 
-INTERRUPTED = 130
 BUG = 1
 _TERMINATED = "SIGTERMException"  # Lightning's; a SystemExit without a code, which would count as success
-
-_EXTRAS = {  # package that an extra of the installation brings -> that extra
-    "omegaconf": "all", "plotly": "all", "pydantic": "all", "safetensors": "all", "transformers": "all",
-    "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
-    "diffusers": "diffusion", "peft": "lora",
-}  # fmt: skip
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
-_OUT_OF_MEMORY = (
-    *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
-    *("failed to map segment from shared object",),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +28,15 @@ def failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
     if kind == _TERMINATED:
         return Failure(kind=kind, message="terminated (SIGTERM)", exit_code=INTERRUPTED)
-    if _is_interrupt(error):
+    if is_unread(error):
+        return Failure(kind=kind, message="", exit_code=INTERRUPTED)
+    if is_interrupt(error):
         message = str(error) if isinstance(error, KeyboardInterrupt) else ""
         return Failure(kind="KeyboardInterrupt", message=message or "interrupted", exit_code=INTERRUPTED)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return Failure(kind=kind, message=error.code if isinstance(error.code, str) else "", exit_code=code)
-    expected = error if isinstance(error, BaocError) else translate_error(error) or _system_error(error)
+    expected = error if isinstance(error, BaocError) else translate_error(error) or system_error(error)
     if expected is not None:
         return Failure(kind=kind, message=str(expected), exit_code=expected.exit_code)
     details = "".join(traceback.format_exception(error))
@@ -79,51 +68,3 @@ def report(failure: Failure, *, where: str = "") -> None:
     if text:
         prefix = "baoc: " if failure.exit_code == INTERRUPTED else "baoc: error: "
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
-
-
-def _system_error(error: BaseException) -> BaocError | None:
-    """A full disk, an unwritable folder, exhausted memory or a package of an extra, anywhere in the chain of causes."""
-    for cause in causes(error):
-        missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
-        if missing in _EXTRAS:
-            extra = _EXTRAS[missing]
-            return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
-        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
-            return OutputError(
-                f"no space left on the device{_path_suffix(cause)}: "
-                "free some, or write elsewhere with hydra.run.dir=PATH"
-            )
-        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
-            return OutputError(
-                f"a file{_path_suffix(cause)} would be larger than files may be: raise the limit (ulimit -f), or write "
-                "elsewhere with hydra.run.dir=PATH"
-            )
-        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
-            return OutputError(
-                f"cannot open or write{_path_suffix(cause)}: {cause.strerror}; a run writes into hydra.run.dir=PATH"
-            )
-        if _is_out_of_memory(cause):
-            return BudgetBreachedError(
-                f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"
-                "set a smaller micro_batch, model.size or budget"
-            )
-    return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    return isinstance(error, RuntimeError | ImportError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether the error is Ctrl-C, or the SystemExit that Lightning makes of it."""
-    return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
-    )
-
-
-def _path_suffix(error: OSError) -> str:
-    return f" {error.filename}" if error.filename else ""

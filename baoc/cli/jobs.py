@@ -19,13 +19,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from baoc import __version__
-from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.failures import Failure, failure_of, report
 from baoc.cli.ranks import is_other, leave, serve, together
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.nodes import own_option
 from baoc.config.schema import RunConfig
 from baoc.core import own_code
+from baoc.core.commands import INTERRUPTED
 from baoc.core.own_code import GROUPS
 from baoc.errors import BadInputError
 

@@ -12,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 
 import baoc
 from baoc.cli import jobs, ranks, usage
-from baoc.cli.failures import INTERRUPTED, failure_of, report
+from baoc.cli.failures import failure_of, report
 from baoc.cli.listing import LISTS, lines
 from baoc.cli.waiting import yield_where_shared
 from baoc.config import assets
@@ -51,9 +51,6 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
                 _run_hydra(given)
         sys.stdout.flush()
         code = 0
-    except BrokenPipeError:  # the reader has ended, as in `--list specs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return INTERRUPTED
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         report(failure)

@@ -20,8 +20,9 @@ from time import monotonic, sleep
 from typing import Any
 
 import baoc
-from baoc.cli.failures import INTERRUPTED, Failure, failure_of, report
+from baoc.cli.failures import Failure, failure_of, report
 from baoc.config.schema import RunConfig
+from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.parallel import ALONE, Told, lost_peer, ranks, ranks_here, refusal
 

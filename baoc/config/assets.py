@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from baoc.errors import BaocError
+from baoc.errors import BadInputError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -14,7 +14,9 @@ def root() -> Path:
     for folder in (_PACKAGE / "_assets", _PACKAGE.parent):
         if (folder / "conf" / "config.yaml").is_file():
             return folder
-    raise BaocError(f"conf/config.yaml is neither in {_PACKAGE / '_assets'} nor beside the package: install baoc again")
+    raise BadInputError(
+        f"conf/config.yaml is neither in {_PACKAGE / '_assets'} nor beside the package: install baoc again"
+    )
 
 
 def conf() -> Path:

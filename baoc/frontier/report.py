@@ -7,15 +7,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from baoc.core.commands import Arguments, command
 from baoc.frontier.build import build_report
-from baoc.frontier.commands import Arguments, command
 from baoc.frontier.picture import BROWSERS, picture_of
 from baoc.tracking.console import say
 
 
 @command
 def main(argv: Arguments = None) -> None:
-    """Returns exit code 0, or 2 if a folder holds no run or cannot be read or written."""
+    """Raises BadInputError where a folder holds no run."""
     parser = argparse.ArgumentParser(prog="python -m baoc.frontier.report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of runs, at any depth")
     parser.add_argument("--out", type=Path, help="where to write; the first folder by default")

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from baoc.core.catalogue import select
+from baoc.core.commands import Arguments, command
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.errors import BaocError
 from baoc.planning.cost import bytes_per_parameter
 
 
@@ -22,13 +22,9 @@ def table(patterns: Sequence[str] = ("*",)) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    try:
-        print(table(sys.argv[1:] or ("*",)))
-    except BaocError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+@command
+def main(argv: Arguments = None) -> None:
+    print(table((sys.argv[1:] if argv is None else argv) or ("*",)))
 
 
 if __name__ == "__main__":

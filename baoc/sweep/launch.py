@@ -11,7 +11,7 @@ from hydra.core.utils import JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from baoc.errors import BaocError
+from baoc.errors import TrainingFailedError
 from baoc.parallel import refuse_ranks
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import refuse_all_failed, run_study, study_folder
@@ -21,8 +21,8 @@ from baoc.tracking.console import say
 
 def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str]) -> None:
     """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
-    them. A failed worker is reported; its trials go to the others or to the next start. Raises BaocError if all of them
-    failed, and TrainingFailedError if all trials did."""
+    them. A failed worker is reported; its trials go to the others or to the next start. Raises TrainingFailedError if
+    all of them failed, or all trials did."""
     folder = study_folder(config.hydra.sweep.dir)
     body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
@@ -32,7 +32,7 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
     for number in bad:
         say(f"worker {number} failed ({ended[number]._return_value}); see {folder / 'workers' / str(number)}")
     if len(bad) == len(jobs):
-        raise BaocError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
+        raise TrainingFailedError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
     url = storage_url(study.storage, folder=folder)
     refuse_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
 

@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from baoc.errors import BadInputError
-from baoc.frontier.commands import Arguments, command
+from baoc.core.commands import Arguments, command
+from baoc.errors import BadInputError, first_line
 from baoc.frontier.pareto import pareto
 from baoc.frontier.runs import STUDY_FILE
 from baoc.sweep.early_stopping import violates_constraint
@@ -117,7 +117,7 @@ def load_study(folder: Path, *, storage: str | None = None) -> tuple[optuna.Stud
         study = optuna.load_study(study_name=about["name"], storage=open_storage(url))
     except (KeyError, StorageInternalError, SQLAlchemyError, ValueError) as error:
         raise BadInputError(
-            f"{url} holds no study {about['name']!r} ({str(error).splitlines()[0][:200]}): give the URL of the study's "
+            f"{url} holds no study {about['name']!r} ({first_line(error)[:200]}): give the URL of the study's "
             "storage as --storage URL, or start the study again"
         ) from error
     return study, about["objectives"], int(about["n_trials"])
@@ -170,22 +170,23 @@ def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> S
 
 
 @command
-def main(argv: Arguments = None) -> int:
-    """Returns exit code 0, or 2 if there is no study or its storage does not answer."""
+def main(argv: Arguments = None) -> None:
+    """Prints until all has ended where `--every` is given. Raises BadInputError without a study, or where its storage
+    does not answer."""
     parser = argparse.ArgumentParser(prog="python -m baoc.sweep.status", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the study's folder")
     parser.add_argument("--storage", help="the storage's URL, where it has a password")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="show it again and again, until all has ended")
     given = parser.parse_args(argv)
+    study, objectives, total = load_study(given.folder, storage=given.storage)
     try:
-        study, objectives, total = load_study(given.folder, storage=given.storage)
-        while True:
-            status = show(study, objectives=objectives, total=total)
-            if given.every is None or status.ended >= total:
-                return 0
+        while show(study, objectives=objectives, total=total).ended < total and given.every is not None:
             time.sleep(given.every)
-    except KeyboardInterrupt:
-        return 130
+    except (StorageInternalError, SQLAlchemyError) as error:
+        raise BadInputError(
+            f"the storage of study {study.study_name!r} does not answer ({first_line(error)[:200]}): start its "
+            "server, or give its URL as --storage URL"
+        ) from error
 
 
 if __name__ == "__main__":

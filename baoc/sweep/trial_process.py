@@ -13,7 +13,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from baoc.cli.failures import BUG, INTERRUPTED
+from baoc.cli.failures import BUG
+from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
 from baoc.frontier.runs import CONFIG, ERROR, RESULT
 from baoc.models import MODELS

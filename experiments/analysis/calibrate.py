@@ -18,9 +18,9 @@ from rich.table import Table
 
 from baoc.config import assets
 from baoc.config.environment import commit
+from baoc.core.commands import Arguments, command
 from baoc.core.statistics import Interval, paired_difference
 from baoc.errors import BadInputError
-from baoc.frontier.commands import Arguments, command
 from baoc.frontier.runs import find_runs
 from baoc.planning.risk import RISKS
 from baoc.sweep.early_stopping import violates_constraint

@@ -1,6 +1,5 @@
 """What a command leaves in its folders and what it exits with, with a stand-in for the training itself."""
 
-import errno
 import json
 import os
 import subprocess
@@ -100,31 +99,6 @@ def test_env_json_names_neither_machine_nor_user(training, tmp_path: Path):
     parts = {"schema", "baoc", "commit", "python", "platform", "versions", "device", "variables", "command", "argv"}
     assert set(json.loads(text)) == parts
     assert str(tmp_path) not in text and str(ROOT) not in text and str(Path.home()) not in text
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "message"),
-    [
-        (InfeasibleBudgetError("least is 2 GiB", budget_bytes=1, least_feasible_bytes=2), 3, "error: least is 2 GiB\n"),
-        (TrainingFailedError("loss is nan"), 5, "error: loss is nan\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "x.ckpt"), 2, "error: no space left on the device x.ckpt"),
-        (KeyboardInterrupt(), 130, "baoc: interrupted before the first checkpoint\n"),
-        (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops\nthis is a bug in baoc"),
-    ],
-)
-def test_a_failed_run_keeps_what_failed_and_exits_with_it(error, exit_code, message, training, tmp_path: Path, capsys):
-    def fail(config: RunConfig, run_dir: Path, command: str) -> None:
-        raise error
-
-    training(fail)
-    assert main([]) == exit_code
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert ("Traceback" in shown) == (exit_code == 1)
-    run_dir = only(tmp_path, "outputs/vision/*/*")
-    kept = json.loads((run_dir / "error.json").read_text())
-    assert (kept["kind"], kept["exit_code"]) == (type(error).__name__, exit_code)
-    assert not (run_dir / "result.json").exists()
 
 
 def test_an_interrupt_says_how_to_go_on(training, capsys):

@@ -1,0 +1,108 @@
+"""How a command ends: what the system or the user did to it, as one message and one exit code.
+
+Here is what needs no Hydra, for the `python -m baoc.FOLDER.NAME` commands; `baoc.cli.failures` has the rest.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+
+from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError, causes
+
+Arguments = Sequence[str] | None  # None: sys.argv[1:]
+INTERRUPTED = 130
+
+_EXTRAS = {  # package that an extra of the installation brings -> that extra
+    "omegaconf": "all", "plotly": "all", "pydantic": "all", "safetensors": "all", "transformers": "all",
+    "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
+    "diffusers": "diffusion", "peft": "lora",
+}  # fmt: skip
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
+    *("failed to map segment from shared object",),
+)
+
+
+def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
+    """Decorates `main(argv)`: its exit code or 0; after what a user can cause or meet one line and that error's code.
+    An OSError that `system_error` does not know counts as a path that is not there (2)."""
+
+    @wraps(main)
+    def run(argv: Arguments = None) -> int:
+        try:
+            code = main(argv) or 0
+            sys.stdout.flush()
+            return code
+        except (Exception, KeyboardInterrupt) as error:
+            if is_unread(error):
+                return INTERRUPTED
+            if is_interrupt(error):
+                print("baoc: interrupted", file=sys.stderr)
+                return INTERRUPTED
+            expected = error if isinstance(error, BaocError) else system_error(error)
+            if expected is None and not isinstance(error, OSError):
+                raise
+            print(f"baoc: error: {expected or error}", file=sys.stderr)
+            return (expected or BadInputError).exit_code
+
+    return run
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether the reader of stdout has gone, as in `--list specs | head`. What is left to write then goes nowhere."""
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return True
+    return False
+
+
+def system_error(error: BaseException) -> BaocError | None:
+    """A full disk, an unwritable folder, exhausted memory or a package of an extra, anywhere in the chain of causes."""
+    for cause in causes(error):
+        missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            extra = _EXTRAS[missing]
+            return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
+            return OutputError(
+                f"no space left on the device{_path_suffix(cause)}: "
+                "free some, or write elsewhere with hydra.run.dir=PATH"
+            )
+        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+            return OutputError(
+                f"a file{_path_suffix(cause)} would be larger than files may be: raise the limit (ulimit -f), or write "
+                "elsewhere with hydra.run.dir=PATH"
+            )
+        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
+            return OutputError(
+                f"cannot open or write{_path_suffix(cause)}: {cause.strerror}; a run writes into hydra.run.dir=PATH"
+            )
+        if _is_out_of_memory(cause):
+            return BudgetBreachedError(
+                f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"
+                "set a smaller micro_batch, model.size or budget"
+            )
+    return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError | ImportError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the error is Ctrl-C, or the SystemExit that Lightning makes of it."""
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
+    )
+
+
+def _path_suffix(error: OSError) -> str:
+    return f" {error.filename}" if error.filename else ""
