@@ -107,9 +107,9 @@ def test_commands_name_what_exists(command: str):
         assert find_spec(rest[0]) is not None
     elif program != "run.py":
         assert (ROOT / program).is_file()
-    elif rest[0] == "--list":
+    elif rest[:1] == ["--list"]:
         assert rest[1] in LISTS
-    elif rest[0] != "--help":
+    elif rest[:1] != ["--help"]:
         for overrides in points([argument for argument in rest if argument != "-m"]):
             from_hydra(compose(overrides))
 
