@@ -1,10 +1,12 @@
 """The folder for what is kept between runs: tokens, measured seconds, decisions, the CPU's library.
 
-What others could have put there is not read back where it would steer a run: `read_own` and `shared_with` tell.
+What others could have put there is not read back where it would steer a run: `read_own` and `shared_with` tell. Nor is
+code that compilers of others keep (`keep_private`).
 """
 
 import hashlib
 import json
+import logging
 import os
 import stat
 import sys
@@ -13,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 CACHE = "BAOC_CACHE"  # the environment variable
 
 
@@ -76,6 +79,21 @@ def shared_with(folder: Path) -> str | None:
         if not sticky and (fault := fault_of(status, is_folder=True)) is not None:
             return f"{part} {fault}"
     return None
+
+
+def keep_private(variable: str, folder: Path) -> None:
+    """Has a compiler load its code, from the `folder` that the environment's `variable` names, where nobody else could
+    have put it: another folder takes its place where others could write into this one."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if (fault := shared_with(folder)) is None:
+            return
+        own = cache_folder() / variable.lower()
+        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if shared_with(own) is not None:
+            own = Path(tempfile.mkdtemp(prefix="baoc-"))
+        log.warning("%s: compiled code is kept in %s instead; set $%s to a folder of yours", fault, own, variable)
+        os.environ[variable] = str(own)
 
 
 def fault_of(status: os.stat_result, *, is_folder: bool) -> str | None:

@@ -25,7 +25,7 @@ _BROKEN = (OSError, EOFError, zlib.error)  # of a file, or of what gzip has in i
 _TEXT = (".txt", ".text", ".md", ".txt.gz", ".text.gz", ".md.gz")
 JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _PARQUET = (".parquet",)
-_PACKED = {".zip", ".tar", ".tgz", ".7z", ".rar", ".xz", ".bz2", ".zst", ".lz4"}
+_PACKED = (".tar.gz", ".tgz", ".zip", ".tar", ".7z", ".rar", ".xz", ".bz2", ".zst", ".lz4")
 MOST_NULS = 10  # a tenth of a part of a file
 _HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
 
@@ -87,23 +87,41 @@ def find(path: str | Path, *, pattern: str | None = None, text_column: str = "te
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
     if path.is_file():
+        if (ending := _ending(path)) in _PACKED:
+            raise BadInputError(f"dataset.path={path} is packed: {_unpack(ending)}; {_HOW}")
         return TextFiles(name=path.name.split(".")[0] or path.name, files=(path,), text_column=text_column)
     within = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
     within = [file for file in within if not is_hidden(file)]
     held = [path / file for file in within if (path / file).is_file()]
     known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + JSON + _PARQUET)]
+    left = [] if pattern else sorted(set(held) - set(known))
+    others = sorted({_ending(file) for file in left})
     if not known:
-        others = sorted({file.suffix or file.name for file in held})[:8]
         holds = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
-        beside = f", only {', '.join(others)}" if others else ""
-        if packed := next((end for end in others if end.lower() in _PACKED), None):
-            beside += f": unpack {packed} files first, of compressed ones .gz alone is read"
+        beside = f", only {', '.join(others[:8])}" if others else ""
+        if packed := next((ending for ending in others if ending in _PACKED), None):
+            beside += f": {_unpack(packed)}"
         elif others:
             beside += f": dataset.pattern='*{others[0]}' reads those as text"
         raise BadInputError(f"dataset.path={path} {holds}{beside}; {_HOW}")
-    if left := len(held) - len(known):
-        log.warning("%s: %d files that are no text by their endings are left out", path, left)
+    if packed := next((file for file in known if _ending(file) in _PACKED), None):
+        raise BadInputError(
+            f"dataset.pattern={pattern} takes {packed}, which is packed: {_unpack(_ending(packed))}, or give a pattern "
+            "that leaves it out"
+        )
+    if left:
+        told = ", ".join(others[:8])
+        log.warning("%s: %d files that are no text by their endings (%s) are left out", path, len(left), told)
     return TextFiles(name=path.resolve().name, files=tuple(known), text_column=text_column)
+
+
+def _ending(file: Path) -> str:
+    """That of a packed file, which may have two parts, in lower case; else the last one; the name of a file without."""
+    return next((ending for ending in _PACKED if file.name.lower().endswith(ending)), file.suffix or file.name)
+
+
+def _unpack(ending: str) -> str:
+    return f"unpack {ending} files first, of compressed ones .gz alone is read"
 
 
 def measure(source: TextFiles) -> Content:
@@ -178,10 +196,11 @@ def _plain_text(file: Path) -> Iterator[TextChunk]:
                 raise _undecodable(file, error, read=read, pending=len(error.object) - len(new)) from error
             if not new:
                 break
-            if MOST_NULS * new.count(0) > len(new):
+            if MOST_NULS * new.count(0) >= len(new):
                 raise BadInputError(
-                    f"{file} is mostly NUL characters near byte {read}, as UTF-16 without a mark and binary files are: "
-                    "convert it, for example with iconv -f utf-16le -t utf-8, or leave it out with dataset.pattern"
+                    f"a tenth or more of {file} is NUL characters near byte {read}, as of UTF-16 without a mark and of "
+                    "binary files: convert it, for example with iconv -f utf-16le -t utf-8, or leave it out with "
+                    "dataset.pattern"
                 )
             read += len(new)
             *complete, held = _cut(held + new)

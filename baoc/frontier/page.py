@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import inf, isfinite, sqrt
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,19 @@ FEWEST_RUNS = 20  # whose best quarter says something of a setting
 LEVEL = 0.95  # of the intervals over seeds
 
 
-def page_data(runs: Sequence[RunFolder], *, title: str, race: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), the failed jobs, and a race."""
+def page_data(
+    runs: Sequence[RunFolder], *, title: str, beside: Path, race: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), the failed jobs, and a race. Folders of
+    runs are relative to the folder `beside`, as the page may be uploaded."""
     names = label_runs(runs)
     jobs = failed_jobs(runs, names=names)
+    kinds = [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)]
+    for point in [point for kind in kinds for view in (kind, kind["study"]) if view for point in view["points"]]:
+        point["folders"] = [Path(relpath(folder, beside)).as_posix() for folder in point["folders"]]
     return {
         "title": title,
-        "kinds": [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)],
+        "kinds": kinds,
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
         "race": None if race is None else race_table(race),
     }
@@ -89,7 +96,7 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mappi
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
-    data = json.dumps(page_data(runs, title=title, race=race), allow_nan=False)
+    data = json.dumps(page_data(runs, title=title, beside=path.parent, race=race), allow_nan=False)
     for mark in "&<>":  # in HTML `</script` would end the script that holds it, and `<!--<script` keep it from ending
         data = data.replace(mark, f"\\u{ord(mark):04x}")
     parts = {
@@ -274,7 +281,7 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:
     result = result_of(seeds[0])
     return {
         "label": entry.label,
-        "folders": [str(run.path.absolute()) for run in seeds],
+        "folders": [run.path for run in seeds],
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
         "quality": _null_if_not_finite(entry.quality),

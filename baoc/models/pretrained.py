@@ -17,6 +17,7 @@ from baoc.errors import BadInputError, first_line
 from baoc.types import Role
 
 _SHOWN = 4
+_ORIGIN = "_baoc_origin"  # attribute of a network that remembers it
 # Modules of transformers, timm and torchvision that end a network, or sum it up for such an end
 _HEADS = frozenset({"pooler", "classifier", "head", "lm_head", "score", "cls", "fc", "qa_outputs", "pre_logits"})
 
@@ -55,17 +56,27 @@ def not_from_scratch(network: nn.Module) -> str:
     """Why training does not begin from scratch, as far as the network tells; "" where it does, or cannot be known.
 
     peft and diffusers leave a name in the module; transformers marks each parameter that `from_pretrained` read. A
-    state dict that was loaded leaves no trace.
+    state dict that was loaded leaves no trace, and `fully_shard` none of marks, see `remember_origin`. What is frozen
+    does not count.
     """
+    if (remembered := vars(network).get(_ORIGIN)) is not None:
+        return remembered
     for module in network.modules():
+        if not any(param.requires_grad for param in module.parameters()):
+            continue
         if getattr(module, "peft_config", None):
             return "adapters of peft are trained"
         config = getattr(module, "config", None)
         if isinstance(config, Mapping) and config.get("_name_or_path"):
             return f"its weights are those of {config['_name_or_path']}"
-    params = list(network.parameters())
+    params = [param for param in network.parameters() if param.requires_grad]
     read = sum(param.numel() for param in params if getattr(param, "_is_hf_initialized", False))
     return "its weights were read by from_pretrained" if 2 * read > sum(param.numel() for param in params) else ""
+
+
+def remember_origin(network: nn.Module) -> None:
+    """Keeps what `not_from_scratch` says now, before `fully_shard` puts new parameters in the place of marked ones."""
+    setattr(network, _ORIGIN, not_from_scratch(network))
 
 
 def refuse_nonfinite(model: nn.Module, *, given: str) -> None:

@@ -6,6 +6,7 @@ None of them changes the name, dtype or value of a parameter.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from baoc.cache import keep_private
 from baoc.errors import BadInputError
 
 
@@ -161,6 +163,7 @@ def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: S
     if key not in compiled_layers:
         from torch import _dynamo
 
+        _load_own_code()
         _dynamo.config.recompile_limit = max(_VARIANTS, _dynamo.config.recompile_limit)
         # Else weights that were narrowed in place since are taken for what they were.
         _dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
@@ -198,7 +201,15 @@ def start_compiler() -> None:
     is built, and what is asked for before they are there is compiled one kernel after the other."""
     from torch._inductor.async_compile import maybe_warm_pool
 
+    _load_own_code()
     maybe_warm_pool()
+
+
+def _load_own_code() -> None:
+    """By default torch keeps it in the folder for temporary files, under a name that another user may take first."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    keep_private("TORCHINDUCTOR_CACHE_DIR", Path(cache_dir()))
 
 
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:

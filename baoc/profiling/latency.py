@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from baoc.cache import hash_of, write_own
+from baoc.cache import hash_of, read_own, write_own
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
@@ -235,11 +235,11 @@ def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
 
 
 def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
-    """Spec -> line from the cache; empty where there is no file or it cannot be read."""
+    """Spec -> line from the cache; empty where there is no file that is the user's own and can be read."""
     if cache_dir is None:
         return {}
     try:
-        data: Any = json.loads(_path(cache_dir, key).read_text(encoding="utf-8"))
+        data: Any = json.loads(read_own(_path(cache_dir, key)) or "")
         if data["key"] != dict(key):
             return {}
         return {str(spec): _read_line(line) for spec, line in data["lines"].items()}

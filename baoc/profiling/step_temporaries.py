@@ -19,6 +19,7 @@ from baoc.optim.shards import is_sharded, local
 from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes
 from baoc.types import OptimizerSpec, Scaling
+from baoc.types.network import matrix_shape
 
 _SMALL = 256, 256
 
@@ -81,7 +82,7 @@ def _measured(
 
 def _largest_shapes(params: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
     """Those of matrices beside which no other has as many elements and as long a shorter side."""
-    sides = {tuple(p.shape): min(len(p), p.numel() // len(p)) for p in params if p.ndim > 1 and p.numel()}
+    sides = {tuple(p.shape): min(len(p), p.numel() // len(p)) for p in params if p.numel() and matrix_shape(p.shape)}
     found: list[tuple[int, ...]] = []
     for shape in sorted(sides, key=lambda shape: (-math.prod(shape), -sides[shape])):
         if not found or sides[shape] > sides[found[-1]]:

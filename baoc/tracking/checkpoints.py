@@ -30,6 +30,16 @@ WRITTEN_KEY = "written_s"  # inside META_KEY: seconds since 1970, since copying 
 CHECKSUM_KEY = "baoc_sealed"  # true in a checkpoint that was written with a checksum, so that a lost one is noticed
 FOLDER = "checkpoints"
 SUFFIX = ".ckpt"
+_OF_PARTS = {
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "torch": ("Size",),  # and dtypes
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+}
 LAST = f"last{SUFFIX}"
 REMEDY = "give resume=auto (the newest intact one), or the path of another checkpoint or run folder"
 
@@ -57,10 +67,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
         mapped = zipfile.is_zipfile(path)
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "
-            f"({_first_line(error)}): save plain hyperparameters, or convert the file if you trust its source; {REMEDY}"
-        ) from None
+        raise _may_run_code(path, error) from None
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from error
     if not isinstance(content, dict) or (ours and SCHEMA_KEY not in content):
@@ -80,6 +87,39 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
 
 
 RACE = "race"  # folder of a run with the runs of its race, which are not the run's own
+
+
+class _NamesCodeError(Exception):
+    pass
+
+
+class _PartsReader(pickle.Unpickler):
+    """Reads what `torch.distributed.checkpoint` writes about parts, and calls nothing else that a file names."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or global_name in _OF_PARTS.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise _NamesCodeError(f"it names {module_name}.{global_name}")
+
+
+def check_parts(folder: Path) -> None:
+    """Raises CheckpointError where the `.metadata` of a folder of parts, which torch unpickles, may run code."""
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as file:
+            _PartsReader(file).load()
+    except _NamesCodeError as error:
+        raise _may_run_code(path, error) from None
+    except Exception as error:  # unpickling what is damaged raises nearly anything
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}; {REMEDY}") from error
+
+
+def _may_run_code(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "
+        f"({_first_line(error)}): save plain hyperparameters, or convert the file if you trust its source; {REMEDY}"
+    )
 
 
 def resolve_resume(

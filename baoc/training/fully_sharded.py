@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from baoc.errors import BadInputError
+from baoc.models.pretrained import remember_origin
 from baoc.models.switches import recomputable_layers
 from baoc.optim.shards import cut_again, is_sharded, warm, whole_on_first
 from baoc.parallel import ranks, refusal
@@ -73,7 +74,8 @@ def one_mesh(device: torch.device) -> DeviceMesh:
 
 def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
     """Cuts the module by fully_shard, on its device: each part comes there as rank 0 has it, the repeated layers of
-    each child, then the child."""
+    each child, then the child. The module remembers where its weights are from."""
+    remember_origin(module)
     policy = MixedPrecisionPolicy()
     if precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -31,6 +31,7 @@ from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
+from baoc.tracking.checkpoints import check_parts
 from baoc.training.arriving_weights import (
     MIXED,
     ArrivedWeights,
@@ -492,6 +493,8 @@ class BudgetedStrategy(Strategy):
         """A file, or a folder of parts that Lightning's ModelParallelStrategy wrote."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
+        if weights_only is not False:
+            check_parts(Path(checkpoint_path))
         content: dict[str, Any] = _load_distributed_checkpoint(Path(checkpoint_path))
         parts = sorted((key for key in content if key.startswith("optimizer_")), key=lambda key: (len(key), key))
         return {"optimizer_states": [content.pop(key) for key in parts], **content}

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -169,9 +170,10 @@ ROWS = [{"text": "first Zoë"}, {"text": ""}, {"text": "second\nline"}, {"text":
 def test_zipped_texts_and_marks_of_byte_order_are_read_and_others_counted(tmp_path, caplog):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone ")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbftwo"))
-    (tmp_path / "c.pdf").write_bytes(b"%PDF")
+    for name in ("c.pdf", "d.zip", "e.tar.gz", "f.PDF"):
+        (tmp_path / name).write_bytes(b"%PDF")
     assert joined(find(tmp_path).chunks()) == b"one two"
-    assert "1 files that are no text by their endings are left out" in caplog.text
+    assert "4 files that are no text by their endings (.PDF, .pdf, .tar.gz, .zip) are left out" in caplog.text
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two" * 500)[:-12])
     with pytest.raises(BadInputError, match=r"b\.txt\.gz cannot be read after \d+ bytes"):
         joined(find(tmp_path).chunks())
@@ -257,15 +259,31 @@ def test_path_without_text_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a.txt", "Hello there\n".encode("utf-16-le") * 50, r"mostly NUL characters near byte 0, as UTF-16 .*utf-16le"),
+        ("a.txt", "Hello there\n".encode("utf-16-le") * 50, r"a tenth or more of .*a.txt is NUL .* byte 0, .*utf-16le"),
         ("a.txt", "Hello there\n".encode("utf-16") * 50, r"is not UTF-8 text \(byte 0: .*iconv -f utf-16 -t utf-8"),
         ("a.txt.xz", b"\xfd7zXZ", r"holds no text, only .xz: unpack .xz files first, of compressed ones .gz alone"),
+        ("a.TAR.gz", b"\x1f\x8b", r"holds no text, only .tar.gz: unpack .tar.gz files first, of compressed ones"),
     ],
 )
 def test_texts_in_another_encoding_or_archive_are_refused_with_the_way_to_convert_them(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInputError, match=told):
         joined(find(tmp_path).chunks())
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".zip", ".txt.zst"])
+def test_an_archive_is_not_read_as_text(tmp_path, ending):
+    file = tmp_path / f"corpus{ending}"
+    file.write_bytes(b"PK")
+    (tmp_path / "a.txt").write_text("text")
+    last = "." + ending.rpartition(".")[2] if ending != ".tar.gz" else ending
+    told = rf"corpus{re.escape(ending)} is packed: unpack {re.escape(last)} files first, of compressed ones .gz alone"
+    with pytest.raises(BadInputError, match="dataset.path=.*" + told):
+        find(file)
+    with pytest.raises(
+        BadInputError, match=r"dataset.pattern=\*\.\* takes .*corpus.* or give a pattern that leaves it out"
+    ):
+        find(tmp_path, pattern="*.*")
 
 
 @pytest.mark.parametrize("before_it", [0, 20])

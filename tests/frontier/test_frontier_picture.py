@@ -93,6 +93,7 @@ def test_rows_are_sorted_filtered_and_opened(tmp_path: Path):
 
 def test_a_view_is_in_the_address_and_comes_back_from_it(tmp_path: Path):
     three_families(tmp_path)
+    (tmp_path / "random").rename(tmp_path / "random #1?")
     tell = """
         const rows = () => [...document.querySelectorAll("#points tr[data-label]")].map((row) => row.dataset.label);
         const seen = () => [rows(), byId("axis").value, byId("query").value, state.sort, state.descending, state.open];
@@ -112,12 +113,32 @@ def test_a_view_is_in_the_address_and_comes_back_from_it(tmp_path: Path):
         told.hash = location.hash;
         """,
     )
-    assert told["plain"] == "" and told["link"] == (tmp_path / "random").as_uri() + "/"
+    assert told["plain"] == "" and told["link"] == (tmp_path / "random #1?").as_uri() + "/"
     assert told["seen"][1:] == ["peak_mib", "seeds=1", "quality", True, "allocator=random"]
     again = acted(tmp_path, f"{tell} told.seen = seen();", hash=told["hash"])
     assert again["seen"] == told["seen"]
-    foreign = acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=[]&kind=x")
-    assert len(foreign["seen"][0]) == 4
+    tell += """told.lists = ["x", '"uniform"', null, '["uniform"]'].map(listOf);"""
+    foreign = acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=x&kind=x")
+    assert len(foreign["seen"][0]) == 4 and foreign["lists"] == [[], [], [], ["uniform"]]
+    assert str(tmp_path) not in (tmp_path / "frontier.html").read_text(), "it is uploaded"
+
+
+def test_a_page_in_a_frame_stays_there(tmp_path: Path):
+    """As W&B and notebooks show it: an address of its own would load another page."""
+    three_families(tmp_path)
+    told = acted(
+        tmp_path,
+        """
+        byId("query").value = "seeds=1";
+        draw();
+        open("allocator=random");
+        await wait(500);
+        told.rows = document.querySelectorAll("#points tr[data-label]").length;
+        told.shown = document.querySelector("#points tr.more dl").lastChild.textContent;
+        """,
+        framed=True,
+    )
+    assert told == {"rows": 3, "shown": "randomcopy"}
 
 
 def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):
@@ -163,24 +184,27 @@ def test_colours_are_the_systems_or_the_readers(tmp_path: Path, system: str, gro
     assert told["looks"] == [[*ground[own], f"colours: {name}"] for own, name in zip(grounds, names, strict=True)]
 
 
-def acted(folder: Path, act: str, *flags: str, hash: str = "") -> dict[str, Any]:
+def acted(folder: Path, act: str, *flags: str, hash: str = "", framed: bool = False) -> dict[str, Any]:
     """What a script that acts as a reader notes in `told`, in a Chromium."""
-    found = re.search(r'<pre id="told">(.*?)</pre>', body_of(folder, *flags, act=act, hash=hash), re.DOTALL)
+    body = body_of(folder, *flags, act=act, hash=hash, framed=framed)
+    found = re.search(r'<pre id="told">(.*?)</pre>', body, re.DOTALL)
     assert found is not None, "the script failed"
     return json.loads(html.unescape(found[1]))
 
 
-def body_of(folder: Path, *flags: str, act: str, hash: str = "") -> str:
-    """The body of the folder's page after `act`, a script, as a Chromium has it."""
+def body_of(folder: Path, *flags: str, act: str, hash: str = "", framed: bool = False) -> str:
+    """The body of the folder's page after `act`, a script, as a Chromium has it; or of one that has it in a frame."""
     frontier_of(folder, show=False)
     script = f"""<script>(async () => {{
         const told = {{}}, wait = (ms) => new Promise((done) => setTimeout(done, ms));
         await wait(500);
         try {{ {act} }} catch (error) {{ told.error = String(error.stack); }}
-        document.body.append(element("pre", {{id: "told", textContent: JSON.stringify(told)}}));
+        const note = element("pre", {{id: "told", textContent: JSON.stringify(told)}});
+        (window === top ? document : top.document).body.append(note);
     }})();</script></body>"""
-    page = folder / "acted.html"
-    page.write_text((folder / "frontier.html").read_text().replace("</body>", script))
+    page, text = folder / "acted.html", (folder / "frontier.html").read_text().replace("</body>", script)
+    frame = f'<body><iframe width="1400" height="3000" srcdoc="{html.escape(text)}"></iframe></body>'
+    page.write_text(frame if framed else text)
     program = picture.browser()
     assert program is not None, "this test needs a Chromium"
     command = [program, "--headless=new", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--no-sandbox"]

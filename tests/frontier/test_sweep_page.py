@@ -106,7 +106,7 @@ def test_diverged_runs_curves_and_choices(tmp_path: Path):
     text = "\n".join(json.dumps(row) for row in rows) + '\n{"step": 1001, "train/lo'
     (tmp_path / "0" / "metrics.jsonl").write_text(text)
     (tmp_path / "0" / "allocation.json").write_text(json.dumps({"choices": {"head": "sign"}}))
-    (kind,) = page_data(find_runs(tmp_path), title="t")["kinds"]
+    (kind,) = page_data(find_runs(tmp_path), title="t", beside=tmp_path)["kinds"]
     (point,) = kind["points"]
     assert point["quality"] is None and point["choices"] == {"head": "sign"}
     curve = point["curves"]["train/loss"]

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from baoc import cache
-from baoc.cache import shared_with
+from baoc.cache import keep_private, shared_with
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
+from baoc.models.switches import start_compiler
 from baoc.optim import BlockwiseOptimizer
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
@@ -243,6 +244,27 @@ class TestWhoseLibraryItIs:
         found = self.kept()
         assert found.read_bytes() == b"built" and not found.is_relative_to(theirs)
         assert found.parent.name.startswith("baoc-") and found.parent not in (theirs, fallback)
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_torchs_compiler_loads_no_code_from_a_folder_of_others(
+        self, cache: Path, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor Triton's: `keep_private` alone is asked there, before the first launch."""
+        monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: None)
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        theirs.chmod(0o777 if shared else 0o700)
+        for ask in (start_compiler, lambda: keep_private("TRITON_CACHE_DIR", theirs)):
+            for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                monkeypatch.setenv(variable, str(theirs))
+            ask()
+            changed = {os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]} - {str(theirs)}
+            names = {str(cache / name) for name in ("torchinductor_cache_dir", "triton_cache_dir")}
+            assert len(changed) == shared and changed <= names
+        if shared:
+            cache.chmod(0o777)
+            keep_private("TRITON_CACHE_DIR", theirs)
+            assert os.environ["TRITON_CACHE_DIR"].startswith(str(tmp_path / "tmp" / "baoc-"))
 
     @pytest.mark.parametrize("change", ["torn", "swapped", "hash", "mode", "link", "owner"])
     def test_a_file_that_is_not_what_was_built_is_built_again(self, cache: Path, tmp_path: Path, change: str) -> None:

@@ -139,6 +139,10 @@ def test_other_versions_and_unreadable_files_are_timed_again(tmp_path: Path, mon
         path.write_text(broken)
     measure_latency(steps, cache_dir=tmp_path, clock=machine.clock)
     assert machine.runs["a"] == 3 * runs
+    for path in tmp_path.iterdir():  # what another user could have written
+        path.chmod(0o666)
+    measure_latency(steps, cache_dir=tmp_path, clock=machine.clock)
+    assert machine.runs["a"] == 4 * runs
 
 
 @pytest.mark.parametrize("line", [[1.0, 2.0], [1.0, -2.0, 0.0], ["x", 1, 1], [1.0, 1.0, float("inf")], None])

@@ -1,16 +1,19 @@
 """Every way in which a file is no checkpoint has its own text; `resume=` finds the newest intact one."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from baoc.callbacks.generators import capture_rng
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
-from baoc.tracking.checkpoints import load_checked, newest_first, resolve_resume
+from baoc.tracking.checkpoints import check_parts, load_checked, newest_first, resolve_resume
+from baoc.training.lightning import BaocStrategy
 from baoc.training.resume import find_checkpoint
 
 
@@ -157,6 +160,23 @@ def test_when_files_were_written_is_read_without_running_what_they_name(tmp_path
     old = save(tmp_path / "step_00000002.ckpt", baoc={"written_s": 10.0}, age_s=0)
     foreign = save(tmp_path / "foreign.ckpt", baoc={"written_s": 99.0}, age_s=0, of=[_Marks(tmp_path / "ran")])
     assert newest_first([old, last, foreign]) == [foreign, last, old] and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_parts_is_read_without_running_what_it_names(tmp_path: Path) -> None:
+    state = {"state_dict": {"w": torch.ones(3, dtype=torch.bfloat16)}, "step": [1, {"a": (2,)}]}
+    save_parts(state, checkpoint_id=tmp_path / "parts", no_dist=True)
+    check_parts(tmp_path / "parts")
+    for content in (_Marks(tmp_path / "ran"), {"state_dict_metadata": os.system}, eval):
+        (tmp_path / "parts" / ".metadata").write_bytes(pickle.dumps(content))
+        with pytest.raises(CheckpointError, match=r"parts/\.metadata holds Python objects .* may run code \(it names "):
+            check_parts(tmp_path / "parts")
+        with pytest.raises(CheckpointError, match="may run code"):
+            BaocStrategy("state_25").load_checkpoint(tmp_path / "parts")
+    (tmp_path / "parts" / ".metadata").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_parts(tmp_path / "parts")
+    assert not (tmp_path / "ran").exists()
 
 
 class _Marks:

@@ -19,13 +19,17 @@ from baoc.core.recipes import tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
 from baoc.models import build_model
+from baoc.models.pretrained import not_from_scratch
 from baoc.models.unet import UNet
+from baoc.optim.shards import is_sharded
 from baoc.planning.measured import PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
-from baoc.training.session import Session, SessionSettings
+from baoc.training.fully_sharded import cut, one_mesh
+from baoc.training.session import Session, SessionSettings, with_weights
 from baoc.types import Role, StateKind
+from tests.support.ranks import group
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
@@ -217,3 +221,25 @@ def test_no_rate_is_raised_on_weights_that_the_network_or_the_caller_says_are_pr
         assert known.by == "prior" and not known.lr
         assert "nothing was measured of pretrained weights or adapters" in known.text and "mode=race" not in known.text
     assert basis(read, pretrained=False).by == "measured"
+
+
+def test_weights_that_were_read_are_known_after_the_strategy_has_cut_them_and_frozen_ones_do_not_count(tmp_path: Path):
+    """fully_shard puts new parameters in the place of those that transformers marked."""
+    module: Any = L.LightningModule()
+    module.net, module.encoder = nn.Linear(4, 4), nn.Linear(8, 8).requires_grad_(False)
+    param: Any
+    for name, param in module.named_parameters():
+        param._is_hf_initialized = "encoder" in name
+    module.encoder.config = {"_name_or_path": "a/vae"}
+    assert not not_from_scratch(module)
+    module.encoder.requires_grad_(True)
+    assert not_from_scratch(module) == "its weights are those of a/vae"
+    module.encoder.config = {}
+    assert "read by from_pretrained" in not_from_scratch(module)
+    with group(0, 1, store=tmp_path / "store"):
+        cpu = torch.device("cpu")
+        cut(module, mesh=one_mesh(cpu), device=cpu, precision="32-true")
+        assert all(map(is_sharded, module.parameters()))
+        assert "read by from_pretrained" in not_from_scratch(module)
+        assert SessionSettings().planner.family is not None
+        assert with_weights(SessionSettings(), network=module, pretrained=None).planner.family is None

@@ -272,11 +272,21 @@ function about(kind, point) {
     button.addEventListener("click", () => navigator.clipboard.writeText(text).then(() => { button.textContent = "copied"; }, () => { button.textContent = "not allowed here"; }));
     return [element("code", {textContent: text}), button];
   };
-  // A page that is opened as a file can open the folder; one on a server cannot, and shows where it was
-  const opened = (folder) => (location.protocol === "file:" ? [element("a", {href: `file://${encodeURI(folder)}/`, textContent: "open", className: "open"})] : []);
+  const opened = (folder) => (addressOf(folder) ? [element("a", {href: addressOf(folder).href, textContent: "open", className: "open"})] : []);
   const told = [["settings", point.label], ["chosen by", point.basis], [kind.quality, `${number(point.quality, 6)}${point.spread === null ? "" : `, standard deviation ${number(point.spread, 3)} of ${point.seeds} seeds`}`]];
   return element("dl", {}, ...told.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {textContent: name}), element("dd", {textContent: text})]),
-    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(folder), ...opened(folder))]));
+    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(placeOf(folder)), ...opened(folder))]));
+}
+
+// Folders are kept relative to the page, which may be sent elsewhere. Opened as a file it knows where they are and can
+// open them; on a server it cannot.
+function addressOf(folder) {
+  return location.protocol === "file:" ? new URL(`${folder.split("/").map(encodeURIComponent).join("/")}/`, location) : null;
+}
+
+function placeOf(folder) {
+  const address = addressOf(folder);
+  return address ? decodeURIComponent(address.pathname).replace(/\/$/, "") : folder;
 }
 
 // Opens a point's row, or closes it; a click in a figure brings the row into view
@@ -300,7 +310,7 @@ function levels(kind) {
 }
 
 function save(kind) {
-  const columns = [...columnsOf(kind), ...["label", "basis", "command"].map((key) => ({key, of: (p) => p[key]})), {key: "folders", of: (p) => p.folders.join(" ")}];
+  const columns = [...columnsOf(kind), ...["label", "basis", "command"].map((key) => ({key, of: (p) => p[key]})), {key: "folders", of: (p) => p.folders.map(placeOf).join(" ")}];
   const quoted = (value) => (/[",\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
   const lines = [columns.map((column) => column.key), ...ranked(kind, shownIn(kind)).map((point) => columns.map((column) => column.of(point)))];
   const link = element("a", {download: "points.csv", href: URL.createObjectURL(new Blob([lines.map((line) => line.map(quoted).join(",") + "\n").join("")], {type: "text/csv"}))});
@@ -337,8 +347,10 @@ function draw() {
   Object.keys(FIGURES).forEach(redraw);
 }
 
-// The view is in the address, so that a bookmark or a link shows it again; brushes are not
+// The view is in the address, so that a bookmark or a link shows it again; brushes are not. The address of a frame is not
+// the reader's, and changing that of a srcdoc loads another page into it.
 function keepView() {
+  if (window !== window.top) return;
   const off = [...document.querySelectorAll("#families input:not(:checked)")].map((box) => box.value);
   const own = {kind: byId("kind").value === "0" ? "" : whole().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
     query: byId("query").value, off: off.length ? JSON.stringify(off) : "", sort: state.sort ? (state.descending ? "-" : "") + state.sort : "", open: state.open || ""};
@@ -346,8 +358,16 @@ function keepView() {
   if (said && location.hash.slice(1) !== said) location.replace(`#${said}`); // history.replaceState is refused to files
 }
 
+// Of a link that was mistyped nothing is taken
+function listOf(text) {
+  try {
+    const list = JSON.parse(text);
+    return Array.isArray(list) ? list : [];
+  } catch { return []; }
+}
+
 function takeView() {
-  const said = new URLSearchParams(location.hash.slice(1)), off = JSON.parse(said.get("off") || "[]"), sort = said.get("sort") || "";
+  const said = new URLSearchParams(location.hash.slice(1)), off = listOf(said.get("off")), sort = said.get("sort") || "";
   const at = data.kinds.findIndex((kind) => kind.name === said.get("kind"));
   const pick = (id, value) => { if ([...byId(id).options].some((option) => option.value === value)) byId(id).value = value; };
   if (at >= 0) byId("kind").value = at;

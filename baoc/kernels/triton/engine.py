@@ -27,10 +27,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton import knobs
 
+from baoc.cache import keep_private
 from baoc.kernels.triton.kinds import NUM_LANES, Call, Options, lanes_for
 from baoc.kernels.triton.marks import Marks, mark_strided_
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
@@ -53,6 +56,7 @@ class Engine:
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
+        keep_private("TRITON_CACHE_DIR", Path(knobs.cache.dir))
         self.tables = list(tables)
         self.device = self.tables[0].device
         self._begins = _padded_ends(len(table.params) for table in self.tables)

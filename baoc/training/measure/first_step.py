@@ -40,11 +40,19 @@ class FirstStep:
         self._measure()
         # Not `self.close`: the registry of finalizers would keep sessions, their module and so the owner itself.
         weakref.finalize(owner, _close, self._hooks, self._cap).atexit = False
+        note = weakref.WeakMethod(self._note_zeroing)
+
+        def note_zeroing() -> None:
+            if (there := note()) is not None:
+                there()
+
         for reallocator in reallocators:
             reallocator.awaited = self._sessions[0].budget
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
             self._hooks.callback(hook.remove)
-            reallocator.optimizer.before_zeroing.append(self._note_zeroing)
+            subscribers = reallocator.optimizer.before_zeroing
+            subscribers.append(note_zeroing)
+            self._hooks.callback(subscribers.remove, note_zeroing)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = self._note_block
 
@@ -96,7 +104,6 @@ class FirstStep:
             reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
             reallocator.planner.budget, reallocator.awaited = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
-            reallocator.optimizer.before_zeroing.clear()
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
