@@ -163,9 +163,10 @@ class Ranks:
         """Every rank's value, in their order."""
         return [value]
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def agreed(self, make: Callable[[], T], *, in_step: bool = False) -> T:
         """What `make` returns here. Where it raises an Exception on any rank, all ranks raise that of the first such
-        one, or their own."""
+        one, or their own. With `in_step` ranks wait for each other in `make`, as where parameters are sharded: one
+        with an error waits PATIENCE_S for them to hear of it."""
         return make()
 
     def share(self, tensors: Iterable[Any]) -> None:
@@ -173,7 +174,7 @@ class Ranks:
 
 
 ALONE = Ranks()
-PATIENCE_S = 120.0  # that a rank with an error waits for the others to hear of it
+PATIENCE_S = 120.0  # that a rank with an error waits for others in mid-step to hear of it
 
 
 class Group(Ranks):
@@ -217,12 +218,12 @@ class Group(Ranks):
         self._dist.all_gather_object(held, value, group=self._gloo)
         return held
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def agreed(self, make: Callable[[], T], *, in_step: bool = False) -> T:
         result, own = _tried(make)
         failed = self._torch.tensor([own is not None], dtype=self._torch.int64)
         told = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
         try:
-            told.wait() if own is None else told.wait(timedelta(seconds=PATIENCE_S))
+            told.wait(timedelta(seconds=PATIENCE_S)) if in_step and own is not None else told.wait()
         except RuntimeError:
             if own is None:
                 raise

@@ -164,7 +164,9 @@ def _find_newest(
 ) -> Path | None:
     if not folder.is_dir():
         return None
-    found = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file() and path.name[0] != "."]
+    walk = os.walk(folder)  # which passes over folders that go meanwhile, or may not be read
+    paths = [Path(top, name) for top, _, names in walk for name in names if name.endswith(SUFFIX) and name[0] != "."]
+    found = [path for path in paths if os.path.isfile(path)]
     for path in newest_first(path for path in found if RACE not in path.relative_to(folder).parts):
         try:
             meta = _load(path, check=check).get(META_KEY, {})

@@ -28,18 +28,21 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     of other days.
 
     A folder in which this run has trained before, as that of a job that is queued again, is not left for a neighbour's:
-    that may be another point of a sweep, or have ended. Where nothing in it is intact, the run starts anew.
+    that may be another point of a sweep, or have ended. Where nothing in it is intact, the run starts anew. The root of
+    the file system, which is no folder of days, is not searched.
     """
     if config.resume is None:
         return None
+    above = run_dir.resolve().parents
+    days = next((folder for folder in above[1::-1] if folder != Path(folder.anchor)), run_dir)
     match, check = {"name": config.name, "seed": config.seed}, check_contents
     found = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
     if config.resume != "auto" or (found is None and not (run_dir / METRICS_FILE).is_file()):
-        found = resolve_resume(config.resume, run_root=run_dir.parent.parent, match=match, check=check)
+        found = resolve_resume(config.resume, run_root=days, match=match, check=check)
     if found is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
-            f"{run_dir.parent.parent}: train first, or give resume=PATH"
+            f"{days}: train first, or give resume=PATH"
         )
     console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
     return found

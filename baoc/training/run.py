@@ -114,9 +114,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             raise KeyboardInterrupt
         metrics = final_metrics(parts, task, data)
         parts.memory.compare()  # once more: that validation was each rank's own
-        cut = {name: param for name, param in task.named_parameters() if is_sharded(param)}
-        averages = task.ema.whole() if task.ema is not None and config.checkpoint.export else {}
-        whole = averages or whole_on_first(cut if config.checkpoint.export else {})
+        whole = whole_weights(task) if config.checkpoint.export else {}
         if group.rank:
             return None  # what is made of it is rank 0's
         check_quality(metrics, task=task, step=parts.trainer.global_step)
@@ -369,9 +367,16 @@ def result_of_run(
     )
 
 
+def whole_weights(task: Task) -> dict[str, torch.Tensor]:
+    """On rank 0 the averages of what is trained, where the task keeps such, and what else each rank has in part."""
+    averages = task.ema.whole() if task.ema is not None else {}
+    cut = {name: param for name, param in task.named_parameters() if is_sharded(param) and name not in averages}
+    return {**whole_on_first(cut), **averages}
+
+
 def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
     """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; `whole` are
-    its averaged weights where the task keeps such, as it is judged by them, else those that this rank has in part."""
+    those of `whole_weights`: the network is judged by its averages."""
     assert parts.strategy.reallocator is not None
     task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
     weights = {name: value.to("cpu", torch.float32) for name, value in whole.items()}

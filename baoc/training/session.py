@@ -407,6 +407,8 @@ class Session:
 
         least = least_planned(refusal.least_feasible_bytes, plan_at=plan_at)
         self.budget = budget
+        if self.settings.checkpointing == "auto" and self.module is not None:
+            self._recompute(0)  # as the module was, for whoever catches the refusal
         clear_cache(self.device)
         with suppress(BadInputError):
             cap_device(self.device, budget=budget)
@@ -443,7 +445,7 @@ class Session:
         if footprint is not None and self.budget.memory_bytes is not None:
             beside = replace(footprint, others_bytes=footprint.others_bytes + gathering.num_bytes)
             planner, kept = self._planner(beside, budget=self.budget), (math.inf, 0)
-            with suppress(InfeasibleBudgetError):
+            with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
                 if self.ranks.from_first(planner.propose).allocation.risk <= most:
                     kept = looked(False)
             if not self.gathers_again and (kept[0] > most or kept[1] > layers):
@@ -651,7 +653,8 @@ class Session:
 
         def look() -> Footprint:
             given = {"context_bytes": self.context_bytes, "released": self.released}
-            return self.largest(self.ranks.agreed(lambda: self.complete(measurer.footprint(**given))))
+            own = self.ranks.agreed(lambda: self.complete(measurer.footprint(**given)), in_step=self._sharded)
+            return self.largest(own)
 
         if whole:
             with suppress(torch.OutOfMemoryError):
@@ -689,8 +692,12 @@ class Session:
 
     def _slowest(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
         """The table of the rank whose forward and backward are slowest, as one of this rank: others wait for it."""
-        own = self.ranks.agreed(measure)
+        own = self.ranks.agreed(measure, in_step=self._sharded)
         return replace(max(self.ranks.gathered(own), key=lambda table: table.base_step_s), device=own.device)
+
+    @property
+    def _sharded(self) -> bool:
+        return any(map(is_sharded, self.params.values()))
 
     @property
     def _max_s(self) -> float:

@@ -4,7 +4,7 @@
 130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, the
 processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where
 gradients are released. Rows go to release_step.csv in $OUT or experiments/results, and with `--stacks` what a hundred
-more steps of a case spend their seconds in to release_SPEC_HOW.stacks.txt beside it.
+more steps of a case spend their seconds in to release_SPEC_HOW_BATCH.stacks.txt beside it.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def main() -> None:
     with (folder / "release_step.csv").open("w", newline="") as file:
         for batch in args.batch:
             for spec, how in [case for case in CASES if case[0] in args.specs]:
-                stacks = folder / f"release_{spec}_{how}.stacks.txt" if args.stacks else None
+                stacks = folder / f"release_{spec}_{how}_{batch}.stacks.txt" if args.stacks else None
                 sizes = {"width": args.width, "layers": args.layers, "batch": batch}
                 row = {**time_case(spec, how, stacks=stacks, **sizes), **common}
                 if writer is None:

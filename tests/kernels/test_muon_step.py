@@ -147,8 +147,9 @@ def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @interpreted
-def test_missing_gradients_and_elements_that_are_not_finite() -> None:
-    pair = Steps("muon")
+@pytest.mark.parametrize("matching", [True, False])
+def test_missing_gradients_and_elements_that_are_not_finite(matching: bool) -> None:
+    pair = Steps("muon", rms_matching=matching)
     for step in range(3):
         pair.give()
         for params in pair.params:

@@ -29,7 +29,16 @@ def train(rank: int, size: int, store: Path) -> dict[str, Any]:
     """One rank with its own data: the weights that each spec ends with."""
     with group(rank, size, store=store):
         found: dict[str, Any] = {spec: trained(rank, spec) for spec in SPECS}
-        return {**found, "unheard": unheard(rank)}
+        return {**found, "heard": heard(rank), "unheard": unheard(rank)}
+
+
+def heard(rank: int) -> str:
+    """What a rank raises that waits as long as the others take: they compile, or load."""
+    if rank == 0:
+        time.sleep(1.0)
+    with mock.patch.object(parallel, "PATIENCE_S", 0.2), pytest.raises(torch.OutOfMemoryError) as raised:
+        ranks().agreed(out_of_memory if rank else lambda: None)
+    return str(raised.value)
 
 
 def unheard(rank: int) -> str:
@@ -39,7 +48,7 @@ def unheard(rank: int) -> str:
         time.sleep(1.0)
         return ""
     with mock.patch.object(parallel, "PATIENCE_S", 0.2), pytest.raises(BudgetBreachedError) as raised:
-        mine.agreed(out_of_memory)
+        mine.agreed(out_of_memory, in_step=True)
     return str(raised.value)
 
 
@@ -65,6 +74,7 @@ def trained(rank: int, spec: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_ranks_end_with_equal_weights_that_moved():
     first, second = in_processes(train)
+    assert (first["heard"], second["heard"]) == ("CUDA out of memory", "CUDA out of memory")
     assert (first["unheard"], second["unheard"]) == (
         "",
         "rank 1 alone ran out of memory, in a step that the others are in the middle of (CUDA out of memory): lower "

@@ -252,6 +252,8 @@ def check_equal(twin: Twin, *, rtol: float = RTOL, loose: float = 0.0) -> float:
     params, states, steps = twin.eager
     odd = total = 0
     where = twin.case.name
+    # A weight near zero has another sign after one odd code of 4 bits, which bf16 tells as thousands of its own apart
+    loose_bf16 = loose if {twin.kind.m, twin.kind.v} & set(PACKED) else 0.0
     assert torch.equal(twin.table.steps, steps), where
     for index, (own, other) in enumerate(zip(twin.params, params, strict=True)):
         state, expected = twin.states[index], states[index]
@@ -261,7 +263,14 @@ def check_equal(twin: Twin, *, rtol: float = RTOL, loose: float = 0.0) -> float:
             _compare_numbers(a, b, rtol=close, atol=rtol * 0.1, loose=loose, where=f"{where} weights {index}")
         else:
             odd, total = _compare(
-                own.detach(), other, odd=odd, total=total, where=f"{where} param {index}", rtol=rtol, loose=loose
+                own.detach(),
+                other,
+                odd=odd,
+                total=total,
+                where=f"{where} param {index}",
+                rtol=rtol,
+                loose=loose,
+                loose_bf16=loose_bf16,
             )
         for key, tensor in state.items():
             if key != "correction":
@@ -323,6 +332,7 @@ def _compare(
     where: str,
     rtol: float,
     loose: float,
+    loose_bf16: float = 0.0,
     moved: Tensor | None = None,
     scales_of: str = "",
     codes_of: str = "",
@@ -341,7 +351,7 @@ def _compare(
     if a.dtype is torch.bfloat16 and b.numel():  # what nearly cancelled is known to a part of the largest
         distance, largest = (a.to(torch.float32) - b.to(torch.float32)).abs(), float(b.abs().max())
         gap = torch.where(distance <= rtol * 0.1 * largest, gap.clamp(max=1), gap)
-        off = (gap > 1) & (distance <= loose * largest)
+        off = (gap > 1) & (distance <= loose_bf16 * largest)
         off &= int(off.sum()) <= max(1, off.numel() // 10_000)
     if codes_of == "root8m":  # likewise: 3e-8 of its group's largest is code 2, the same below zero -2
         shares = [c.to(torch.float32).div(127).pow(4).copysign(c) for c in (codes, expected)]

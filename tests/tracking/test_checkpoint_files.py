@@ -13,6 +13,7 @@ from baoc.callbacks.generators import capture_rng
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
 from baoc.tracking.checkpoints import check_parts, load_checked, newest_first, resolve_resume
+from baoc.training import resume
 from baoc.training.lightning import BaocStrategy
 from baoc.training.resume import find_checkpoint
 
@@ -126,6 +127,16 @@ def test_a_run_that_is_queued_again_goes_on_in_its_own_folder(tmp_path: Path) ->
     config = RunConfig(name="a", seed=0, resume="auto")
     assert find_checkpoint(config, run_dir=tmp_path / "day" / "job0") == mine
     assert find_checkpoint(config, run_dir=tmp_path / "day" / "job2") == newer
+
+
+@pytest.mark.parametrize(("run_dir", "searched"), [("/a/day/run", "/a"), ("/day/run", "/day"), ("/run", "/run")])
+def test_auto_never_searches_the_root_of_the_file_system(
+    run_dir: str, searched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots: list[Path] = []
+    monkeypatch.setattr(resume, "resolve_resume", lambda *_, run_root, **__: roots.append(run_root))
+    assert find_checkpoint(RunConfig(name="a", resume="auto"), run_dir=Path(run_dir)) is None
+    assert roots == [Path(run_dir), Path(searched)]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_takes_no_other_run_s(

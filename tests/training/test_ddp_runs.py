@@ -30,6 +30,7 @@ from baoc.config.schema import (
     OptimConfig,
     ReallocationConfig,
     RiskConfig,
+    TaskConfig,
 )
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe
@@ -167,7 +168,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         found["one_two"] = ran(base / "one_two", ranks=2, resume=after(8, shared / "one"), **ONE_CURVE)
         cut: dict[str, Any] = {**ONE_CURVE, "strategy": "fsdp", "checkpoint": export}
         found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(4, shared / "two"), **cut)
-        found["cut, hosted"] = ran(base / "hosted", ranks=2, steps=2, **{**cut, **OWN, **FROM_HOST})
+        partly = {"model": ModelConfig(freeze=("*pos*",)), "task": TaskConfig(options={"ema_decay": 0.5})}
+        found["cut, hosted"] = ran(base / "hosted", ranks=2, steps=2, **{**cut, **OWN, **FROM_HOST, **partly})
         found["cut, narrow"] = ran(base / "narrow", ranks=2, steps=2, precision="bf16-true", **cut)
         with mock.patch.object(microbatch_search, "DECIDING_S", 1.0):
             searched = {"micro_batch": "auto", "objective": "throughput", "budget": parse_budget("60mb"), "steps": 2}
@@ -187,9 +189,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         files_of = {kind: base / kind / "checkpoints" for kind in BEFALLS}
         names_of = {kind: [path.name for path in folder.glob("*")] for kind, folder in files_of.items()}
         found["kept"] = {kind: sorted(name for name in names if "best" not in name) for kind, names in names_of.items()}
-        found["exported"] = load_file(base / "two_cut" / "model" / "model.safetensors")
-        saved = torch.load(base / "two_cut" / "checkpoints" / "last.ckpt", weights_only=True)
-        found["saved"] = {name.removeprefix("model.net."): value for name, value in saved["state_dict"].items()}
+        found["exported"], found["saved"] = left_by(base / "two_cut")
+        found["averaged"], found["frozen"] = left_by(base / "hosted")
     options = list(csv.DictReader((base / "searched" / "options.csv").open()))
     chosen = [{key: option[key] for key in ("micro_batch", "accumulation", "recomputed")} for option in options]
     found["options"] = [row for row, option in zip(chosen, options, strict=True) if option["chosen"] == "True"]
@@ -199,6 +200,13 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         moves = [[(move["block"], move["source"], move["target"]) for move in line["moves"]] for line in lines]
         found[kind] = [(line["step"], line["trigger"], moved) for line, moved in zip(lines, moves, strict=True)]
     return found
+
+
+def left_by(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a run has exported, and the weights of its last checkpoint."""
+    saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    exported = load_file(folder / "model" / "model.safetensors")
+    return exported, {name.removeprefix("model.net."): value for name, value in saved.items()}
 
 
 def after(step: int, folder: Path) -> Path:
@@ -240,6 +248,12 @@ def test_bf16_weights_under_fully_shard_are_validated_at_the_end(found: list[dic
 
 def test_states_on_the_host_under_fully_shard(found: list[dict[str, Any]]) -> None:
     assert [each["cut, hosted"]["ended"] for each in found] == ["", ""]
+
+
+def test_averages_are_exported_beside_what_is_frozen_under_fully_shard(found: list[dict[str, Any]]) -> None:
+    exported, saved = found[0]["averaged"], found[0]["frozen"]
+    same = {name for name, value in saved.items() if torch.equal(exported[name], value)}
+    assert exported.keys() == saved.keys() and same == {name for name in saved if "pos" in name}
 
 
 def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: list[dict[str, Any]]) -> None:

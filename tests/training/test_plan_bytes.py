@@ -10,6 +10,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.core.blocks import partition
 from baoc.models.switches import recomputable_layers, set_recomputed
+from baoc.parallel import Ranks
 from baoc.planning.microbatch import between, released
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -68,6 +69,39 @@ def test_trials_cast_as_training_does():
     with Trials(L.LightningModule(), **given).autocast():
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("tried", ["run", "compile", "timed", "rehearsed"])
+def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
+    """An error of one, of its batch too, is one of all."""
+    inside: list[bool] = []
+
+    class Agreeing(Ranks):
+        def agreed(self, make, *, in_step=False):
+            inside.append(in_step)
+            try:
+                return make()
+            finally:
+                inside.pop()
+
+    class Module(L.LightningModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            seen.append(list(inside))
+            return batch
+
+        def training_step(self, batch, _):
+            seen.append(list(inside))
+            return self.net(batch).sum()
+
+    seen: list[list[bool]] = []
+    module = Module()
+    module.net = torch.nn.Linear(4, 1)
+    cpu = torch.device("cpu")
+    trials = Trials(module, batch=torch.ones(4, 4), val_batch=None, device=cpu, precision="32-true")
+    trials._ranks = Agreeing()
+    given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
+    getattr(trials, tried)(2, **given.get(tried, {}))
+    assert len(seen) > 1 and all(each == [True] for each in seen)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

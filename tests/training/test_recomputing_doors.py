@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from baoc import BaocOptimizer, BaocStrategy, advise, set_compiled
 from baoc.config.schema import ReallocationConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
 from baoc.models.switches import is_compiled, recomputed_layers
-from baoc.training.session import Session, SessionSettings
+from baoc.parallel import ALONE
+from baoc.training.session import Gathering, Session, SessionSettings
+from baoc.types import Footprint
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE
 
@@ -170,6 +173,50 @@ def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_oth
     with pytest.raises(InfeasibleBudgetError, match="a page too much"):
         session.fewest_layers(look, num_layers=DEPTH)
     assert looked == [DEPTH, 3]
+
+
+@pytest.mark.parametrize(("checkpointing", "left"), [("auto", 0), (2, 2)])
+def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpointing: Any, left: int):
+    session: Any = Session.__new__(Session)
+    session.module, session.device, session.budget = Own(), torch.device("cpu"), parse_budget("100kb")
+    session.settings = SessionSettings(checkpointing=checkpointing)
+
+    def plan() -> None:
+        session._recompute(2)
+        session.plan = SimpleNamespace(least_feasible_bytes=200_000)
+        if session.budget.memory_bytes != 200_000:
+            raise BadInputError("no room for a look that may be larger")
+
+    refusal = InfeasibleBudgetError("too small", budget_bytes=100_000, least_feasible_bytes=300_000)
+    assert session._confirmed(refusal, plan=plan) is refusal and recomputed_layers(session.module) == left
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("in forward"), InfeasibleBudgetError("no", budget_bytes=1, least_feasible_bytes=2), None],
+)
+def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exception | None):
+    session: Any = Session.__new__(Session)
+    session.settings, session.device, session.ranks = SessionSettings(), torch.device("cpu"), ALONE
+    session.module, session.layers_told, session.gathers_again = None, "", None
+    session.budget, switched = parse_budget("1mb"), list[bool]()
+    plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.5))
+    session._planner = lambda *_, **__: SimpleNamespace(propose=lambda: plan)
+    sizes: dict[str, Any] = {
+        "weights_bytes": 1,
+        "gradients_bytes": 1,
+        "forward_backward_bytes": 3,
+        "validation_bytes": 1,
+    }
+    footprint = Footprint(device="cpu", micro_batch=1, resident_bytes=2, **sizes)
+
+    def look() -> None:
+        if error is not None and not session.gathers_again:
+            raise error
+        session.plan, session.planner = plan, SimpleNamespace(footprint=footprint)
+
+    session._gathered_or_not(look, Gathering(switch=switched.append, num_bytes=10))
+    assert switched == [True, False, *([True] if error else [])] and session.gathers_again == bool(error)
 
 
 def test_layers_that_do_something_else_again_are_kept(peaks: list[int], caplog: pytest.LogCaptureFixture):

@@ -50,7 +50,7 @@ class BudgetSchedule:
         self._requested = parse_budget(text.strip()) if text.strip() else None
 
     def budget_at(self, step: int) -> tuple[Budget, str]:
-        """The budget after `step` steps, where the coming step has `batch` samples, and the reason for it."""
+        """The budget after `step` steps, and the reason for it."""
         budget, why = self._scheduled(step)
         if self._requested is not None:
             budget, why = self._resolved(self._requested), "the budget file asks for it"

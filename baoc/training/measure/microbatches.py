@@ -101,7 +101,7 @@ class Trials:
         """
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
         given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
-        footprint, seconds = self._ranks.agreed(lambda: self._run(micro_batch, **given))
+        footprint, seconds = self._ranks.agreed(lambda: self._run(micro_batch, **given), in_step=True)
         if self._ranks is not ALONE:
             found = self._ranks.gathered((footprint, seconds))
             most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
@@ -144,20 +144,28 @@ class Trials:
 
     def compile(self, micro_batch: int) -> float:
         """Runs it once, for what is compiled then; seconds that this took."""
-        batch, began = self._cleared(micro_batch), perf_counter()
-        with silent(self.module), self._seeded(), self.phases("compiling"):
-            self._loss(batch).backward()
-            wait(self.device)
-        self.module.zero_grad(set_to_none=True)
-        gc.collect()
-        gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
-        return self._ranks.most(perf_counter() - began)[0]
+
+        def compiled() -> float:
+            batch, began = self._cleared(micro_batch), perf_counter()
+            with silent(self.module), self._seeded(), self.phases("compiling"):
+                self._loss(batch).backward()
+                wait(self.device)
+            self.module.zero_grad(set_to_none=True)
+            gc.collect()
+            gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
+            return perf_counter() - began
+
+        return self._slowest(compiled)
 
     def timed(self, micro_batch: int, *, per_step: int) -> float:
         """Seconds of forward and backward alone, as `run` takes them."""
-        batch = self._cleared(micro_batch)
-        with silent(self.module), self._seeded(), self.phases("comparisons"):
-            return self._ranks.most(self._ranks.agreed(lambda: self._seconds(batch, per_step=per_step)))[0]
+
+        def seconds() -> float:
+            batch = self._cleared(micro_batch)
+            with silent(self.module), self._seeded(), self.phases("comparisons"):
+                return self._seconds(batch, per_step=per_step)
+
+        return self._slowest(seconds)
 
     def rehearsed(
         self,
@@ -171,13 +179,21 @@ class Trials:
         max_s: float | None = None,
     ) -> float:
         """Seconds of a whole step but for the optimizer's part, see `rehearse`; by default REHEARSED_S of them."""
-        batch = self._cleared(micro_batch)
-        given: dict[str, Any] = {"batch": batch, "module": self.module, "device": self.device, "clip": clip}
+        given: dict[str, Any] = {"module": self.module, "device": self.device, "clip": clip}
         given |= {"accumulation": per_step, "blocks": blocks, "specs": specs, "release": release}
         given["params"] = [param for param in self.module.parameters() if param.requires_grad]
         given["max_s"] = REHEARSED_S[self.device.type] if max_s is None else max_s
-        with silent(self.module), self._seeded(), self.phases("rehearsals"):
-            return self._ranks.most(self._ranks.agreed(lambda: rehearse(self._loss, **given)))[0]
+
+        def seconds() -> float:
+            batch = self._cleared(micro_batch)
+            with silent(self.module), self._seeded(), self.phases("rehearsals"):
+                return rehearse(self._loss, batch=batch, **given)
+
+        return self._slowest(seconds)
+
+    def _slowest(self, measure: Callable[[], float]) -> float:
+        """Seconds of the rank that takes longest."""
+        return self._ranks.most(self._ranks.agreed(measure, in_step=True))[0]
 
     def _cleared(self, micro_batch: int) -> Any:
         """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
