@@ -64,6 +64,7 @@ class MemoryMonitor(L.Callback):
         self.peaks: dict[str, int] = {}
         self.predicted: Callable[[], int] = lambda: 0  # returns the largest peak that a plan of this attempt predicted
         self.probed_bytes = 0  # peak of the measurements before the plan, which is part of the run's peak
+        self._noted_bytes = 0  # see `note_peak`
         self._before = self._before_predicted = 0  # the peak under earlier budgets
         self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
         self._tracker: MemoryTracker | None = None  # on a CPU only
@@ -101,8 +102,12 @@ class MemoryMonitor(L.Callback):
     def _own_bytes(self) -> int:
         """This rank's peak in this attempt, under this budget."""
         if self._device.type == "cuda":
-            return self.context_bytes + torch.cuda.max_memory_reserved(self._device)
-        return max(self.peaks.values(), default=0)
+            return max(self._noted_bytes, self.context_bytes + torch.cuda.max_memory_reserved(self._device))
+        return max(self._noted_bytes, *self.peaks.values(), 0)
+
+    def note_peak(self, num_bytes: int) -> None:
+        """What was held at most while somebody else measured, who has torch's peak on CUDA begin anew."""
+        self._noted_bytes = max(self._noted_bytes, num_bytes)
 
     @property
     def by_rank(self) -> tuple[int, ...]:
@@ -142,7 +147,7 @@ class MemoryMonitor(L.Callback):
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
         self._before, self._before_predicted = self.highest_bytes, self.highest_predicted_bytes
-        self.peaks, self._now_by_rank = {}, ()
+        self.peaks, self._noted_bytes, self._now_by_rank = {}, 0, ()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.budget_bytes, self.budget_name = budget.memory_bytes, budget.name
@@ -193,7 +198,7 @@ class MemoryMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
-        self.peaks, self._now_by_rank, self._by_rank = {}, (), ()
+        self.peaks, self._noted_bytes, self._now_by_rank, self._by_rank = {}, 0, (), ()
         self._before, self._before_predicted, self._earlier, self.probed_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":

@@ -243,7 +243,8 @@ class DropGradients(BackwardStepper):
     """Gradient release: a block is stepped when all of its trainable parameters have gradients, which are then dropped.
 
     `attach` registers hooks on the owner's parameters and `detach` removes them; without hooks gradients stay until
-    `finish`. `observer` sees gradients by parts. `before_block` is called before each block's step.
+    `finish`. `observer` sees gradients by parts. `before_block` is called before each block's step. `any_released`:
+    whether the newest step had a gradient.
     """
 
     policy = "drop_gradients"
@@ -254,6 +255,7 @@ class DropGradients(BackwardStepper):
         self.settings = settings
         self.observer: PartObserver | None = None
         self.before_block: Callable[[], object] | None = None
+        self.any_released = False
         self.sizes: dict[Tensor, int] = {}  # gradient bytes to group by, of parameters that stand for larger ones
         self.norm: Tensor | None = None  # of all gradients in the last step that had some
         self._told_hooks = False
@@ -288,7 +290,7 @@ class DropGradients(BackwardStepper):
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
-        return {**kept, "observer": None, "before_block": None, "sizes": {}}
+        return {**kept, "observer": None, "before_block": None, "any_released": False, "sizes": {}}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
@@ -364,6 +366,7 @@ class DropGradients(BackwardStepper):
     def _begin(self) -> None:
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
+        self.any_released = False
         owner.registry.ready()
         devices = {param.device for param in self._block_of}
         if len(devices) > 1:
@@ -420,6 +423,7 @@ class DropGradients(BackwardStepper):
         """Steps some blocks by `unit`: masks, clips, shows, uses and drops their gradients."""
         owner = self.owner
         assert self._options is not None
+        self.any_released = True
         if self.before_block is not None:
             self.before_block()
         looks = self.observer is not None or self.settings != GradientRelease()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baoc.planning.allocators import NoFeasibleAllocation, least_bytes
 from baoc.planning.budgeted import BudgetedBlocks
-from baoc.planning.limits import Pool, levels
+from baoc.planning.limits import Pool, levels, most_saved_by
 from baoc.planning.placement import StagingLimit, staging_limits
 from baoc.types import Candidate, Limits, Plan, Profile
 
@@ -57,7 +57,8 @@ def all_attempts(
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
         within = None if every else planner.budget.memory_bytes
-        by_level = list(levels(planner.footprint, specs=planner.specs, memory=within))
+        most_saved = most_saved_by(planner.blocks, specs=planner.specs)
+        by_level = list(levels(planner.footprint, specs=planner.specs, memory=within, most_saved=most_saved))
     for base_peak, specs in by_level:
         for staging in _staging_limits(planner, risk=risk, profile=profile):
             above = None if base_peak is None else base_peak + staging.device_bytes
@@ -71,8 +72,13 @@ def all_attempts(
 
 def least_of(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> list[Candidate]:
     """The candidates of fewest bytes in the budget's own measure; within the host's memory, if that can be met."""
+    return attempt_of_least(planner, attempts).least()
+
+
+def attempt_of_least(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> Attempt:
+    """The attempt whose candidates of fewest bytes are `least_of` all."""
     attempts = list(attempts)
-    return min((one.least() for one in [a for a in attempts if a.meets_host] or attempts), key=planner.taken)
+    return min([a for a in attempts if a.meets_host] or attempts, key=lambda one: planner.taken(one.least()))
 
 
 def spend(

@@ -10,6 +10,7 @@ charged bytes are sums, and the peak of the resulting plan then decides. Savings
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Literal
 
 from baoc.planning.cost import saved
@@ -21,17 +22,21 @@ Pool = Mapping[str, tuple[Candidate, ...]]
 MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
 
 
-def levels(footprint: Footprint, *, specs: Collection[str], memory: int | None) -> list[tuple[int, frozenset[str]]]:
+def levels(
+    footprint: Footprint, *, specs: Collection[str], memory: int | None, most_saved: Mapping[str, int] | None = None
+) -> list[tuple[int, frozenset[str]]]:
     """(Peak without state, specs whose step stays below it), from few specs to all.
 
     More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan may
-    either do without that spec or leave room for it. MAX_LEVELS of those within `memory`, which alone may hold it; all
-    of them where it is None.
+    either do without that spec or leave room for it. A spec whose step passes `memory` even where weights save what
+    they can (`most_saved`, see `most_saved_by`) makes no level. MAX_LEVELS of the others; where there is none, the
+    highest of all; where `memory` is None, every level.
     """
     peaks = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in specs}
     found = sorted(set(peaks.values()))
     if memory is not None:
-        found = [level for level in found if level <= memory] or found[-1:]
+        lowest = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,), saved=most_saved) for spec in specs}
+        found = sorted({peaks[spec] for spec in specs if lowest[spec] <= memory}) or found[-1:]
         if len(found) > MAX_LEVELS:
             found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
     return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in found]
@@ -78,6 +83,15 @@ def charged(
 def _formats(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
     """Weights format -> a spec that has it."""
     return {spec.weights: spec for spec in specs.values()}
+
+
+def most_saved_by(blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec]) -> dict[str, int]:
+    """Parameter name -> bytes that the smallest weights format among `specs` saves on it."""
+    most: dict[str, int] = {}
+    for block, spec in product(blocks, _formats(specs).values()):
+        for name, nbytes in saved(block, spec=spec).items():
+            most[name] = max(nbytes, most.get(name, 0))
+    return most
 
 
 def saved_by(

@@ -10,7 +10,7 @@ from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
 from baoc.planning.allocators.base import allocated
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.attempts import Attempt, all_attempts, least_of
+from baoc.planning.attempts import Attempt, all_attempts, attempt_of_least
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
@@ -48,10 +48,11 @@ def last_resort(
 ) -> Plan:
     """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
     free = not planner.allocator.traits.every_candidate and planner.budget.step_time is None
-    least = least_of(planner, all_attempts(planner, risk=risk, profile=profile, every=True))
+    smallest = attempt_of_least(planner, all_attempts(planner, risk=risk, profile=profile, every=True))
+    least = smallest.least()
     if free and (planner.budget.memory_bytes is not None or planner.places):
         last = allocated(least, allocator=planner.settings.allocator)
-        plan = planner.plan_of(last, attempts[-1].pool, limits=attempts[-1].limits, risk=risk, profile=profile)
+        plan = planner.plan_of(last, smallest.pool, limits=smallest.limits, risk=risk, profile=profile)
         if planner.fits(plan):
             return plan
         raise _refusal(planner, attempts[-1].limits, least_bytes=planner.taken(least), refused=refused)

@@ -14,6 +14,7 @@ from baoc.profiling.memory import (
     clear_cache,
     context_bytes,
     context_now,
+    device_peak,
     free_bytes,
     recap_device,
     uncap_device,

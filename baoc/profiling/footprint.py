@@ -194,11 +194,18 @@ class FirstStepMemory:
         self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
     def note_zeroing(self) -> None:
-        """To be called when gradients are zeroed. What was held until then, without any gradient, is forward's in a loop
-        that zeroes between forward and backward: there it is held beside the gradients of the step before, from the
-        second step on."""
-        if self._meter is not None and all(param.grad is None for param in self._params):
-            self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes)
+        """To be called when gradients are zeroed. What was held until then, beside those that are there still, is
+        forward's, in a loop that zeroes between forward and backward: there it is held beside the gradients of the step
+        before, from the second step on."""
+        assert self._meter is not None
+        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
+        self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes - gradients)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held so far."""
+        assert self._meter is not None
+        return self._meter.peak_bytes
 
     def stop(self) -> None:
         """Ends measuring if no step was finished."""

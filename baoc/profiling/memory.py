@@ -93,6 +93,12 @@ def context_now(device: torch.device | str) -> int:
     return max(0, held - torch.cuda.memory_reserved(index))
 
 
+def device_peak(device: torch.device) -> int:
+    """Bytes of the CUDA context now and the most that torch's allocator reserved since its peak began anew; 0 on other
+    devices."""
+    return context_now(device) + torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 ALLOCATOR = "expandable_segments:True"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

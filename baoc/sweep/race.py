@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.table import Column
 
 from baoc.cli.jobs import SETUP_FILE
-from baoc.config.from_hydra import to_conf
+from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
@@ -168,6 +168,7 @@ class RaceRun:
         self.field: Field
         self.pace = (0.0, 0.0)  # seconds of a step, and of a run's start and end
         self.began, self.plan_s = time.time(), 0.0  # seconds of the plan that found the entrants
+        self._earlier_s = 0.0  # of them those of a process that was killed
         self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
 
     # -- the course ---------------------------------------------------------------------------------------------------
@@ -334,18 +335,20 @@ class RaceRun:
 
     def _check_setup(self) -> None:
         """Keeps what the race is made of, or compares it with what the folder's race was made of."""
-        own: dict[str, Any] = to_conf(self.config)
-        for key in INCIDENTAL:
-            own.pop(key)
-        own |= {"seed": self.config.seed, "race": {k: v for k, v in own["race"].items() if k not in _MAY_CHANGE}}
-        file = self.folder / SETUP_FILE
+        own, file = made_of(to_plain(to_conf(self.config))), self.folder / SETUP_FILE
         if not file.is_file():
             self.plan_s = time.time() - self.began
             write_json(file, {"schema": 1, "words": self.words, "settings": own, "plan_s": self.plan_s})
             return
         kept = read_json(file)
-        self.plan_s = kept.get("plan_s", 0.0)
-        changes = differences(kept["settings"], to_plain(own))
+        self.plan_s = self._earlier_s = kept.get("plan_s", 0.0)
+        try:
+            changes = differences(made_of(kept["settings"]), own)
+        except BadInputError as error:
+            raise BadInputError(
+                f"{self.folder} holds a race of another version of baoc, whose settings this one does not take "
+                f"({error}): give another folder (hydra.run.dir=PATH)"
+            ) from error
         if changes:
             told = ", ".join(f"{path}={setting_text(old)}" for path, old, _ in changes)
             raise BadInputError(
@@ -415,8 +418,9 @@ class RaceRun:
                         self.pace = (step_s, start_s)
                         return measured, racers, rates, cap_s
             races = seen  # narrower networks are timed once
-        told = "" if math.isinf(least) else f": the smallest one is predicted to take {least:.0f} s"
-        say(f"nothing is raced within {cap_s:.0f} s{told}")
+        told = "" if math.isinf(least) else f", and the smallest race is predicted to take {least:.0f} s"
+        spent_s = self.plan_s + self._ran_s()
+        say(f"nothing is raced within {cap_s:.0f} s: planning and timing took {spent_s:.0f} s{told}")
         return None
 
     def _smaller_races(
@@ -430,7 +434,7 @@ class RaceRun:
         narrower = names[: names.index(found.size)][::-1] if found.size in names else []
         sizes = [found.size, *narrower] if race.size is None else [race.size]
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
-            if self._ran_s() > cap_s / 4:
+            if size != found.size and race.size is None and self.plan_s + self._ran_s() > cap_s / 4:
                 break
             measured, its_pace = (own, pace) if size == found.size else self._sibling(size)
             if size != found.size and race.size is None and (told := self._repeats_more(measured)):
@@ -489,8 +493,7 @@ class RaceRun:
 
     def _spent_s(self) -> float:
         """Seconds on the clock since the race began; of processes that were killed those of their plan and runs."""
-        ran_s = self._ran_s(until=self.began)
-        return (self.plan_s if ran_s else 0.0) + ran_s + time.time() - self.began
+        return self._earlier_s + self._ran_s(until=self.began) + time.time() - self.began
 
     def _seconds(self, number: int) -> float:
         assert self.study is not None
@@ -583,6 +586,16 @@ class RaceRun:
         runs = [run for run in runs if (run / "result.json").is_file()]
         build_report(runs, out=self.folder, show=False, race=content)
         say(f"compare its runs in {self.folder / 'frontier.html'}; one row a run in {self.folder / records.RUNS_FILE}")
+
+
+def made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's settings a race is made of; they may be those of an earlier version of baoc. Raises BadInputError
+    for what is no setting any more."""
+    # of fsdp, which no race has; it was true by default
+    trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
+    found = to_plain(to_conf(from_plain({**settings, "trainer": trainer})))
+    race = {key: value for key, value in found["race"].items() if key not in _MAY_CHANGE}
+    return {key: found[key] for key in found if key not in INCIDENTAL or key == "seed"} | {"race": race}
 
 
 def is_timed(run: Run) -> bool:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from torch import nn
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.profiling import FirstStepMemory, context_bytes, uncapped
+from baoc.profiling import FirstStepMemory, context_bytes, context_now, recap_device, uncapped
 from baoc.profiling.memory import settle_allocator
 from baoc.types import Budget, Footprint
 
@@ -20,21 +20,29 @@ class LateStep:
     def __init__(self, optimizer: BlockwiseOptimizer, *, network: nn.Module | None, budget: Budget):
         registry = optimizer.registry
         params = list(registry.names)
-        device = params[0].device
+        self._device = device = params[0].device
         settle_allocator(device)
         self._ends = ExitStack()
         self._ends.enter_context(uncapped(device, budget=budget))
         held = params if network is None else [*network.parameters(), *network.buffers()]
         self._memory = FirstStepMemory(held, states=[optimizer.state], context_bytes=context_bytes(device))
         self._ends.callback(self._memory.stop)
+        optimizer.before_zeroing.append(self._memory.note_zeroing)
+        self._ends.callback(optimizer.before_zeroing.remove, self._memory.note_zeroing)
         if optimizer.releaser is not None:
             optimizer.releaser.before_block = self._memory.note_block
         weakref.finalize(registry, self._ends.close).atexit = False
 
-    def finish(self, optimizer: BlockwiseOptimizer) -> Footprint:
-        """What the step held without optimizer state; the cap is back."""
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device held so far."""
+        return context_now(self._device) + self._memory.peak_bytes
+
+    def finish(self, optimizer: BlockwiseOptimizer, *, budget: Budget) -> Footprint:
+        """What the step held without optimizer state; the cap is that of `budget`, which may be newer."""
         footprint = self._memory.finish(state_bytes=optimizer.state_bytes())
         self.close(optimizer)
+        recap_device(self._device, budget=budget)
         return footprint
 
     def close(self, optimizer: BlockwiseOptimizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baoc.parallel import ALONE, ranks_here
-from baoc.profiling import context_now
+from baoc.profiling import device_peak
 from baoc.tracking.console import budget_verdict, by_rank, print_reallocation, say, summary_text
 from baoc.training.reallocator import Reallocator
 from baoc.types import Plan, Profile, Reallocation
@@ -59,9 +59,8 @@ class Narrator:
 
     @property
     def _own_bytes(self) -> int | None:
-        if self.device.type == "cuda":
-            return context_now(self.device) + torch.cuda.max_memory_reserved(self.device)
-        return max(self.first_step_bytes or 0, self.reallocator.late_peak_bytes) or None
+        own = device_peak(self.device) if self.device.type == "cuda" else self.first_step_bytes or 0
+        return max(own, self.reallocator.late_peak_bytes) or None
 
     def compare(self) -> None:
         """Peaks of all ranks; all of them call it."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from baoc.config.dynamics import RelaxationConfig
@@ -17,13 +18,14 @@ from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, to_spec
+from baoc.optim.shards import largest_part
 from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
-from baoc.profiling import GradientProfiler, describe
+from baoc.profiling import GradientProfiler, describe, device_peak
 from baoc.training.late_step import LateStep
 from baoc.training.triggers import TriggerInputs, is_due
 from baoc.types import (
@@ -126,7 +128,7 @@ class Reallocator:
         self.ranks, self.network = ranks, network
         self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
         self.late_bytes = 0  # of their state, which the plan does not have
-        self.late_peak_bytes = 0  # the most that a step held which was measured because they came
+        self.late_peak_bytes = 0  # the most held by a step that was measured as they came; on CUDA before it, too
         self._late_step: LateStep | None = None  # which is measured now
         self._late_came = False  # in the step that runs, so that the next one is measured
         self.late_specs: dict[str, str] = {}  # of these, and of those that a checkpoint had and that are still to come
@@ -142,6 +144,7 @@ class Reallocator:
         self.left: dict[str, str] = {}  # block -> spec that it left at the last move
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
+        self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
         self._switch: _Switch | None = None
         self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
@@ -157,7 +160,7 @@ class Reallocator:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
-        listening: dict[str, Any] = {"listeners": [], "settled_listeners": []}
+        listening: dict[str, Any] = {"listeners": [], "settled_listeners": [], "peak_listeners": []}
         listening |= {"tracked": nullcontext, "moving": nullcontext}
         listening |= {"network": None, "_late_step": None}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
@@ -180,12 +183,14 @@ class Reallocator:
         if network is not None:
             known = {info.name: info for info in describe(network)}
             infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
+        params = named_params(self.optimizer.param_groups)
+        if any(info.whole not in (None, info.shape) for block in self.planner.blocks for info in block.params):
+            infos = [largest_part(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
         late = self._late_plan(infos)
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
         self._count_late(late.added_bytes)
         if self.planner.budget.memory_bytes is not None and self.awaited is None:
-            params = named_params(self.optimizer.param_groups)
             self._late_came = True
             if all(params[info.name][0].grad is None for info in infos):  # else in the very step that brought them
                 self._measure_late()
@@ -193,6 +198,7 @@ class Reallocator:
 
     def _measure_late(self, *, again: bool = False) -> None:
         """Measures the coming step; `again`: from now on, where one is measured already."""
+        self._note_peak(device_peak(self._device))  # which begins anew, as the step before ends and the next one begins
         if self._late_step is not None:
             self._late_step.close(self.optimizer)
         elif again:
@@ -206,12 +212,12 @@ class Reallocator:
         that passes the budget all states make room. Raises InfeasibleBudgetError where they cannot."""
         assert self._late_step is not None
         (step, self._late_step), held = (self._late_step, None), self.optimizer.state_bytes()
-        footprint = step.finish(self.optimizer)
-        self.late_peak_bytes = max(self.late_peak_bytes, footprint.forward_backward_bytes + held)
+        self._note_peak(step.peak_bytes)
+        footprint = step.finish(self.optimizer, budget=self.planner.budget)
         (seen,) = self.ranks.most(footprint.peak_bytes(state_bytes=held))
         self._count_late(max(int(seen) - self.plan.peak_bytes, 0))
-        limit = self.planner.budget.memory_bytes or 0
-        if self.plan.peak_bytes <= limit:
+        limit = self.planner.budget.memory_bytes  # None: lifted while the step ran
+        if limit is None or self.plan.peak_bytes <= limit:
             return
         room = limit - self.plan.peak_bytes + self.plan.allocation.state_bytes + self.late_bytes
         if room <= 0:
@@ -224,6 +230,16 @@ class Reallocator:
             )
         self.replan_late(share=min(1.0, room / (self.planner.state_bytes_adamw + self.late_bytes_adamw)))
         self.replan(why=f"a step with {len(self.late)} parameters that came late took {format_bytes(int(seen))}")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.optimizer.registry.names)).device
+
+    def _note_peak(self, num_bytes: int) -> None:
+        """Keeps what was held at most before a peak begins anew, for the verdict."""
+        self.late_peak_bytes = max(self.late_peak_bytes, num_bytes)
+        for listener in self.peak_listeners:
+            listener(num_bytes)
 
     def replan_late(self, *, share: float | None = None) -> None:
         """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""
@@ -254,8 +270,9 @@ class Reallocator:
     @property
     def has_gradients(self) -> bool:
         """Whether a backward pass came before this step; without one it tells nothing of memory."""
-        registry = self.optimizer.registry
-        return self.optimizer.releaser is not None or any(param.grad is not None for param in registry.names)
+        if self.optimizer.releaser is not None:
+            return self.optimizer.releaser.any_released
+        return any(param.grad is not None for param in self.optimizer.registry.names)
 
     @property
     def late_bytes_adamw(self) -> int:
@@ -302,12 +319,12 @@ class Reallocator:
         if self.ranks is ALONE:
             refuse_ranks("decision")
         self.step += 1
+        if self._switch is not None:  # of an earlier step: what is learned now may move again
+            self._settle(self._switch)
         if self._late_step is not None and self.has_gradients:
             self._learn_late()
         if self._late_came:
             self._measure_late()
-        if self._switch is not None:
-            self._settle(self._switch)
         if not self.watching:
             return
         assert self.profiler is not None

@@ -239,6 +239,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     held = [part.buffers for part in (profiler, task.ema) if part is not None]
     memory.held = lambda: [buffers() for buffers in held]
     strategy.reallocator.tracked = memory.track
+    strategy.reallocator.peak_listeners.append(memory.note_peak)
     if task.ema is not None and memory.every_step:
         task.ema.tracked = lambda: memory.track("averaging")
     memory.watch_resume()

@@ -80,6 +80,18 @@ def test_memory_is_context_and_reserved_and_nothing_is_tracked(monkeypatch: pyte
     assert monitor.peak_bytes == 27 * MIB, "the context does not shrink"
 
 
+def test_a_peak_that_torch_has_forgotten_counts_until_the_budget_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 20 * MIB)
+    monitor = MemoryMonitor(Budget(name="26mb", memory_bytes=26 * MIB), context_bytes=4 * MIB)
+    monitor.setup(fake_trainer(), SimpleNamespace(), "fit")
+    monitor.note_peak(25 * MIB)
+    monitor.note_peak(23 * MIB)
+    assert monitor.peak_bytes == monitor.highest_bytes == 25 * MIB
+    monitor.restart(Budget(name="24mb", memory_bytes=24 * MIB), predicted_bytes=0, step=1)
+    assert monitor.peak_bytes == 24 * MIB and monitor.highest_bytes == 25 * MIB
+
+
 def test_the_generator_of_the_device_is_kept_and_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.arange(16, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)

@@ -307,10 +307,17 @@ def planned() -> dict[str, Any]:
     held = sum(optimizer.block_state_bytes().values())
     inside = BaocOptimizer(module, budget="110kb", verbose=False, probe=lambda: module(torch.ones(2, 32)).sum())
     states = sum(inside.block_state_bytes().values())
+    first, rest = list(module[0].parameters()), module[2:].parameters()
+    given = {"model": module, "budget": "110kb", "probe": lambda: module(torch.ones(2, 32)).sum(), "verbose": False}
+    late = BaocOptimizer(first, **given)
+    before = sum(late.block_state_bytes().values())
+    late.add_param_group({"params": rest})
+    added = sum(late.block_state_bytes().values()) - before
     return {
         "specs": optimizer.specs,
         "bytes": optimizer.plan.allocation.state_bytes,
         "held": held,
+        "late": (late.reallocator.late_bytes, added),
         "inside": (inside.specs, inside.plan.allocation.state_bytes, states, inside.plan.peak_bytes),
     }
 
@@ -501,6 +508,8 @@ def test_a_budget_of_memory_is_that_of_the_rank_which_has_most(alone: Any, two: 
         (specs, states, held, peak), *others = (each["planned"]["inside"] for each in found)
         assert held == states and peak <= 110_000
         assert all(other[0] == specs and other[2] <= held for other in others)
+        (counted, added), *others = (each["planned"]["late"] for each in found)
+        assert counted == added and all(other[0] == counted and other[1] <= added for other in others)
 
 
 @pytest.mark.parametrize("run", ["clipped", "trained", "replicas", "moved"])

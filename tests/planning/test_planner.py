@@ -75,6 +75,17 @@ def test_every_budget_from_the_least_on_is_met_however_much_room_other_specs_ste
         planner(memory(least - 1), footprint=crowded).propose()
 
 
+def test_where_the_least_needs_a_step_that_passes_the_budget_the_refusal_tells_its_bytes():
+    """AdamW's steps have room and its state has none; sign has next to no state, and no room for its steps."""
+    room = replace(FOOTPRINT, step_temporary_bytes={**NO_TEMPORARIES, "sign": 6 * MIB + 20_000})
+    given = {"footprint": room, "specs": ("adamw", "sign"), "keep_fp32_roles": ()}
+    with pytest.raises(InfeasibleBudgetError, match="the least feasible is") as refused:
+        planner(memory(9 * MIB + 10_000), **given).propose()
+    least = refused.value.least_feasible_bytes
+    assert 9 * MIB + 20_000 <= least < 9 * MIB + ADAMW
+    assert set(planner(memory(least), **given).propose().allocation.choices.values()) == {"sign"}
+
+
 def test_all_of_adamw_s_state_is_enough_for_adamw_where_tensors_are_padded():
     odd = [replace(p, shape=(63, 61)) for p in PARAMS]
     plan = Planner(odd, budget=Budget(name="state_100", state_fraction=1.0)).propose()

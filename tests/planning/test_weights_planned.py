@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from baoc.core.catalogue import SPECS, STORAGES
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import saved
-from baoc.planning.limits import Savings, saved_bytes
+from baoc.planning.limits import Savings, levels, saved_bytes
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
@@ -92,6 +93,41 @@ def test_what_savings_spare_is_spent_where_counting_them_boldly_is_too_much():
     fitting = [way for way in all_ways if planner.taken(way) <= 61 * MIB // 4]
     least = min(sum(one.risk.total for one in way) for way in fitting)
     assert len(fitting) < len(all_ways) and planner.propose().allocation.risk == pytest.approx(least, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [("adamw", "sign+split8"), ("adamw", "muon", "*+split8"), ("adamw", "muon+bf16_sr", "sign+bf16_sr")],
+    ids=" ".join,
+)
+def test_no_level_of_room_that_16_bit_weights_bring_within_the_budget_is_left_out(
+    specs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """A step's peak passes the budget with native weights, and not with those that the plan keeps."""
+    needs = {**FOOTPRINT.step_temporary_bytes, "adamw": 16 * MIB, "muon": 20 * MIB}
+    heavy = replace(FOOTPRINT, step_temporary_bytes=needs)
+
+    def risks() -> list[float]:
+        found: list[float] = []
+        for quarters in range(44, 104, 2):
+            settings = PlannerSettings(specs=specs, keep_fp32_roles=())
+            one = Planner(PARAMS, budget=memory(quarters * MIB // 4), settings=settings, footprint=heavy)
+            try:
+                plan = one.propose()
+            except InfeasibleBudgetError as refused:
+                assert refused.least_feasible_bytes > quarters * MIB // 4
+                found.append(inf)
+            else:
+                assert plan.peak_bytes <= quarters * MIB // 4
+                found.append(plan.allocation.risk)
+        return found
+
+    within = risks()
+    monkeypatch.setattr(
+        "baoc.planning.attempts.levels",
+        lambda footprint, *, specs, memory, most_saved: levels(footprint, specs=specs, memory=None),
+    )
+    assert inf in within and within == risks()
 
 
 def test_weights_of_16_bits_risk_what_their_format_loses():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baoc.cli.jobs import with_race_folder
+from baoc.cli.jobs import SETUP_FILE, with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
@@ -92,6 +92,55 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
     assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
 
 
+def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_path: Path):
+    """New settings had their defaults, removed ones too, and seconds count though no run had ended before a kill."""
+    words = ("budget.schedule=[{step: 50, budget: state_10}]",)
+
+    def begun(*more: str) -> race_module.RaceRun:
+        given = (*words, *more)
+        race = race_module.RaceRun(config(tmp_path, *given), words=given, folder=tmp_path, command="c", code="")
+        race.study = SimpleNamespace(get_trials=lambda **_: [])  # pyright: ignore[reportAttributeAccessIssue]
+        race.began -= 30.0
+        race._check_setup()
+        return race
+
+    assert 30.0 <= begun()._spent_s() < 40.0
+    file = tmp_path / SETUP_FILE
+    kept = json.loads(file.read_text())
+    settings = kept["settings"]
+    del settings["trainer"]["strategy"]
+    settings["trainer"]["reshard_after_forward"] = True
+    settings["reallocation"]["update_rms"] = "usual"
+    settings["budget"]["schedule"][0]["batch"] = None
+    file.write_text(json.dumps(kept | {"plan_s": 60.0}))
+    assert 90.0 <= begun()._spent_s() < 100.0
+    with pytest.raises(BadInputError, match=r"holds a race with model.dropout=0.0, and runs"):
+        begun("model.dropout=0.1")
+    with pytest.raises(BadInputError, match=r"holds a race with budget.host_memory=none, and runs"):
+        begun("+budget.host_memory=8gb")
+    settings["optim"]["gone"] = 1
+    file.write_text(json.dumps(kept))
+    with pytest.raises(BadInputError, match=r"a race of another version of baoc.*unknown key optim.gone"):
+        begun()
+
+
+def test_no_sibling_is_timed_where_the_plan_has_taken_a_quarter_of_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="small")
+    stub_timing(monkeypatch)
+    race = race_module.RaceRun(config(tmp_path), words=[], folder=tmp_path, command="c", code="")
+    race.field = read_field(tmp_path / FILE)
+    timed: list[str] = []
+    sibling = race._sibling
+    monkeypatch.setattr(race, "_sibling", lambda size: (timed.append(size), sibling(size))[1])
+    race.plan_s = 60.0
+    assert race.within(61.0) is None and not timed
+    assert "nothing is raced within 61 s: planning and timing took 60 s, and the smallest" in capsys.readouterr().out
+    race.plan_s = 0.0
+    assert race.within(1.0) is None and timed == ["mini", "tiny"]
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -142,7 +191,7 @@ def test_a_cap_ends_a_race_before_the_stage_that_would_exceed_it(tmp_path: Path,
     leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
     assert raced(tmp_path, cap_s=1.0) is None  # 40 steps of 10 ms; a race of 400 takes minutes
     said = capsys.readouterr().out
-    assert "nothing is raced within 1 s: the smallest one is predicted to take" in said
+    assert "nothing is raced within 1 s: planning and timing took" in said
     result = raced(tmp_path, cap_s=1000.0)
     assert result is not None and not result.outcome.cut
 
@@ -202,7 +251,10 @@ def test_a_race_under_a_cap_that_races_nothing_says_why(
     words = ("race=1", "race.workers=1")
     with pytest.raises(BadInputError, match=r"nothing was raced within race=1, and the lines above say why"):
         race_command(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c")
-    assert "nothing is raced within 1 s: the smallest one is predicted to take" in capsys.readouterr().out
+    assert (
+        "nothing is raced within 1 s: planning and timing took 0 s, and the smallest race is predicted"
+        in capsys.readouterr().out
+    )
 
 
 def stub_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,20 @@ def test_without_a_probe_the_first_step_measures_itself():
 
 
 @pytest.mark.parametrize("release", [False, True])
+def test_a_first_step_without_a_backward_tells_nothing_and_the_next_one_is_measured(release: bool):
+    peaks = []
+    for empty in (0, 2):
+        model, loss = make()
+        optimizer = BaocOptimizer(model, budget="300mb", release=release, verbose=False)
+        for _ in range(empty):
+            optimizer.step()
+        train(optimizer, loss, steps=1)
+        assert set(optimizer.specs.values()) == {"adamw"}
+        peaks.append((optimizer.narrator.peak_bytes, optimizer.plan.peak_bytes))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("release", [False, True])
 def test_a_first_step_that_never_comes_is_measured_no_longer_than_the_optimizer_lives(release: bool):
     """Without waiting for Python's collector, and though somebody entered a mode of his own after it."""
     assert _get_current_dispatch_mode() is None

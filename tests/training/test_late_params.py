@@ -10,7 +10,11 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
+from baoc.profiling.tracker import PeakMeter
+from baoc.training import late_step, narration
+from baoc.training import reallocator as reallocator_module
 from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
 
 pytestmark = LIGHTNING_NOISE
@@ -33,10 +37,14 @@ def frozen() -> Net:
     return net
 
 
+def loss_of(net: nn.Module, *, samples: int = 16) -> torch.Tensor:
+    return nn.functional.cross_entropy(net(torch.randn(samples, 64)), torch.arange(samples) % 8)
+
+
 def trained(net: nn.Module, optimizer: BaocOptimizer, *, steps: int = 3) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+        loss_of(net).backward()
         optimizer.step()
 
 
@@ -109,7 +117,7 @@ def test_a_checkpoint_that_is_loaded_after_they_came_counts_them_once(probed: bo
         net = frozen()
 
         def probe():
-            nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+            loss_of(net).backward()
 
         optimizer = BaocOptimizer(net, budget=budget, probe=probe if probed else None, verbose=False)
         net.backbone.requires_grad_(True)
@@ -139,7 +147,7 @@ def test_a_memory_budget_without_room_for_their_gradients_refuses_them_with_the_
     net = frozen()
 
     def probe():
-        nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 8).backward()
+        loss_of(net).backward()
 
     roomy = BaocOptimizer(net, budget="1gb", probe=probe, verbose=False)
     optimizer = BaocOptimizer(net, budget=roomy.plan.peak_bytes + 1000, probe=probe, verbose=False)
@@ -155,8 +163,11 @@ def test_a_memory_budget_without_room_for_their_gradients_refuses_them_with_the_
     assert len(optimizer.param_groups) == groups
 
 
-def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimizer:
-    """Six steps of which the backbone, whose backward keeps more than all states, is trained from the fourth on."""
+def late_activations(
+    budget: int | str, *, way: str, probed: bool, settled: list[tuple[int, int]] | None = None
+) -> BaocOptimizer:
+    """Six steps of which the backbone, whose backward keeps more than all states, is trained from the fourth on.
+    `settled` gets the step of each move and the one that settled it."""
     net, x = frozen(), torch.randn(512, 64)
 
     def forward_backward():
@@ -164,6 +175,9 @@ def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimi
 
     given = {"model": net, "budget": budget, "probe": forward_backward if probed else None, "verbose": False}
     optimizer = BaocOptimizer(net.head if way == "group" else net, **given)
+    if settled is not None:
+        told = optimizer.reallocator
+        told.settled_listeners.append(lambda step, *_: settled.append((step, told.step)))
     for step in range(6):
         if step == 3:
             net.backbone.requires_grad_(True)
@@ -187,6 +201,72 @@ def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(w
     assert tight.budget_met is False  # of the step that was measured, and said
     with pytest.raises(InfeasibleBudgetError, match=r"6 parameters came .* a step with them takes .* KiB without any"):
         late_activations(roomy.plan.peak_bytes - roomy.state_bytes() - 30_000, way=way, probed=probed)
+
+
+def test_forward_beside_the_gradients_of_the_step_before_is_predicted_for_what_came_late():
+    """In a loop that zeroes them between forward and backward."""
+    net = frozen()
+
+    def step():
+        loss = loss_of(net, samples=512) + torch.zeros(300_000).sum()  # which the forward alone holds
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    optimizer = BaocOptimizer(net.head, model=net, budget="1gb", verbose=False)
+    step()
+    net.backbone.requires_grad_(True)
+    optimizer.add_param_group({"params": net.backbone.parameters()})
+    step()
+    assert optimizer.before_zeroing == [], "measured no longer than one step"
+    with PeakMeter(torch.device("cpu"), net, optimizer.state) as meter:
+        step()
+    assert 0.98 * optimizer.plan.peak_bytes < meter.peak_bytes <= optimizer.plan.peak_bytes
+
+
+@pytest.mark.parametrize("later", ["unlimited", "2gb"])
+def test_a_budget_that_changes_while_a_late_step_is_measured_is_in_force_after_it(
+    later: str, monkeypatch: pytest.MonkeyPatch
+):
+    capped: list[str] = []
+    monkeypatch.setattr(late_step, "recap_device", lambda device, *, budget: capped.append(budget.name))
+    net = frozen()
+    optimizer = BaocOptimizer(net.head, model=net, budget="1gb", verbose=False)
+    trained(net, optimizer, steps=1)
+    net.backbone.requires_grad_(True)
+    optimizer.add_param_group({"params": net.backbone.parameters()})
+    optimizer.reallocator.rebudget(parse_budget(later), why="asked for")
+    trained(net, optimizer, steps=1)
+    assert capped == [later] and optimizer.reallocator.late_peak_bytes > 0
+    assert set(optimizer.specs.values()) == {"adamw"}
+
+
+def test_a_move_that_a_late_step_asks_for_is_settled_one_step_after_it():
+    settled: list[tuple[int, int]] = []
+    roomy = late_activations("1gb", way="group", probed=True)
+    late_activations(roomy.plan.peak_bytes - 30_000, way="group", probed=True, settled=settled)
+    assert settled == [(4, 5)]
+
+
+def test_what_was_held_before_a_late_step_is_judged_where_its_measurement_has_the_peak_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On CUDA, by a stand-in whose peak is forgotten as it is there."""
+    peaks = iter([2 << 30, 0, 0, 0])
+    monkeypatch.setattr(reallocator_module, "device_peak", lambda device: next(peaks))
+    net, told = frozen(), []
+    optimizer = BaocOptimizer(net.head, model=net, budget="1gb", verbose=False)
+    trained(net, optimizer, steps=1)
+    optimizer.reallocator.peak_listeners.append(told.append)
+    assert optimizer.budget_met
+    net.backbone.requires_grad_(True)
+    optimizer.add_param_group({"params": net.backbone.parameters()})
+    trained(net, optimizer, steps=1)
+    assert told[0] == 2 << 30 and 0 < told[-1] <= optimizer.plan.peak_bytes
+    assert optimizer.budget_met is False and optimizer.narrator.peak_bytes == 2 << 30
+    monkeypatch.setattr(narration, "device_peak", lambda device: 3 << 29)
+    optimizer.narrator.device = torch.device("cuda")
+    assert optimizer.narrator.peak_bytes == 2 << 30
 
 
 @pytest.mark.parametrize("budget", ["state_25", "1gb"])
