@@ -158,10 +158,10 @@ class GradientProfiler:
         self._schedule.advance(turn)
         return turn
 
-    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None]) -> None:
+    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None], *, alone: bool = False) -> None:
         with self._schedule.running(turn):
             self._swap()
-            self._gather(grads)
+            self._gather(grads, alone=alone)
             self._average(turn)
             if turn is Turn.SAMPLE:
                 self._moments.observe(grads)
@@ -227,11 +227,14 @@ class GradientProfiler:
         self.load_state_dict(fresh)
 
     def _take_unseen(self, *turns: Turn) -> None:
-        """Takes the parameters for gradients; whoever calls this puts the state back."""
+        """Takes the parameters for gradients; whoever calls this puts the state back.
+
+        No rank waits for another: one alone may have no room for this, and then tells them so.
+        """
         values = {name: param.detach() for name, param in self._params.items()}
         for turn in turns:
             self._step += 1
-            self._take(turn, values)
+            self._take(turn, values, alone=True)
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
@@ -252,11 +255,12 @@ class GradientProfiler:
         self.load_state_dict(fresh)
         return most
 
-    def _gather(self, grads: Mapping[str, Tensor | None]) -> None:
+    def _gather(self, grads: Mapping[str, Tensor | None], *, alone: bool) -> None:
         if self._cuts:
             parts = {name: None if grad is None else local(grad) for name, grad in grads.items()}
             self._slices.gather_rows_(self._targets, cuts=self._cuts, grads=parts)
-            next(iter(self._shards.values())).shards.total_(self._grad)
+            if not alone:
+                next(iter(self._shards.values())).shards.total_(self._grad)
         else:
             self._slices.gather_(self._targets, grads=grads)
         self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,7 +1,7 @@
 """Seconds that planning spends, by phase: written to the run folder and shown on the console."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from time import perf_counter
 
 
@@ -44,8 +44,12 @@ class PhaseTimer:
         try:
             yield
         finally:
-            callback_handler.remove_start_callback(start)
-            callback_handler.remove_end_callback(end)
+            for remove, callback in (
+                (callback_handler.remove_start_callback, start),
+                (callback_handler.remove_end_callback, end),
+            ):
+                with suppress(ValueError):  # torch.compiler.reset() has removed all
+                    remove(callback)
 
     @property
     def total_s(self) -> float:

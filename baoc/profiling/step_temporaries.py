@@ -82,7 +82,7 @@ def _measured(
 
 def _largest_shapes(params: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
     """Those of matrices beside which no other has as many elements and as long a shorter side."""
-    sides = {tuple(p.shape): min(len(p), p.numel() // len(p)) for p in params if p.numel() and matrix_shape(p.shape)}
+    sides = {tuple(p.shape): min(matrix) for p in params if (matrix := matrix_shape(p.shape)) is not None}
     found: list[tuple[int, ...]] = []
     for shape in sorted(sides, key=lambda shape: (-math.prod(shape), -sides[shape])):
         if not found or sides[shape] > sides[found[-1]]:

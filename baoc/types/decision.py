@@ -220,7 +220,7 @@ class Footprint:
         temporary = max((known[row] for row in rows), default=0)
         held = 0 if self.released else None  # of gradients released in backward it is not known which are there
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
-        gaps = min(temporary, GAPS_BYTES) if self.device.startswith("cuda") else 0
+        gaps = 0 if self.device.startswith(("cpu", "meta")) else min(temporary, GAPS_BYTES)  # absent cards have names
         return max(self._less(self._parts(step), saved=saved or {})) + self.fixed_bytes + state_bytes + gaps
 
     @property

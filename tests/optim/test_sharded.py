@@ -33,7 +33,7 @@ from baoc.errors import BadInputError, DivergedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import param_info, single_block
 from baoc.optim.nonfinite import POLICIES
-from baoc.optim.shards import check_edges, whole
+from baoc.optim.shards import Shards, check_edges, whole
 from baoc.planning.candidates import applies, sums_columns
 from baoc.profiling import GradientProfiler
 from baoc.profiling.footprint import step_temporary_bytes
@@ -350,6 +350,26 @@ def work(rank: int, size: int, store: Path, *, folder: Path, source: int) -> dic
             found["resumed"] = resumed(folder / f"w{source}")
             found["file"] = from_one_file(folder / f"w{source}.pt")
         return found
+
+
+def test_no_rank_waits_for_others_while_a_profiler_is_built_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One alone may run out of memory there, and the others would wait for its part of a sum."""
+    summed: list[int] = []
+    total_ = Shards.total_
+    monkeypatch.setattr("baoc.profiling.schedule.LARGE_PARAMS", 0)  # so that it is rehearsed
+    monkeypatch.setattr(Shards, "total_", lambda self, tensor: summed.append(1) or total_(self, tensor))
+    with group(0, 1, store=tmp_path / "store"):
+        module = sharded()
+        named = dict(module.named_parameters())
+        blocks = [single_block(param_info(name, param, group=0)) for name, param in named.items()]
+        profiler = GradientProfiler(blocks, named, max_share=1e9)
+        assert profiler.temporary_bytes() > 0 and not summed
+        give(module, gradients(0))
+        assert not profiler.observe(step=0) and not summed
+        profiler.observe(step=1)
+        assert summed == [1]
 
 
 FUSED = ("lion", "foam_l1", "muon_int8")  # matched, by element, by row and by matrix

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
+from baoc.planning.cards import CARDS
 from baoc.planning.cost import grouped_bytes
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
 from baoc.profiling import footprint as module_of_footprints
@@ -385,6 +386,24 @@ def test_a_step_on_matrices_takes_what_is_predicted_whatever_their_shape(name: s
     found = step_temporary_bytes(probe, device="cpu")
     told = step_temporaries([SPECS[name]], params=[torch.zeros(8), torch.zeros(4, 4), torch.zeros(shape)])[name]
     assert abs(told - found) <= 64  # numbers of a step are no tensors on meta
+
+
+def test_a_matrix_behind_a_dimension_of_one_is_predicted_as_the_matrix_that_is_stepped():
+    beside = [torch.zeros(2, 1600), torch.zeros(1, 64, 48)]  # the first has more elements, and a shorter side of 2
+    told = step_temporaries([SPECS["muon"]], params=beside)
+    assert told == step_temporaries([SPECS["muon"]], params=[torch.zeros(64, 48)])
+    assert told["muon"] > step_temporaries([SPECS["muon"]], params=beside[:1])["muon"]
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_an_absent_card_has_the_gaps_of_a_present_one(card: str):
+    net, x = Net(), data()
+    here = probe_footprint(net, run_micro_batch=lambda: net(x))
+    here = replace(here, resident_bytes=64 * MIB, step_temporary_bytes={"adamw": 8 * MIB})
+    cpu, cuda, absent = (
+        replace(here, device=device).peak_bytes(state_bytes=0, specs=("adamw",)) for device in ("cpu", "cuda", card)
+    )
+    assert absent == cuda == cpu + 8 * MIB
 
 
 def test_what_a_footprint_says_of_how_it_was_made():

@@ -46,7 +46,7 @@ from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import as_native, cast_to_bf16
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
-from baoc.profiling.footprint import FRAGMENTATION, PAGES_BYTES
+from baoc.profiling.footprint import reserve_of
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import FUSED_BYTES, moved_bytes
@@ -385,10 +385,8 @@ class _Shapes:
             device=self.card.name,
             micro_batch=micro_batch,
             context_bytes=self.card.context_bytes,
-            reserve_bytes=LATE_MODULES_BYTES
-            + PAGES_BYTES
-            + self.card.workspace_bytes
-            + int(FRAGMENTATION * looked.forward_backward_bytes),
+            reserve_bytes=reserve_of(torch.device("cuda"), peak=looked.forward_backward_bytes)
+            + self.card.workspace_bytes,
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
             step_temporary_bytes=self.temporaries,
