@@ -197,9 +197,9 @@ class FirstStepMemory:
         """To be called when gradients are zeroed. What was held until then, beside those that are there still, is
         forward's, in a loop that zeroes between forward and backward: there it is held beside the gradients of the step
         before, from the second step on."""
-        assert self._meter is not None
-        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
-        self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes - gradients)
+        if self._meter is not None:
+            gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
+            self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes - gradients)
 
     @property
     def peak_bytes(self) -> int:

@@ -118,6 +118,12 @@ class FirstStep:
                 reallocator.replan(why=why, stays=reallocator in staying)
 
 
+def _without_state(footprint: Footprint) -> int:
+    """The peak of a step of the spec that takes least for itself."""
+    temporaries = footprint.step_temporary_bytes
+    return footprint.peak_bytes(state_bytes=0, specs=sorted(temporaries, key=temporaries.__getitem__)[:1])
+
+
 def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
     """The footprint with what it takes to start v of another spec from the second step's gradient."""
     needed = seeding.temporary_bytes(session.params.values())
@@ -135,7 +141,7 @@ def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[R
     what the budget then leaves beside forward and backward, each other one gets its part by AdamW's bytes."""
     planners = [reallocator.planner for reallocator in reallocators]
     footprints = [planner.footprint for planner in planners if planner.footprint is not None]
-    limit, base = planners[0].budget.memory_bytes, max(each.peak_bytes(state_bytes=0) for each in footprints)
+    limit, base = planners[0].budget.memory_bytes, max(map(_without_state, footprints))
     kept = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
     whole = sum(one.planner.state_bytes_adamw + one.late_bytes_adamw for one in moving)
