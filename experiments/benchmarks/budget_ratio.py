@@ -135,7 +135,7 @@ def run_case(
     if stacks is not None:
         import torch
 
-        torch._logging.set_logs(recompiles=True)  # the log says why anything is compiled again
+        torch._logging.set_logs(recompiles=True)  # pyright: ignore  # the log says why anything is compiled again
     with sampled(stacks):
         training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
     (folder / "flops").write_text(str(forward_flops(*built[-1])))
