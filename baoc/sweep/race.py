@@ -188,7 +188,7 @@ class RaceRun:
                 "at once, one on each GPU"
             )
         self.field = self._find_field()
-        self._check_setup()
+        self.check_setup()
         auto = self.config.mode != "race" and race.first == "auto"
         if cap_s is not None or auto:
             planned = self.within(cap_s)
@@ -229,7 +229,7 @@ class RaceRun:
             config=self.config,
             field=self.field,
             measured=measured,
-            seconds=self._spent_s(),
+            seconds=self.spent_s(),
             command=self.command,
         )
         records.keep(content, folder=self.folder, library=Path(race.library))
@@ -333,7 +333,7 @@ class RaceRun:
                 write_text(self.folder / "recipes" / f"{one.name}.yaml", text)
         return found
 
-    def _check_setup(self) -> None:
+    def check_setup(self) -> None:
         """Keeps what the race is made of, or compares it with what the folder's race was made of."""
         own, file = made_of(to_plain(to_conf(self.config))), self.folder / SETUP_FILE
         if not file.is_file():
@@ -367,9 +367,9 @@ class RaceRun:
         sizes = family_of(self.config.model.name).sizes
         if size not in sizes:
             raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
-        return self._sibling(size)[0]
+        return self.sibling_of(size)[0]
 
-    def _sibling(self, size: str) -> tuple[Measured, tuple[float, float]]:
+    def sibling_of(self, size: str) -> tuple[Measured, tuple[float, float]]:
         """A named size at the run's number of samples a parameter, with the seconds of a step and of a run's start."""
         if self.config.objective == "throughput":
             raise BadInputError(
@@ -436,7 +436,7 @@ class RaceRun:
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
             if size != found.size and race.size is None and self.plan_s + self._ran_s() > cap_s / 4:
                 break
-            measured, its_pace = (own, pace) if size == found.size else self._sibling(size)
+            measured, its_pace = (own, pace) if size == found.size else self.sibling_of(size)
             if size != found.size and race.size is None and (told := self._repeats_more(measured)):
                 say(f"not raced on {measured.size} for {measured.steps:,} steps: it {told}")
             else:
@@ -481,7 +481,7 @@ class RaceRun:
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)[len(self.asked) : len(self.asked) + len(runs)]
         had_ended = len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials)
-        return had_ended or self._spent_s() + self._predicted_s(stage) <= cap_s
+        return had_ended or self.spent_s() + self._predicted_s(stage) <= cap_s
 
     def _ran_s(self, *, until: float = math.inf) -> float:
         """Seconds of the runs so far, or of those that had ended by then: the same after a kill."""
@@ -491,7 +491,7 @@ class RaceRun:
         own = [self._seconds(at) for at, when in enumerate(ended) if when is not None and when.timestamp() < until]
         return sum(own) / self.config.race.workers
 
-    def _spent_s(self) -> float:
+    def spent_s(self) -> float:
         """Seconds on the clock since the race began; of processes that were killed those of their plan and runs."""
         return self._earlier_s + self._ran_s(until=self.began) + time.time() - self.began
 

@@ -379,16 +379,16 @@ class Session:
         likewise at layers of fully_shard that are gathered again in backward, and at such that stay so.
         """
         look = partial(self._in_layers, partial(self._measure, measurer, **given))
-        plan = look if self.gathering is None else partial(self._gathered_or_not, look, self.gathering)
+        plan = look if self.gathering is None else partial(self.plan_gathering, look, self.gathering)
         try:
             return plan()
         except InfeasibleBudgetError as error:
             if self.device.type != "cuda" or self.budget.memory_bytes is None or self.ranks.size > 1:
                 raise
             refusal = _bare(error)
-        raise self._confirmed(refusal, plan=plan)
+        raise self.confirmed(refusal, plan=plan)
 
-    def _confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
+    def confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
         """The refusal with a budget that was planned for. A step that is looked at outside of a cap, or with weights of
         16 bits, tells other bytes than one within the budget that is named by it, as torch's allocator reserves less
         where it may not have more.
@@ -408,7 +408,7 @@ class Session:
         least = least_planned(refusal.least_feasible_bytes, plan_at=plan_at)
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
-            self._recompute(0)  # as the module was, for whoever catches the refusal
+            self.recompute(0)  # as the module was, for whoever catches the refusal
         clear_cache(self.device)
         with suppress(BadInputError):
             cap_device(self.device, budget=budget)
@@ -424,7 +424,7 @@ class Session:
             specs=self.planner.specs,
         )
 
-    def _gathered_or_not(self, look: Callable[[], None], gathering: Gathering) -> None:
+    def plan_gathering(self, look: Callable[[], None], gathering: Gathering) -> None:
         """Plans with layers that are gathered again in backward, or with such that stay so from forward on where a
         memory budget holds a plan as good then, and no more of them recomputed.
 
@@ -444,7 +444,7 @@ class Session:
         footprint, most = self.planner.footprint, risk * (1 + ALIKE) + 1e-9
         if footprint is not None and self.budget.memory_bytes is not None:
             beside = replace(footprint, others_bytes=footprint.others_bytes + gathering.num_bytes)
-            planner, kept = self._planner(beside, budget=self.budget), (math.inf, 0)
+            planner, kept = self.planner_for(beside, budget=self.budget), (math.inf, 0)
             with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
                 if self.ranks.from_first(planner.propose).allocation.risk <= most:
                     kept = looked(False)
@@ -463,7 +463,7 @@ class Session:
             try:
                 number = self._fewest_kept(look, num_layers=num_layers)
             except BaseException:
-                self._recompute(0)
+                self.recompute(0)
                 raise
         else:
             look()
@@ -482,7 +482,7 @@ class Session:
             )
         num_layers = len(self._layers())
         number = max(1, num_layers) if asked is True else int(asked)
-        self._recompute(number)
+        self.recompute(number)
         self.layers_told = f"recomputed layers {number} of {num_layers}"
 
     def _layers(self) -> list[nn.Module]:
@@ -493,7 +493,7 @@ class Session:
             )
         return recomputable_layers(self.module)
 
-    def _recompute(self, number: int) -> None:
+    def recompute(self, number: int) -> None:
         assert self.module is not None
         set_recomputed(self.module, number)
 
@@ -507,7 +507,7 @@ class Session:
         with suppress(ValueError, KeyError, TypeError, InfeasibleBudgetError, torch.OutOfMemoryError):
             kept = self.ranks.from_first(lambda: json.loads(read_own(path) or "{}"))
             number, num_bytes = min(int(kept["number"]), num_layers), int(kept["bytes"])
-            self._recompute(number)
+            self.recompute(number)
             look()
             pages = PAGES_BYTES if self.device.type == "cuda" else 0
             if abs(self._activation_bytes() - num_bytes) <= pages:
@@ -524,7 +524,7 @@ class Session:
 
     def fewest_layers(self, look: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
-        self._recompute(0)
+        self.recompute(0)
         kept_risk = math.inf
         with suppress(InfeasibleBudgetError):
             look()
@@ -532,21 +532,21 @@ class Session:
             if not self.plan.binding:
                 return 0
         clear_cache(self.device)
-        self._recompute(num_layers)
+        self.recompute(num_layers)
         try:
             look()
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of layers that do not do the same again, though none was recomputed in error
             log.warning("layers of %s cannot be recomputed (%s): all is kept", type(self.module).__name__, error)
-            self._recompute(0)
+            self.recompute(0)
             look()
             return 0
         risk = self.plan.allocation.risk * (1 + ALIKE) + 1e-9
 
         def fits(number: int) -> bool:
             clear_cache(self.device)
-            self._recompute(number)
+            self.recompute(number)
             with suppress(InfeasibleBudgetError):
                 look()
                 return self.plan.allocation.risk <= risk
@@ -556,7 +556,7 @@ class Session:
         assert self.module is not None
         if recomputed_layers(self.module) != number:
             clear_cache(self.device)
-            self._recompute(number)
+            self.recompute(number)
             look()
         return number
 
@@ -618,7 +618,7 @@ class Session:
         if footprint is not None or self.budget.memory_bytes is None:
             self._propose(None, footprint, budget=self.budget)
             return
-        self.planner = self._planner(None, budget=replace(self.budget, memory_bytes=None))
+        self.planner = self.planner_for(None, budget=replace(self.budget, memory_bytes=None))
         given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
         self.profiler = make_profiler(self.planner, self.params, **given)
         self.plan = self.planner.least()
@@ -713,7 +713,7 @@ class Session:
         self.latency = replace(table, link=self.latency.link, hidden_s=self.latency.hidden_s)
         return self.latency
 
-    def _planner(self, footprint: Footprint | None, *, budget: Budget) -> Planner:
+    def planner_for(self, footprint: Footprint | None, *, budget: Budget) -> Planner:
         return Planner(
             self.infos,
             budget=budget,
@@ -726,7 +726,7 @@ class Session:
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
         """What a plan rests on is not left to assumed seconds: its specs are timed, and a limit on time is planned for
         again then."""
-        planner = self._planner(footprint, budget=budget)
+        planner = self.planner_for(footprint, budget=budget)
         given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
         profiler = _profiler_with_room(planner, self.params, **given)
         plan = self.ranks.from_first(planner.propose)

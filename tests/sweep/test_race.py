@@ -101,10 +101,10 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
         race = race_module.RaceRun(config(tmp_path, *given), words=given, folder=tmp_path, command="c", code="")
         race.study = SimpleNamespace(get_trials=lambda **_: [])  # pyright: ignore[reportAttributeAccessIssue]
         race.began -= 30.0
-        race._check_setup()
+        race.check_setup()
         return race
 
-    assert 30.0 <= begun()._spent_s() < 40.0
+    assert 30.0 <= begun().spent_s() < 40.0
     file = tmp_path / SETUP_FILE
     kept = json.loads(file.read_text())
     settings = kept["settings"]
@@ -113,7 +113,7 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     settings["reallocation"]["update_rms"] = "usual"
     settings["budget"]["schedule"][0]["batch"] = None
     file.write_text(json.dumps(kept | {"plan_s": 60.0}))
-    assert 90.0 <= begun()._spent_s() < 100.0
+    assert 90.0 <= begun().spent_s() < 100.0
     with pytest.raises(BadInputError, match=r"holds a race with model.dropout=0.0, and runs"):
         begun("model.dropout=0.1")
     with pytest.raises(BadInputError, match=r"holds a race with budget.host_memory=none, and runs"):
@@ -132,8 +132,8 @@ def test_no_sibling_is_timed_where_the_plan_has_taken_a_quarter_of_the_cap(
     race = race_module.RaceRun(config(tmp_path), words=[], folder=tmp_path, command="c", code="")
     race.field = read_field(tmp_path / FILE)
     timed: list[str] = []
-    sibling = race._sibling
-    monkeypatch.setattr(race, "_sibling", lambda size: (timed.append(size), sibling(size))[1])
+    sibling = race.sibling_of
+    monkeypatch.setattr(race, "sibling_of", lambda size: (timed.append(size), sibling(size))[1])
     race.plan_s = 60.0
     assert race.within(61.0) is None and not timed
     assert "nothing is raced within 61 s: planning and timing took 60 s, and the smallest" in capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     module.net = torch.nn.Linear(4, 1)
     cpu = torch.device("cpu")
     trials = Trials(module, batch=torch.ones(4, 4), val_batch=None, device=cpu, precision="32-true")
-    trials._ranks = Agreeing()
+    trials.ranks = Agreeing()
     given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
     getattr(trials, tried)(2, **given.get(tried, {}))
     assert len(seen) > 1 and all(each == [True] for each in seen)

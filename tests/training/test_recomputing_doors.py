@@ -182,13 +182,13 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
     session.settings = SessionSettings(checkpointing=checkpointing)
 
     def plan() -> None:
-        session._recompute(2)
+        session.recompute(2)
         session.plan = SimpleNamespace(least_feasible_bytes=200_000)
         if session.budget.memory_bytes != 200_000:
             raise BadInputError("no room for a look that may be larger")
 
     refusal = InfeasibleBudgetError("too small", budget_bytes=100_000, least_feasible_bytes=300_000)
-    assert session._confirmed(refusal, plan=plan) is refusal and recomputed_layers(session.module) == left
+    assert session.confirmed(refusal, plan=plan) is refusal and recomputed_layers(session.module) == left
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exc
     session.module, session.layers_told, session.gathers_again = None, "", None
     session.budget, switched = parse_budget("1mb"), list[bool]()
     plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.5))
-    session._planner = lambda *_, **__: SimpleNamespace(propose=lambda: plan)
+    session.planner_for = lambda *_, **__: SimpleNamespace(propose=lambda: plan)
     sizes: dict[str, Any] = {
         "weights_bytes": 1,
         "gradients_bytes": 1,
@@ -215,7 +215,7 @@ def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exc
             raise error
         session.plan, session.planner = plan, SimpleNamespace(footprint=footprint)
 
-    session._gathered_or_not(look, Gathering(switch=switched.append, num_bytes=10))
+    session.plan_gathering(look, Gathering(switch=switched.append, num_bytes=10))
     assert switched == [True, False, *([True] if error else [])] and session.gathers_again == bool(error)
 
 

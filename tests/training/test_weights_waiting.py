@@ -214,7 +214,7 @@ def test_what_has_no_room_within_the_cap_comes_outside_of_it(monkeypatch: pytest
     monkeypatch.setattr(nn.Module, "to", to)
     monkeypatch.setattr(memory, "uncap_device", lambda device: calls.append("uncapped"))
     monkeypatch.setattr(memory, "cap_device", lambda device, *, budget: calls.append("capped"))
-    given = {"narrow": narrow, "device": torch.device("cpu"), "budget": parse_budget("1mb")}
+    given = {"bf16_params": narrow, "device": torch.device("cpu"), "budget": parse_budget("1mb")}
     rooms[:] = [0, 0, 1]
     with arrival.on_device_as_bf16(module, **given):
         assert calls == ["bfloat16", "uncapped", "bfloat16", "capped"]

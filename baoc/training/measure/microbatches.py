@@ -65,7 +65,7 @@ class Trials:
                 f"{precision}: give a micro_batch, or one of these"
             )
         self.module, self.device, self.phases = module, device, phases or PhaseTimer()
-        self._ranks = ranks() if any(map(is_sharded, module.parameters())) else ALONE  # who try in step
+        self.ranks = ranks() if any(map(is_sharded, module.parameters())) else ALONE  # who try in step
         self._batch, self._val_batch = batch, val_batch
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
@@ -73,7 +73,7 @@ class Trials:
     @property
     def _buckets(self) -> bool:
         """Whether DistributedDataParallel will keep gradients."""
-        return ranks() is not ALONE and self._ranks is ALONE
+        return ranks() is not ALONE and self.ranks is ALONE
 
     @property
     def batches(self) -> tuple[Any, Any]:
@@ -101,9 +101,9 @@ class Trials:
         """
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
         given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
-        footprint, seconds = self._ranks.agreed(lambda: self._run(micro_batch, **given), in_step=True)
-        if self._ranks is not ALONE:
-            found = self._ranks.gathered((footprint, seconds))
+        footprint, seconds = self.ranks.agreed(lambda: self._run(micro_batch, **given), in_step=True)
+        if self.ranks is not ALONE:
+            found = self.ranks.gathered((footprint, seconds))
             most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
             footprint = replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one, _ in found))
             seconds = max(each for _, each in found)
@@ -193,7 +193,7 @@ class Trials:
 
     def _slowest(self, measure: Callable[[], float]) -> float:
         """Seconds of the rank that takes longest."""
-        return self._ranks.most(self._ranks.agreed(measure, in_step=True))[0]
+        return self.ranks.most(self.ranks.agreed(measure, in_step=True))[0]
 
     def _cleared(self, micro_batch: int) -> Any:
         """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
@@ -217,7 +217,7 @@ class Trials:
         found: list[float] = []
         series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
         given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
-        if self._ranks is not ALONE:  # as often on each
+        if self.ranks is not ALONE:  # as often on each
             series, least, given["max_s"] = 1, 2, 0.0
         for _ in range(series):
             before = allocations(self.device)
