@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim import BlockwiseOptimizer, inherit
+from baoc.optim import BlockwiseOptimizer, inherit, migrate
 from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
@@ -21,7 +21,7 @@ from baoc.optim.migrate import (
     rms_of,
 )
 from baoc.optim.rules import RULES
-from baoc.optim.state import LiveBlock, allocate, slot_under
+from baoc.optim.state import LiveBlock, allocate, make_slot, slot_under
 from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 from tests.support.optimizing import (
@@ -425,6 +425,27 @@ def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded
         assert kept.decode(new).any() != new_one and (report.how[kept.decl.name] == "new") == new_one
     if other.counts_steps:
         assert new["step"] == (SEED_AGE if waits else STEPS)
+
+
+def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 rows this rank has three; `gathered` brings what all have."""
+    rows = slice(2, 5)
+    shard: Any = SimpleNamespace(owner=torch.zeros(8, 6), shards=SimpleNamespace(size=2), first=12)
+    shard.taken = lambda value, shape: value[rows].reshape(shape)
+    given: dict[str, Any] = {"info": replace(info("w", (3, 6)), whole=(8, 6)), "group": 0, "shard": shard}
+    specs = (NATIVE["adamw"], NATIVE["adafactor_momentum"])
+    source, target = (make_slot("w", torch.zeros(3, 6), spec=spec, **given) for spec in specs)
+    whole = {"step": torch.tensor(7.0), "m": torch.rand(8, 6), "v": torch.rand(8, 6)}
+    asked: list[Any] = []
+    monkeypatch.setattr(migrate, "gathered", lambda *args, spec: asked.append((*args, spec)) or whole)
+    (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
+    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": report, "fresh": False, "seeded": True}
+    assert not migrate._convert_together(source, target, old, new, specs=specs, **how)
+    assert asked == [(source, old, specs[0])] and report.how["v_row"] == "converted"
+    v = whole["v"] / (1 - BETAS[1] ** 7)
+    assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
+    torch.testing.assert_close(new["v_row"], v.mean(1)[rows])
+    torch.testing.assert_close(new["v_col"], v.mean(0))
 
 
 def test_states_that_count_steps_without_v_keep_their_age() -> None:
