@@ -5,7 +5,7 @@
 
 The tree is copied first, with what is not committed. mutants_all.csv in --out or experiments/results gets a row per
 mutant (module, mutant, status, and the line before and after where no test told it), in place of the module's rows
-before. The exit code is 0.
+before. What --seconds cut short is `not checked`. The exit code is 0.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,11 +49,12 @@ def main() -> int:
     parser.add_argument("campaigns", nargs="+", choices=CAMPAIGNS)
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results")
     parser.add_argument("--children", type=int, default=2)
+    parser.add_argument("--seconds", type=float, help="the most that the mutants of a campaign are tried for")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.campaigns:
         with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-            rows = campaign(name, folder=Path(folder), children=args.children)
+            rows = campaign(name, folder=Path(folder), children=args.children, seconds=args.seconds)
         record(rows, args.out / "mutants_all.csv")
         for module in sorted({row["module"] for row in rows}):
             told = Counter(row["status"] for row in rows if row["module"] == module)
@@ -60,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def campaign(name: str, *, folder: Path, children: int) -> list[dict[str, str]]:
+def campaign(name: str, *, folder: Path, children: int, seconds: float | None) -> list[dict[str, str]]:
     modules, tests = CAMPAIGNS[name]
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for file in filter(lambda file: (ROOT / file).is_file(), listed.splitlines()):
@@ -79,20 +81,21 @@ def campaign(name: str, *, folder: Path, children: int) -> list[dict[str, str]]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache"), "BAOC_EXAMPLES": "quick"}
     env["PYTHONPATH"] = ":".join(part for part in env.get("PYTHONPATH", "").split(":") if part != str(ROOT))
 
-    def mutmut(*words: str) -> str:
+    def mutmut(*words: str, timeout: float | None = None) -> str:
         command = [sys.executable, "-m", "mutmut", *words]
-        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, timeout=timeout)
         if done.returncode:
             sys.exit(f"{done.stdout[-4000:]}\nmutmut {' '.join(words)} ended with exit code {done.returncode}")
         return done.stdout
 
-    mutmut("run", "--max-children", str(children))
+    with suppress(subprocess.TimeoutExpired):
+        mutmut("run", "--max-children", str(children), timeout=seconds)
     rows: list[dict[str, str]] = []
     for told in mutmut("results", "--all", "true").splitlines():
         mutant, _, status = told.strip().partition(": ")
         row = dict.fromkeys(FIELDS, "") | {"mutant": mutant, "status": status, "commit": commit() or ""}
         row["module"] = mutant.rpartition(".")[0].replace(".", "/") + ".py"
-        if status not in ("killed", "timeout"):
+        if status not in ("killed", "timeout", "not checked"):
             diff = [line for line in mutmut("show", mutant).splitlines() if line[:3] not in ("---", "+++")]
             row["line"], row["changed"] = (" ".join(line[1:].strip() for line in diff if line[:1] == by) for by in "-+")
         rows.append(row)
