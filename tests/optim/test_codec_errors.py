@@ -139,9 +139,8 @@ def average(name: str, *, scale: Tensor, noise: bool, dithered: bool) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("root8v", 0.15), ("lattice4", 0.6)])
-@pytest.mark.parametrize("spread", [0.0, 0.5])
-def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, deviation: float, spread: float) -> None:
-    ratio = average(name, scale=torch.exp(spread * normal(32 * 64)), noise=True, dithered=True)
+def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, deviation: float) -> None:
+    ratio = average(name, scale=torch.exp(0.5 * normal(32 * 64)), noise=True, dithered=True)
     assert abs(float(ratio.mean()) - 1) < (0.03 if name != "lattice4" else 0.06)  # it lifts a group's least
     assert float(ratio.log().std()) < deviation  # .032 at fp32
 
