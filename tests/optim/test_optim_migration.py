@@ -347,6 +347,13 @@ def test_the_rms_that_a_kernel_noted_is_taken_as_it_is(applied: float) -> None:
     assert rms_of("all", registry=registry, param_groups=[]) == applied
 
 
+def test_a_last_rms_that_states_do_not_tell_is_unknown() -> None:
+    params = make_params(SHAPES)
+    optimizer = build(params, "lion", rms_matching=False)
+    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    assert optimizer.update_rms() == {}
+
+
 @pytest.mark.parametrize(("spec", "corrected"), [("adamw", True), ("lion", False)])
 def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> None:
     run = Run(spec, steps=2)

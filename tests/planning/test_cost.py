@@ -1,10 +1,23 @@
 """The ledger by hand for one row of each kind; the optimizer's tests hold every row to live tensors."""
 
+import math
+
 import pytest
 
 from baoc.core.catalogue import SPECS, on_device
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.cost import adamw_state_bytes, bytes_per_parameter, cost, grouped_bytes, state_bytes, weight_bytes
+from baoc.planning.cost import (
+    adamw_state_bytes,
+    bytes_per_parameter,
+    cost,
+    grouped_bytes,
+    native_bytes,
+    param_state_bytes,
+    state_bytes,
+    step_seconds,
+    weight_bytes,
+    whole_step_seconds,
+)
 from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.support.decision import param
@@ -87,7 +100,7 @@ def test_streamed_states_leave_only_matching_on_the_device():
     latency = LatencyTable(device="cpu", fixed_s={"rmsprop": 1e-5}, per_element_s={"rmsprop": 1e-9})
     spec = SPECS["adamw_int8+split8@streamed"]
     made = cost(MATRIX, spec=spec, rule=RULE_INFOS["adamw"])
-    assert (made.state_bytes, made.host_bytes) == (0, slab + 4)
+    assert (made.state_bytes, made.host_bytes, made.charged_bytes, made.weight_bytes) == (0, slab + 4, 0, 800)
     assert (made.streamed_bytes, made.transfer_bytes) == (slab, 2 * slab)
     assert made.link_s == copy_seconds(slab, link=STORED) > 0
     matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULE_INFOS["rmsprop"], latency=latency)
@@ -110,6 +123,27 @@ def test_a_spec_that_was_not_timed_is_no_zero():
     latency = LatencyTable(device="cpu", fixed_s={"adamw": 1e-5}, per_element_s={"adamw": 1e-9})
     with pytest.raises(AssertionError, match="sign was not timed"):
         cost(MATRIX, spec=SPECS["sign"], rule=RULE_INFOS["sign"], latency=latency)
+
+
+def test_a_whole_step_is_its_base_and_each_block_by_its_own_spec():
+    seconds = {"adamw": 1e-5, "sign": 1e-6}
+    latency = LatencyTable(
+        device="cpu", fixed_s=seconds, per_element_s={"adamw": 1e-9, "sign": 1e-10}, base_step_s=2.0, step_s=0.5
+    )
+    given = {"blocks": (MATRIX, PAIR), "specs": SPECS, "latency": latency}
+    assert step_seconds(PAIR, spec=SPECS["adamw"], latency=latency) == pytest.approx(2e-5 + 410e-9)
+    found = whole_step_seconds({"mlp": "sign", "two": "adamw@streamed"}, **given)
+    assert found == pytest.approx(2.5 + 1e-6 + 400e-10 + 2e-5 + 410e-9, rel=1e-12)
+    assert math.isnan(whole_step_seconds({"mlp": "sign", "two": "lion"}, **given))
+    with pytest.raises(AssertionError, match=r"^lion was not timed; the table has adamw, sign$"):
+        step_seconds(PAIR, spec=SPECS["lion"], latency=latency)
+
+
+def test_nothing_is_kept_of_a_parameter_without_elements():
+    empty = param("mlp.fc1.weight", 0, 4)
+    assert param_state_bytes(empty, spec=SPECS["adamw"], rule=RULE_INFOS["adamw"]) == 0
+    unknown = ParamInfo(name="w", shape=(2, 4), dtype="float8_e4m3fn", role=Role.MLP)
+    assert native_bytes(unknown) == 32, "as fp32, which is not too little"
 
 
 def test_a_spec_is_only_priced_with_its_own_rule():

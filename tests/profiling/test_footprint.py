@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.catalogue import SPECS
+from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step_temporary_bytes
 from baoc.profiling import step_temporaries as module
@@ -309,3 +310,38 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_a_footprint_says_of_how_it_was_made():
+    net, x = Net(), data()
+    plain = probe_footprint(net, run_micro_batch=lambda: net(x), context_bytes=7)
+    assert (plain.micro_batch, plain.context_bytes, plain.reserve_bytes, plain.released) == (0, 7, SCALARS_BYTES, False)
+    assert plain.validation_bytes == 0 and {one.name for one in plain.intervals} <= {"training", "first"}
+    trained = [name for name, param in net.named_parameters() if param.requires_grad]
+    assert sorted(plain.gradient_order) == sorted(trained) and plain.gradient_order[-1] == "body.0.weight"
+    looked = probe_footprint(net, run_micro_batch=lambda: net(x), run_validation_batch=lambda: net(x), micro_batch=5)
+    assert looked.micro_batch == 5 and looked.validation_bytes == max(
+        one.num_bytes for one in looked.intervals if one.name == "validation"
+    )
+    own = probe_footprint(net, run_micro_batch=lambda: net(x).backward(), run_validation_batch=lambda: net(x))
+    assert own.intervals == own.gradient_order == () and own.validation_bytes > 0
+
+
+def test_a_probe_of_released_gradients_tells_no_intervals():
+    net, x = Net(), data()
+    blocks = [
+        [net.body[0].weight, net.body[0].bias],
+        [net.body[1].weight, net.body[1].bias],
+        [*net.body[4].parameters()],
+    ]
+    found = probe_footprint(net, run_micro_batch=lambda: net(x), released=blocks)
+    assert found.released and found.intervals == found.gradient_order == ()
+    most = max(sum(param.nbytes for param in block) for block in blocks)
+    assert most <= found.gradients_bytes < sum(p.nbytes for p in net.parameters() if p.requires_grad)
+    assert found.weights_bytes + most < found.resident_bytes <= found.forward_backward_bytes
+
+
+def test_a_probe_that_leaves_no_gradient_is_told():
+    net = Net()
+    with pytest.raises(BadInputError, match=r"^no parameter has a gradient after the probe: it must run forward and"):
+        probe_footprint(net, run_micro_batch=lambda: None)
