@@ -5,14 +5,14 @@ roles of the recipe that the table's entries were measured in. It is taken only 
 that fits beyond its own error, and beyond what the best of so many entries shows by chance.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from baoc.core.catalogue import WEIGHTS
+from baoc.core.catalogue import SPECS, WEIGHTS, select
 from baoc.core.measured import Change, Family, MeasuredRecipe, added, at_rate, faded
 from baoc.core.recipes import Recipe, keys_of
 from baoc.core.statistics import LEVEL, student_quantile
@@ -28,12 +28,15 @@ from baoc.types import (
     Limits,
     Plan,
     Risk,
+    Role,
 )
 
 if TYPE_CHECKING:
     from baoc.planning.planner import Planner
 
 MIXED = "mixed"
+ADAMW = "adamw"
+ROUNDED = "bf16_sr"  # weights
 FAR = 10.0  # times the measured size, from which on a plan says that nothing was measured there
 
 
@@ -55,8 +58,18 @@ class Choice:
 
 
 def choose(planner: "Planner", *, family: Family) -> Choice | None:
-    """The measured choice of the planner's budget; None where no measured recipe fits."""
+    """The measured choice of the planner's budget; None where no measured recipe fits.
+
+    Where all that fits on the device measured worse than fp32 AdamW, states go to the host if that is allowed, as they
+    stay the same there. At last weights are rounded at random, which was measured nowhere.
+    """
     best = next(whole(planner, family=family), None)
+    for more in ({"hosted": True}, {"weights": (ROUNDED,)}):
+        if best is not None and not is_worse_than_adamw(best, family=family):
+            break
+        other = next(whole(planner, family=family, **more), None)
+        if other is not None and (best is None or other.change.mean < best.change.mean):
+            best = other
     mixed = mixture(planner, family=family)
     if mixed is None:
         return best
@@ -79,21 +92,52 @@ def ranked(planner: "Planner", *, family: Family) -> list[MeasuredRecipe]:
     return sorted(family.recipes, key=lambda one: (one.change.bound(planner.kappa), one.change.mean))
 
 
+def is_worse_than_adamw(choice: Choice, *, family: Family) -> bool:
+    """Whether a recipe measured worse than fp32 AdamW did; False where that was not measured."""
+    adamw = next((one for one in family.recipes if one.name == ADAMW), None)
+    return adamw is not None and choice.change.mean > adamw.change.mean
+
+
 def formats(planner: "Planner") -> list[str]:
     """Formats of the weights that are offered, native first: others only where a recipe fits by them alone."""
-    return sorted({spec.weights for spec in planner.specs.values()}, key=list(WEIGHTS).index)
+    held = {spec.weights for spec in select(planner.settings.specs).values()}
+    return sorted(held, key=list(WEIGHTS).index)
 
 
-def whole(planner: "Planner", *, family: Family) -> Iterator[Choice]:
-    """Measured recipes that fit, the best first."""
+def whole(planner: "Planner", *, family: Family, weights: Sequence[str] = (), hosted: bool = False) -> Iterator[Choice]:
+    """Measured recipes that fit, the best first; with the first of `weights` that lets one fit, by default of those
+    that are offered. `hosted`: with their states on the host."""
+    if hosted and not planner.places:
+        return
     for one in ranked(planner, family=family):
         rate = faded(one.rate, num_params=planner.num_params, measured=family.num_params)
-        for weights in formats(planner):
-            recipe = replace(at_rate(one.recipe, rate), weights=weights)
-            plan = recipe_plan(planner, recipe)
-            if plan is not None:
-                yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
-                break
+        recipe = at_rate(one.recipe, rate)
+        recipe = streamed(recipe) if hosted else recipe
+        made = fitting(planner, recipe, weights=weights or formats(planner))
+        if made is not None:
+            recipe, plan = made
+            yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
+
+
+def streamed(recipe: Recipe) -> Recipe:
+    """The recipe with the states of all roles but norms on the host, stepped on the device."""
+    specs = {role: spec if role == Role.NORM else on_host(spec) for role, spec in recipe.specs.items()}
+    return replace(recipe, specs=specs, fallback=tuple(map(on_host, recipe.fallback)))
+
+
+def on_host(spec: str) -> str:
+    named = f"{spec}@streamed"
+    return named if named in SPECS else spec  # of no state there is nothing to place
+
+
+def fitting(planner: "Planner", recipe: Recipe, *, weights: Sequence[str]) -> tuple[Recipe, Plan] | None:
+    """The recipe with the first format of the weights that lets it fit, and its plan."""
+    for name in weights:
+        held = replace(recipe, weights=name)
+        plan = recipe_plan(planner, held)
+        if plan is not None:
+            return held, plan
+    return None
 
 
 def useful_bytes(planner: "Planner", *, family: Family) -> int:
@@ -228,9 +272,15 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, num_params: int) -> 
         else ""
     )
     rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
+    worse = (
+        "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
+        "choose was not measured: a larger budget or a race may do better"
+        if is_worse_than_adamw(choice, family=family)
+        else ""
+    )
     return Basis(
         by="measured",
-        text=f"{held}; {told}, {where}{far}{narrow}{rate}",
+        text=f"{held}; {told}, {where}{far}{narrow}{rate}{worse}",
         recipe=recipe.name,
         family=family.name,
         reference=against,

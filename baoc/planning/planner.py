@@ -73,6 +73,7 @@ class PlannerSettings:
     every: int | None = None  # of allocator=host_every_kth
     flush_only: bool = False  # updated blocks' gradients come to the host in backward, and wait there
     seed: int = 0
+    measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
     recipe: Recipe | None = None
     family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
 
@@ -90,6 +91,7 @@ class PlannerSettings:
                 "every block runs, so that nothing is left to an allocator. Leave one out"
             )
         own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.rows, "keep_fp32_roles": ()}
+        own["measured_specs"] = ()
         if self.blocks_by == "layer_role" and self.recipe.tells_parts:
             own["blocks_by"] = "layer_part"
         for key, value in own.items():
@@ -139,7 +141,7 @@ class Planner:
         if settings.every is not None and isinstance(self.allocator, HostedAllocator):
             self.allocator = replace(self.allocator, every=settings.every)
         chosen = select([*settings.specs, *self.allocator.traits.rows])
-        self.specs = with_host(chosen) if budget.host_memory_bytes is not None else chosen
+        self.offered = with_host(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
@@ -156,6 +158,8 @@ class Planner:
         self.num_params = sum(block.numel for block in self.blocks)
         named = family_of(self.params) if settings.family == AUTO else settings.family
         self.family = families().get(named or "") if settings.risk == MEASURED else None
+        more = settings.measured_specs if self.family is not None and self._chooses else ()
+        self.specs = {**self.offered, **select(more)} if more else self.offered
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
         self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
         if budget.memory_bytes is not None and footprint is None:
@@ -318,7 +322,7 @@ class Planner:
             (profile, self._lines, self.budget),
             lambda: build_candidates(
                 self.blocks,
-                specs=self.specs,
+                specs=self.specs if risk == MEASURED else self.offered,
                 rules=self.rules,
                 storages=STORAGES,
                 risk=self._risk_model(risk),

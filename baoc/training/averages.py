@@ -45,4 +45,4 @@ def without_narrow(settings: SessionSettings, *, because: Sequence[str]) -> Sess
         )
     log.warning("%s averages weights, so that specs with weights of 16 bits are left out: %s", readers, narrow[0])
     kept = tuple(name for name in rows if name not in narrow)
-    return replace(settings, planner=replace(planner, specs=kept))
+    return replace(settings, planner=replace(planner, specs=kept, measured_specs=()))

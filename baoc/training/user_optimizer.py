@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 REFUSED_KEYS = ("amsgrad", "maximize")
 SPLIT_ROWS = "*+split8"
+ROUNDED_ROWS = "*+bf16_sr"
 
 
 def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers returned") -> dict[str, Any]:
@@ -114,7 +115,8 @@ def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimiz
 def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
     """Adds `*+split8` to a catalogue that was left open, where a memory budget on CUDA can use it.
 
-    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins.
+    Open is `*`, or `*` with `*@streamed`, which `*+split8@streamed` then joins. Weights that are rounded at random are
+    offered to the measured choice alone, which takes them last.
     Weights kept in 16 bits with a correction save as much as a moment in 32 bits; layers take them under bf16 autocast
     or in a bf16 model. Elsewhere results stay those of native weights.
     """
@@ -124,7 +126,8 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
     )
     if not fitting or more is None:
         return settings
-    return replace(settings, planner=replace(settings.planner, specs=(*settings.planner.specs, *more)))
+    planner = replace(settings.planner, specs=(*settings.planner.specs, *more), measured_specs=(ROUNDED_ROWS,))
+    return replace(settings, planner=planner)
 
 
 def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:

@@ -24,16 +24,24 @@ from baoc.frontier.runs import RunFolder, find_runs
 from baoc.models import MODELS
 from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import find_gpus
-from baoc.sweep.trial_process import RunOutcome, TrialProcess
+from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess
 from baoc.tracking.files import read_json
 from experiments.benchmarks.fronts import device_of, paired
 
 LAST = "# after all seeds"
+# A checkpoint of tens of gigabytes takes longer than some runs.
+UNKEPT = """
+import sys
+from baoc.training.callbacks import SafeCheckpoint
+SafeCheckpoint._save_last = SafeCheckpoint._save_best = lambda *_, **__: None
+from baoc.cli.main import main
+sys.exit(main(sys.argv[1:], single=True))
+"""
 FIXED = ("checkpoint.export=false", "logger=jsonl", "trainer.enable_progress_bar=false")
 COLUMNS = (
     "group", "label", "seed", "status", "quality", "value", "accuracy", "state_bytes", "state_fraction", "recipe", "lr",
-    "num_steps", "step_ms", "train_s", "wall_s", "curve", "side_by_side", "overrides", "device", "python", "torch",
-    "commit",
+    "num_steps", "peak_bytes", "step_ms", "train_s", "wall_s", "curve", "side_by_side", "overrides", "device", "python",
+    "torch", "commit",
 )  # fmt: skip
 Row = Mapping[str, Any]
 
@@ -72,19 +80,26 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def run_all(
-    jobs: Sequence[tuple[Line, int]], *, folder: Path, rows: Path, gpus: Sequence[str], per_gpu: int, minutes: float
+    jobs: Sequence[tuple[Line, int]],
+    *,
+    folder: Path,
+    rows: Path,
+    gpus: Sequence[str],
+    per_gpu: int,
+    minutes: float,
+    code: str = COMMAND,
 ) -> None:
-    """`gpus`: as CUDA_VISIBLE_DEVICES names them; one empty name is the CPU."""
+    """`gpus`: as CUDA_VISIBLE_DEVICES names them; one empty name is the CPU. `code`: the program of a run."""
     named = {word.removeprefix("model=") for line, _ in jobs for word in line.words if word.startswith("model=")}
     families = [MODELS[name] for name in sorted(named)]
     forkserver.preload(forkserver.PRELOAD, *(name for one in families for name in (one.module, *one.imports)))
     places = [gpu for _ in range(per_gpu) for gpu in gpus]
     done = {(row["group"], row["label"], int(row["seed"])) for row in read_rows(rows)}
     left = iter([(line, seed) for line, seed in jobs if (line.group, line.label, seed) not in done])
-    began, running = time.monotonic(), list[_Running]()
+    began, running = time.monotonic(), list[Running]()
     while True:
         while places and time.monotonic() - began < 60 * minutes and (job := next(left, None)) is not None:
-            running.append(_Running(*job, gpu=places.pop(0), folder=folder))
+            running.append(Running(*job, gpu=places.pop(0), folder=folder, code=code))
         if not running:
             return
         wait([one.process.sentinel for one in running])
@@ -96,10 +111,10 @@ def run_all(
             places.append(one.gpu)
 
 
-class _Running:
+class Running:
     """A run under way."""
 
-    def __init__(self, line: Line, seed: int, *, gpu: str, folder: Path):
+    def __init__(self, line: Line, seed: int, *, gpu: str, folder: Path, code: str):
         self.line, self.seed, self.gpu = line, seed, gpu
         self.folder = folder / f"{line.group}_{line.label}_{seed}"
         self.began = time.monotonic()
@@ -107,11 +122,12 @@ class _Running:
             [*line.words, f"seed={seed}", *FIXED],
             folder=self.folder,
             threads=1,
+            code=code,
             variables={"CUDA_VISIBLE_DEVICES": gpu, "MKL_NUM_THREADS": "1"},
         )
 
 
-def row_of(one: _Running, *, outcome: RunOutcome, side_by_side: int) -> Row:
+def row_of(one: Running, *, outcome: RunOutcome, side_by_side: int) -> Row:
     line, result = one.line, outcome.result
     row: dict[str, Any] = {
         "group": line.group,
@@ -139,6 +155,7 @@ def told_of(run: RunFolder, *, result: Row) -> Row:
         "recipe": (plan["basis"] or {}).get("recipe") or plan["allocator"],
         "lr": run.settings.get("optim.lr"),
         "num_steps": result["num_steps"],
+        "peak_bytes": result["peak_bytes"],
         "step_ms": result["step_ms"],  # None of runs too short to tell
         "train_s": (result["step_ms"] or 0) * result["num_steps"] / 1e3,
         "curve": " ".join(f"{step}:{seconds:.1f}:{value:.5g}" for step, seconds, value in curve),
@@ -201,6 +218,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="past which no run starts")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder that {data} stands for")
     parser.add_argument("--also", nargs="*", default=[], help="overrides of every run, such as trainer.max_steps=12")
+    parser.add_argument("--without-checkpoints", action="store_true", help="those of large networks fill a disk")
     given = parser.parse_args()
     lines = read_list(given.list, data=given.data.absolute(), also=given.also)
     jobs = ordered(lines, seeds=given.seeds)
@@ -210,7 +228,8 @@ def main() -> None:
         f"{len(jobs)} runs on {f'GPUs {gpus}' if given.gpus else 'the CPU'}, {given.per_gpu} at once on each",
         flush=True,
     )
-    run_all(jobs, folder=folder, rows=given.rows, gpus=gpus, per_gpu=given.per_gpu, minutes=given.minutes)
+    code = UNKEPT if given.without_checkpoints else COMMAND
+    run_all(jobs, folder=folder, rows=given.rows, gpus=gpus, per_gpu=given.per_gpu, minutes=given.minutes, code=code)
     rows = read_rows(given.rows)
     print(*table(rows), sep="\n")
     bad = [row for row in rows if row["status"] != "finite"]

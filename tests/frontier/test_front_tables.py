@@ -149,7 +149,7 @@ def test_a_list_goes_on_with_runs_that_have_no_row(tmp_path: Path, monkeypatch: 
     class Run:
         """Ends at once."""
 
-        def __init__(self, line: listed_runs.Line, seed: int, *, gpu: str, folder: Path):
+        def __init__(self, line: listed_runs.Line, seed: int, *, gpu: str, folder: Path, code: str):
             started.append((line.label, seed, gpu))
             self.line, self.seed, self.gpu, self.began, self.process = line, seed, gpu, 0.0, self
             self.process, self.sentinel, self.exitcode = SimpleNamespace(process=self, sentinel=0, poll=self.poll), 0, 2
@@ -157,7 +157,7 @@ def test_a_list_goes_on_with_runs_that_have_no_row(tmp_path: Path, monkeypatch: 
         def poll(self) -> RunOutcome:
             return RunOutcome(exit_code=2, result=None, message="refused\nhere")
 
-    monkeypatch.setattr(listed_runs, "_Running", Run)
+    monkeypatch.setattr(listed_runs, "Running", Run)
     monkeypatch.setattr(listed_runs, "wait", lambda _: None)
     where: dict[str, Any] = {"folder": tmp_path, "rows": (rows := tmp_path / "rows.csv"), "gpus": "01", "per_gpu": 1}
     lines = [listed_runs.Line(group="g", label=label, words=()) for label in "ab"]
