@@ -188,10 +188,10 @@ class FirstStepMemory:
 
     def note_block(self) -> None:
         """To be called before a block is stepped inside backward, if gradients are released."""
-        assert self._meter is not None
-        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
-        self._gradients_bytes = max(self._gradients_bytes, gradients)
-        self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
+        if self._meter is not None:
+            gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
+            self._gradients_bytes = max(self._gradients_bytes, gradients)
+            self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
     def note_zeroing(self) -> None:
         """To be called when gradients are zeroed. What was held until then, beside those that are there still, is

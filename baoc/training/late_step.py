@@ -11,6 +11,14 @@ from baoc.profiling.memory import settle_allocator
 from baoc.types import Budget, Footprint
 
 
+def subscribe(memory: FirstStepMemory, optimizer: BlockwiseOptimizer, *, ends: ExitStack) -> None:
+    """Has the optimizer tell `memory` when gradients are zeroed, until `ends` closes, and when a block is stepped."""
+    optimizer.before_zeroing.append(memory.note_zeroing)
+    ends.callback(optimizer.before_zeroing.remove, memory.note_zeroing)
+    if optimizer.releaser is not None:
+        optimizer.releaser.before_block = memory.note_block
+
+
 class LateStep:
     """From construction, between two steps, to `finish` after the next one, which runs outside of the budget's cap.
 
@@ -27,10 +35,7 @@ class LateStep:
         held = params if network is None else [*network.parameters(), *network.buffers()]
         self._memory = FirstStepMemory(held, states=[optimizer.state], context_bytes=context_bytes(device))
         self._ends.callback(self._memory.stop)
-        optimizer.before_zeroing.append(self._memory.note_zeroing)
-        self._ends.callback(optimizer.before_zeroing.remove, self._memory.note_zeroing)
-        if optimizer.releaser is not None:
-            optimizer.releaser.before_block = self._memory.note_block
+        subscribe(self._memory, optimizer, ends=self._ends)
         weakref.finalize(registry, self._ends.close).atexit = False
 
     @property

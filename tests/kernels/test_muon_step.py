@@ -14,6 +14,7 @@ from torch import Tensor
 from baoc.core.catalogue import SPECS
 from baoc.kernels import Engine, Shape, polar
 from baoc.kernels.triton import muon_plan
+from baoc.kernels.triton.table import FusedTable
 from baoc.optim.backends import fused
 from baoc.optim.rules.muon import orthogonalized
 from tests.support.fused_pair import Pair, poison
@@ -200,14 +201,19 @@ def test_the_size_of_gradients_does_not_matter(size: float) -> None:
     pair.step_and_check()
 
 
-@interpreted
-def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Steps("muon")
+def stepped(pair: Steps) -> tuple[Engine, FusedTable]:
+    """The engine after a first step, and its table of matrices."""
     pair.give()
     pair.step()
     (unit,) = pair.fused.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-    engine: Engine = unit.engine
-    (table,) = [table for table in engine.tables if table.kind.rule == "muon"]
+    (table,) = [table for table in unit.engine.tables if table.kind.rule == "muon"]
+    return unit.engine, table
+
+
+@interpreted
+def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Steps("muon")
+    engine, table = stepped(pair)
     assert table.room is None
     taken: list[Tensor] = []
     keys: list[object] = []
@@ -226,10 +232,7 @@ def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch
 @interpreted
 def test_where_memory_has_gaps_batches_are_halved_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Steps("muon")
-    pair.give()
-    pair.step()
-    (unit,) = pair.fused.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-    (table,) = [table for table in unit.engine.tables if table.kind.rule == "muon"]
+    _, table = stepped(pair)
     whole, most = muon_plan.temporary_bytes(table.shapes), [0]
     empty, asked = torch.empty, list[int]()
 

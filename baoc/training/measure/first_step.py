@@ -10,6 +10,7 @@ from baoc.errors import BadInputError
 from baoc.optim import seeding
 from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
+from baoc.training.late_step import subscribe
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
 from baoc.types import Footprint
@@ -40,38 +41,22 @@ class FirstStep:
         self._measure()
         # Not `self.close`: the registry of finalizers would keep sessions, their module and so the owner itself.
         weakref.finalize(owner, _close, self._hooks, self._cap).atexit = False
-        note = weakref.WeakMethod(self._note_zeroing)
-
-        def note_zeroing() -> None:
-            if (there := note()) is not None:
-                there()
-
         for reallocator in reallocators:
             reallocator.awaited = self._sessions[0].budget
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
             self._hooks.callback(hook.remove)
-            subscribers = reallocator.optimizer.before_zeroing
-            subscribers.append(note_zeroing)
-            self._hooks.callback(subscribers.remove, note_zeroing)
-            if reallocator.optimizer.releaser is not None:
-                reallocator.optimizer.releaser.before_block = self._note_block
 
     def _measure(self) -> None:
         if self._memory is not None:
             self._memory.stop()
         params = [param for session in self._sessions for param in session.params.values()]
-        states = [one.optimizer.state for ref in self._reallocators if (one := ref()) is not None]
+        optimizers = [one.optimizer for ref in self._reallocators if (one := ref()) is not None]
         context = context_bytes(self._sessions[0].device)
+        states = [optimizer.state for optimizer in optimizers]
         self._memory = FirstStepMemory(params, states=states, context_bytes=context)
         self._hooks.callback(self._memory.stop)
-
-    def _note_block(self) -> None:
-        if self._memory is not None:
-            self._memory.note_block()
-
-    def _note_zeroing(self) -> None:
-        if self._memory is not None:
-            self._memory.note_zeroing()
+        for optimizer in optimizers:
+            subscribe(self._memory, optimizer, ends=self._hooks)
 
     def close(self) -> None:
         self._memory = None
