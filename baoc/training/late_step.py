@@ -1,7 +1,9 @@
 """Measures a step after parameters came late: nobody knows what their backward pass keeps before it has run."""
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +24,12 @@ def subscribe(memory: FirstStepMemory, optimizer: BlockwiseOptimizer, *, ends: E
 class LateStep:
     """From construction, between two steps, to `finish` after the next one, which runs outside of the budget's cap.
 
-    `network`: its frozen weights and buffers count too.
+    `network`: its frozen weights and buffers count too, as `others` do, the states of other optimizers.
     """
 
-    def __init__(self, optimizer: BlockwiseOptimizer, *, network: nn.Module | None, budget: Budget):
+    def __init__(
+        self, optimizer: BlockwiseOptimizer, *, network: nn.Module | None, budget: Budget, others: Sequence[Any]
+    ):
         registry = optimizer.registry
         params = list(registry.names)
         self._device = device = params[0].device
@@ -33,7 +37,7 @@ class LateStep:
         self._ends = ExitStack()
         self._ends.enter_context(uncapped(device, budget=budget))
         held = params if network is None else [*network.parameters(), *network.buffers()]
-        self._memory = FirstStepMemory(held, states=[optimizer.state], context_bytes=context_bytes(device))
+        self._memory = FirstStepMemory(held, states=[optimizer.state, *others], context_bytes=context_bytes(device))
         self._ends.callback(self._memory.stop)
         subscribe(self._memory, optimizer, ends=self._ends)
         weakref.finalize(registry, self._ends.close).atexit = False

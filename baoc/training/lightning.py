@@ -215,6 +215,7 @@ class BudgetedStrategy(Strategy):
             self.reallocators = self._planned_apart(module, theirs, settings=settings)
         self.reallocator = reallocator = self.reallocators[0]
         for old, one in zip(theirs, self.reallocators, strict=True):
+            one.beside = [other for other in self.reallocators if other is not one]
             one.listeners.extend(self.reallocation_listeners)
             one.settled_listeners.extend(self.settled_listeners)
             rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)

@@ -145,6 +145,7 @@ class Reallocator:
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
+        self.beside: Sequence[Reallocator] = ()  # of the other optimizers of one loop, on the same device
         self._switch: _Switch | None = None
         self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
@@ -162,7 +163,7 @@ class Reallocator:
         optimizer: whoever copies tells it of the copy's."""
         listening: dict[str, Any] = {"listeners": [], "settled_listeners": [], "peak_listeners": []}
         listening |= {"tracked": nullcontext, "moving": nullcontext}
-        listening |= {"network": None, "_late_step": None}
+        listening |= {"network": None, "_late_step": None, "beside": ()}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
@@ -205,7 +206,8 @@ class Reallocator:
             return
         network = None if self.network is None else self.network()
         self._late_came = False
-        self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget)
+        others = [one.optimizer.state for one in self.beside]
+        self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget, others=others)
 
     def _learn_late(self) -> None:
         """After the first whole step with late parameters: what it held more than was predicted is counted, and where
@@ -236,10 +238,11 @@ class Reallocator:
         return next(iter(self.optimizer.registry.names)).device
 
     def _note_peak(self, num_bytes: int) -> None:
-        """Keeps what was held at most before a peak begins anew, for the verdict."""
-        self.late_peak_bytes = max(self.late_peak_bytes, num_bytes)
-        for listener in self.peak_listeners:
-            listener(num_bytes)
+        """Keeps what was held at most before a peak begins anew, for each verdict on this device."""
+        for one in (self, *self.beside):
+            one.late_peak_bytes = max(one.late_peak_bytes, num_bytes)
+            for listener in one.peak_listeners:
+                listener(num_bytes)
 
     def replan_late(self, *, share: float | None = None) -> None:
         """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""

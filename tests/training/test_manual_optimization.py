@@ -122,6 +122,25 @@ def test_a_memory_budget_that_binds_holds_for_both_together():
     assert strategy.budget_met and all(one.plan.budget.memory_bytes == tight for one in strategy.reallocators)
 
 
+def test_each_verdict_knows_of_a_step_that_was_measured_as_parameters_came_to_one_optimizer():
+    class Late(Gan):
+        def configure_optimizers(self) -> Any:
+            self.generator[0].requires_grad_(False)
+            return super().configure_optimizers()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.generator[0].requires_grad_(batch_idx > 0)
+
+    strategy, told = BaocStrategy("8gb", verbose=False), list[int]()
+    strategy.plan_listeners.append(lambda *_: strategy.reallocators[1].peak_listeners.append(told.append))
+    trained(strategy, module := Late())
+    ours, theirs = strategy.reallocators
+    assert len(ours.late) == 2 and not theirs.late
+    assert ours.late_peak_bytes == theirs.late_peak_bytes == max(told)
+    tensors = 4 * sum(param.numel() for param in module.parameters())
+    assert ours.late_peak_bytes >= tensors + sum(one.optimizer.state_bytes() for one in strategy.reallocators)
+
+
 def test_nothing_of_a_fit_lives_on_after_it():
     strategy, module = BaocStrategy("8gb", verbose=False), Gan()
     trained(strategy, module)
