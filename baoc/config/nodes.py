@@ -26,6 +26,7 @@ from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, is_file, recipe_node
+from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.types import Budget
 
@@ -33,7 +34,6 @@ NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to
 COLLECTIONS = ("experiments", "sweeps")
 TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
 IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times faster, where PyYAML is built with it
 
 
 def register(overrides: Sequence[str] = ()) -> None:
@@ -278,7 +278,7 @@ def _unquoted(text: str) -> str:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        node = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)
+        node = read_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file.parent.name}/{file.name} is no valid YAML: {error}") from error
     if not isinstance(node, dict):

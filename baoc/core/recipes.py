@@ -327,8 +327,10 @@ def is_file(given: str) -> bool:
 def read_recipe(path: Path) -> Recipe:
     import yaml
 
+    from baoc.core.yaml_files import read_yaml
+
     try:
-        node = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        node = read_yaml(path.expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadInputError(
             f"recipe={path}: there is no such file; give the path of one with a spec by role, or a name of "

@@ -290,6 +290,7 @@ def test_an_experiment_may_build_on_another_and_name_a_size(tmp_path: Path, monk
     [
         ("a: [1", r"experiments/broken.yaml is no valid YAML: "),
         ("- 1", r"experiments/broken.yaml must hold keys and values"),
+        ("optim: {lr: 1e-1, lr: 1e-3}", r"experiments/broken.yaml is no valid YAML: lr is written twice"),
         ("defaults: [override /budget: 8gbb]", r"cannot read budget=8gbb"),
     ],
 )

@@ -246,13 +246,20 @@ def test_keys_of_a_group_come_one_by_one_or_together(words: list[str]):
 
 def test_a_recipe_comes_from_a_file(tmp_path: Path):
     file = tmp_path / "mine.yaml"
-    file.write_text("base: muon8_lean\nhead: adamw\nlr: {embedding: 0.5}\n")
+    file.write_text("base: muon8_lean\nhead: adamw\nlr: {embedding: 5e-1}\n")
     found = find_recipe(str(file))
     assert found.name == "mine"
     assert found.specs == {**RECIPES["muon8_lean"].specs, "head": "adamw"} and found.lr == {"embedding": 0.5}
     words = [f"recipe={file}", "recipe.lr.muon=3"]
     run = from_hydra(compose(words))
     assert run.recipe is not None and run.recipe.lr == {"embedding": 0.5, "muon": 3}
+
+
+@pytest.mark.parametrize("text", ["mlp: sign\nmlp: adamw", "{mlp: sign, mlp: sign}", "lr: {mlp: 2, 'mlp': 3}"])
+def test_a_key_that_is_written_twice_is_told(text: str, tmp_path: Path):
+    (file := tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(BadInputError, match=r"mine.yaml cannot be read: mlp is written twice: leave one\n +in .* line"):
+        find_recipe(str(file))
 
 
 @pytest.mark.parametrize("name", RECIPES)
