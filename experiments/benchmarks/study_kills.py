@@ -1,16 +1,21 @@
 """Kills a study at random, workers and trials alike (SIGKILL), until it is done, and compares it with one left alone.
 
-python -m experiments.benchmarks.study_kills OUT.csv [--kills 100] [--storage journal]
+python -m experiments.benchmarks.study_kills OUT.csv [--kills 100] [--storage journal] [--real]
+
+Trials are stubs of a second; `--real`: runs of a tiny ViT, of which each has to reach the very value of the one left
+alone and to tell of each step once.
 """
 
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from baoc.config.environment import commit
 from baoc.sweep.storage import open_study
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.files import write_csv
 
 # A trial of a second that leaves a checkpoint on its way, its process id, and a line per result.
@@ -36,7 +42,20 @@ os.replace(folder + "/result.json.part", folder + "/result.json")
 """
 
 
-def config(*, trials: int, kills: int, storage: str | None) -> StudyConfig:
+RUN = (
+    "model=vit", "device=cpu", "budget=state_25", "batch_size=16", "model.dropout=0.1", "trainer.max_steps=12",
+    "trainer.limit_val_batches=1", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1", "checkpoint.keep=2",
+    "trainer.enable_progress_bar=false", "trainer.num_sanity_val_steps=0", "checkpoint.every_n_steps=1",
+    "checkpoint.export=false",
+)  # fmt: skip
+
+
+def config(*, trials: int, kills: int, storage: str | None, real: bool = False) -> StudyConfig:
+    runs: dict[str, Any] = {
+        "space": {"optim.lr": {"low": 1e-4, "high": 1e-2, "log": True}},
+        "baselines": [["optim.lr=0.001"], ["optim.lr=0.01"]],
+        "fixed": list(RUN),
+    }
     given: dict[str, Any] = {
         "name": "killed",
         "objectives": {"quality": "minimize", "state_bytes": "minimize"},
@@ -47,8 +66,14 @@ def config(*, trials: int, kills: int, storage: str | None) -> StudyConfig:
         "workers": 2,
         "retries": kills,  # every kill may hit the same trial
         "storage": storage,
+        **(runs if real else {}),
     }
     return read_study(given)
+
+
+def code_of(study: StudyConfig) -> str:
+    """The program of a trial."""
+    return COMMAND if study.fixed else STUB
 
 
 def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: int = 2) -> dict[str, Any]:
@@ -61,6 +86,7 @@ def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: i
     killed = {"killed_workers": 0, "killed_trials": 0}
     command = [sys.executable, "-m", "experiments.benchmarks.study_kills", "--work", str(folder)]
     command += ["--trials", str(given.n_trials), "--kills", str(kills), "--storage", given.storage or ""]
+    command += ["--real"] if given.fixed else []
     workers: list[subprocess.Popen[bytes]] = []
     folder.mkdir(exist_ok=True)
     while sum(killed.values()) < kills:
@@ -68,7 +94,7 @@ def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: i
         workers += [_start(command) for _ in range(processes - len(workers))]
         if not _wait_for_trial(folder, trials=given.n_trials):
             break  # all have ended
-        time.sleep(rng.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 6.0 if given.fixed else 1.5))
         trials = _living(folder)
         if trials and rng.random() < 0.5:
             killed["killed_trials"] += _kill(rng.choice(trials))
@@ -84,15 +110,16 @@ def run(folder: Path, *, given: StudyConfig, kills: int, seed: int, processes: i
 def compare(folder: Path, *, given: StudyConfig) -> dict[str, Any]:
     """The study in `folder` against the same one that nobody killed."""
     with tempfile.TemporaryDirectory() as other:
-        alone = run_study(given, folder=other, code=STUB).trials
+        alone = run_study(given, folder=other, code=code_of(given)).trials
     study = open_study(given, folder=folder).trials
-    written = [(folder / f"{trial.number:04d}" / "results").read_text().count("result") for trial in study]
+    file, once = ("metrics.jsonl", 12) if given.fixed else ("results", 1)
+    written = [len((folder / f"{trial.number:04d}" / file).read_text().splitlines()) for trial in study]
     return {
         "trials": len(study),
         "complete": sum(trial.state.name == "COMPLETE" for trial in study),
         "same_points": [t.user_attrs["words"] for t in study] == [t.user_attrs["words"] for t in alone],
         "same_values": [t.values for t in study] == [t.values for t in alone],
-        "trained_again": sum(written) - len(written),  # a kill between a stub's line and its result
+        "trained_again": sum(written) - once * len(written),  # a kill between a stub's line and its result
     }
 
 
@@ -111,8 +138,14 @@ def _start(command: list[str]) -> "subprocess.Popen[bytes]":
 
 def _living(folder: Path) -> list[int]:
     """Process ids of trials without a result."""
-    files = [file for file in folder.glob("*/process") if not (file.parent / "result.json").exists()]
-    return [int(text) for file in files if (text := file.read_text()) and _is_trial(int(text))]
+    files = [*folder.glob("*/process"), *folder.glob("*/run.lock")]
+    found: list[int] = []
+    for file in files:
+        with suppress(FileNotFoundError):  # a run takes its lock away
+            told = re.search(r"\d+", file.read_text())
+            if told and not (file.parent / "result.json").exists() and _is_trial(int(told[0])):
+                found.append(int(told[0]))
+    return found
 
 
 def _is_trial(process: int) -> bool:
@@ -139,14 +172,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", default="")
+    parser.add_argument("--real", action="store_true", help="trials are runs of a tiny ViT")
     given = parser.parse_args()
-    study = config(trials=given.trials, kills=given.kills, storage=given.storage or None)
+    study = config(trials=given.trials, kills=given.kills, storage=given.storage or None, real=given.real)
     if given.work is not None:
-        run_study(study, folder=given.work, code=STUB)
+        run_study(study, folder=given.work, code=code_of(study))
         return
     with tempfile.TemporaryDirectory() as folder:
         told = run(Path(folder), given=study, kills=given.kills, seed=given.seed)
-    about = {"storage": given.storage or "sqlite", "seed": given.seed, "commit": commit()}
+    about = {"trial": "run" if given.real else "stub", "storage": given.storage or "sqlite"}
+    about |= {"seed": given.seed, "commit": commit()}
     print(told)
     if given.out is not None:
         write_csv(given.out, [told | about])
