@@ -4,13 +4,16 @@ traceback.
 `python experiments/benchmarks/fuzz_settings.py --tries 2000` takes about a third of a second a try. A try changes one
 to three settings of a run or of a study to a value of a wrong type, null, a list, a group, a huge number, an unknown or
 misspelled key, or an interpolation, by every operator of the command line. A run goes through the command itself with
-mode=plan; a study is read, and the first of its points composed. fuzz_settings.csv in $OUT or experiments/results gets
-a line per try as soon as it is over; the exit code is the number of tracebacks.
+mode=plan; a study is read, and the first of its points composed. With `--trained` a try is a run of two steps, of which
+four to eight settings get values that are allowed one by one, and at most one gets a wrong one: most tries get past the
+first check. fuzz_settings.csv (fuzz_trained.csv) in $OUT or experiments/results gets a line per try as soon as it is
+over, with the number of steps trained; the exit code is the number of tracebacks.
 """
 
 import argparse
 import csv
 import io
+import multiprocessing
 import os
 import random
 import resource
@@ -65,6 +68,7 @@ class Try:
     words: str
     exit_code: int
     seconds: float
+    steps: int  # that were logged
     said: str  # the first line
     traceback: str  # the last one
 
@@ -108,6 +112,71 @@ def override(key: str, *, source: random.Random) -> str:
     return f"{operator}{key}={value}"
 
 
+TINY = (
+    "device=cpu", "batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1", "checkpoint.export=false",
+    "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false",
+)  # fmt: skip
+# What the values of some keys may be, where the default does not tell; a try without a GPU asks for none.
+ALLOWED = {
+    "objective": ("quality", "throughput", "peak"),
+    "batch_size": ("1", "2", "4", "6"),
+    "micro_batch": ("1", "2", "auto", "null"),
+    "budget": ("8gb", "state_25", "state_50", "state_10", "auto", "unlimited", "64mb", "21mb", "{state_fraction: 0.3}"),
+    "budget.schedule": ("[{step: 1, budget: state_50}]", "[]"),
+    "budget.relaxation.from_step": ("1", "null"),
+    "blocks.by": ("layer_role", "layer_part", "layer", "role", "tensor", "model"),
+    "catalogue.specs": ("['*']", "[adamw,adamw_int8,sign]", "['*_int8']", "['*int4','lion*']", "['*@*']"),
+    "catalogue.keep_fp32_roles": ("[]", "[head]", "[embedding,norm]"),
+    "recipe": ("none", "none", "muon8_lean", "adamw8"),
+    "risk": ("measured", "prior", "statistics"),
+    "allocator": ("exact", "lagrangian", "random", "uniform_adamw8bit", "uniform_foam8bit"),
+    "reallocation.mode": ("off", "once", "interval", "drift"),
+    "reallocation.warmup_steps": ("1", "2", "40"),
+    "reallocation.interval": ("2", "3"),
+    "model.activations": ("null", "bf16"),
+    "model.checkpointing": ("true", "false", "1", "auto", "null"),
+    "model.freeze": ("[]", "['*bias']", "['*norm*']"),
+    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true"),
+    "trainer.max_steps": ("1", "2", "3"),
+    "trainer.limit_train_batches": ("1", "2", "0.5", "null"),
+    "trainer.overfit_batches": ("0", "1", "2"),
+    "trainer.val_check_interval": ("1", "2"),
+    "trainer.num_sanity_val_steps": ("0", "1"),
+    "trainer.gradient_clip_val": ("null", "0.5", "1"),
+    "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.deterministic": ("true", "false", "warn"),
+    "trainer.profiler": ("null", "simple"),
+    "trainer.reload_dataloaders_every_n_epochs": ("0", "1"),
+    "optim.lr": ("0.001", "0.1", "1e-5", "null"),
+    "optim.betas": ("[0.9,0.999]", "[0,0]", "[0.5,0.9]"),
+    "optim.schedule": ("cosine", "constant"),
+    "optim.backend": ("auto", "eager", "native"),
+    "optim.matching": ("displacement", "rms"),
+    "optim.nonfinite": ("skip_element", "skip_step", "raise"),
+    "optim.release_gradients": ("true", "false", "null"),
+    "logger.names": ("[jsonl]", "[csv,jsonl]"),
+    "checkpoint.every_n_steps": ("1", "2", "null"),
+    "checkpoint.keep": ("0", "1", "3"),
+    "faults.nonfinite_loss": ("skip", "rewind", "stop"),
+    "task.ema_decay": ("0.9", "0"),
+    "task.num_samples": ("2", "0"),
+    "seed": ("0", "1", "4294967295"),
+}
+
+
+def trained_words(number: int, *, seed: int) -> list[str]:
+    """A run of a try with `--trained`; the same for the same seed."""
+    source = random.Random(f"trained {seed} {number}")
+    model = source.choice(("vit", "vit", "vit", "vit", "llama", "llama", "dit", "unet"))
+    chosen = source.sample(list(ALLOWED), source.randrange(4, 9))
+    own = set(run_keys(model))
+    words = [f"{key}={source.choice(ALLOWED[key])}" for key in chosen if key in own or "." not in key]
+    if model in ("dit", "unet") and "task.num_samples" not in chosen:
+        words.append("task.num_samples=2")
+    wrong = [override(source.choice(run_keys(model)), source=source)] if source.random() < 0.5 else []
+    return [f"model={model}", *TINY, *words, *wrong]
+
+
 def words_of(number: int, *, seed: int) -> list[str]:
     """The command line of a try; the same for the same seed."""
     source = random.Random(f"{seed} {number}")
@@ -142,7 +211,8 @@ def study_of(words: list[str]) -> None:
 def ends(words: list[str], *, folder: Path) -> int:
     """The exit code of a command line."""
     if words[0] != "-m":
-        return main([*words, "mode=plan", f"hydra.run.dir={folder}"])
+        plan = () if TINY[0] in words else ("mode=plan",)
+        return main([*words, *plan, f"hydra.run.dir={folder}"])
     try:
         study_of(words[1:])
     except (Exception, SystemExit) as error:
@@ -156,8 +226,9 @@ def too_long(*_: object) -> None:
     raise TimeoutError(f"a try took longer than {LIMIT_S} s")
 
 
-def tried(number: int, *, seed: int) -> Try:
-    words, said, start = words_of(number, seed=seed), io.StringIO(), time.perf_counter()
+def tried(number: int, *, seed: int, trained: bool = False) -> Try:
+    words = trained_words(number, seed=seed) if trained else words_of(number, seed=seed)
+    said, start, steps = io.StringIO(), time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(said):
         signal.alarm(LIMIT_S)
         try:
@@ -169,6 +240,8 @@ def tried(number: int, *, seed: int) -> Try:
             said.write(f"Traceback\n{type(error).__name__}: {error}\n")
         finally:
             signal.alarm(0)
+        with suppress(OSError):
+            steps = len((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
     if f"longer than {LIMIT_S} s" in said.getvalue():  # the command took the alarm for a fault of its own
         code = SLOW
     lines = [line for line in said.getvalue().splitlines() if line.strip()]
@@ -179,9 +252,30 @@ def tried(number: int, *, seed: int) -> Try:
         words=" ".join(word if len(word) < 80 else f"{word[:80]}..." for word in words),
         exit_code=code,
         seconds=round(time.perf_counter() - start, 3),
+        steps=steps,
         said=told[:200],
         traceback=next((line for line in reversed(lines) if "Error" in line), lines[-1])[:200] if faulty else "",
     )
+
+
+def apart(number: int, *, seed: int) -> Try:
+    """The same with `trained`, in a process of its own: runs leave threads, hooks and settings behind."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: theirs.send(tried(number, seed=seed, trained=True))
+    )
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        process.join()
+        words, code = " ".join(trained_words(number, seed=seed)), process.exitcode or 0
+        return Try(
+            number=number, words=words, exit_code=code, seconds=0.0, steps=0, said="", traceback=f"it died by {code}"
+        )
+    finally:
+        process.join()
 
 
 def run_tries() -> int:
@@ -189,25 +283,30 @@ def run_tries() -> int:
     parser.add_argument("--tries", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="number of the first try, to go on with a campaign")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trained", action="store_true", help="runs of two steps, mostly of right values")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, too_long)
-    path = Path(os.environ.get("OUT", ROOT / "experiments" / "results")) / "fuzz_settings.csv"
-    faults, codes = 0, {}
+    folder = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
+    path = folder / ("fuzz_trained.csv" if given.trained else "fuzz_settings.csv")
+    if given.trained:
+        import baoc.training.run  # noqa: F401  # once, for all that are forked from here
+    faults, trained, codes = 0, 0, {}
     with path.open("a" if given.first else "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[item.name for item in fields(Try)])
         if not given.first:
             writer.writeheader()
         for number in range(given.first, given.first + given.tries):
-            found = tried(number, seed=given.seed)
+            found = apart(number, seed=given.seed) if given.trained else tried(number, seed=given.seed)
             writer.writerow(asdict(found))
             file.flush()
             codes[found.exit_code] = codes.get(found.exit_code, 0) + 1
+            trained += found.steps > 0
             if found.traceback:
                 faults += 1
                 print(f"{number}: {found.words}\n    {found.traceback}", flush=True)
     shown = ", ".join(f"exit {code}: {count}" for code, count in sorted(codes.items()))
-    print(f"{given.tries} tries, {faults} tracebacks; {shown}")
+    print(f"{given.tries} tries, {trained} trained, {faults} tracebacks; {shown}")
     return min(faults, 100)
 
 
