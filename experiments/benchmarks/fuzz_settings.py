@@ -156,7 +156,7 @@ ALLOWED = {
     "optim.release_gradients": ("true", "false", "null"),
     "logger.names": ("[jsonl]", "[csv,jsonl]"),
     "checkpoint.every_n_steps": ("1", "2", "null"),
-    "checkpoint.keep": ("0", "1", "3"),
+    "checkpoint.keep": ("1", "2", "3"),
     "faults.nonfinite_loss": ("skip", "rewind", "stop"),
     "task.ema_decay": ("0.9", "0"),
     "task.num_samples": ("2", "0"),
