@@ -151,104 +151,88 @@ def _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE: tl.constexpr, TRAC
 
 
 @triton.jit
+def facts(tensor, ptrs, settings):
+    """Addresses and settings of a tensor, asked for all at once before anything depends on them: a program lives as
+    long as its chain of reads."""
+    addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
+    at = (
+        tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT), tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT),
+        tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT), tl.load(addrs + MATCH_AT),
+    )  # fmt: skip
+    numbers = (
+        tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2), tl.load(row + B2),
+        tl.load(row + INV_BC2), tl.load(row + EPS),
+    )  # fmt: skip
+    return at, numbers
+
+
+@triton.jit
 def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
     pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
-    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
+    MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` (at most CHUNK) elements from `start`, whatever they are."""
-    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
+    """Steps `left` (at most CHUNK) elements from `start`, whatever they are. QUICK promises a whole chunk, and leaves
+    it alone unless all elements are stepped and, split, moved: what the others take is a third of the instructions.
+    Returns whether it is done."""
+    at, row = facts(tensor, ptrs, settings)
+    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, match_addr = at
+    decay, size, w1, w2, b2, inv_bc2, eps = row
     tile, groups = tile_of(CHUNK)
     lane, inside = lanes_like(tile), tile < left
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
-    decay, size, w1, w2 = tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2)
-    b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
     if MATCHED and MODE == "step":
-        size *= matched_factor(tl.load(addrs + MATCH_AT))
-    g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        size *= matched_factor(match_addr)
+    # All reads come first: a store in between would keep the compiler from moving them up.
+    if QUICK:
+        g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, True)
+    else:
+        g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     p, stored = g, 0
     if MODE != "measure":
-        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, QUICK)
     m = g
     s = g
     if M != "none":
-        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, False)
+        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, QUICK)
         m = _new_m(m_old, m_scale, g, w1, w2, RULE, M, MODE)
     if V != "none":
-        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, False)
-        v = restore_v(v_old, scale_old, V)
-        if MODE != "repair":
-            v = tl.where(kept, average_v(v_old, scale_old, g, b2, w2, V), v)
+        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, QUICK)
+        if QUICK:
+            v = average_v(v_old, scale_old, g, b2, w2, V)
+        else:
+            v = restore_v(v_old, scale_old, V)
+            if MODE != "repair":
+                v = tl.where(kept, average_v(v_old, scale_old, g, b2, w2, V), v)
         s = root(v) if V == "sqrt8" else tl.sqrt(v)
+    done = True
     if MODE == "step":
         new, update = _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE, TRACK)
-        new = tl.where(kept, new, p)
-        if M != "none":
-            m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m
-            m = tl.where(kept, m, m_old * m_scale)
-            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
-        if V != "none":
-            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, False)
+        if QUICK:
+            done = is_plain(g, p, new, WEIGHTS, MARKED)
+        else:
+            new = tl.where(kept, new, p)
     else:
         update = _update(g, m, s, inv_bc2, eps, RULE)
         new = p
     if MODE == "repair":
         new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
-    if MODE != "measure":
-        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
-                    False, False)  # fmt: skip
-    if MODE != "repair":
-        if TRACK:
-            tl.store(partial + pid, tl.sum(tl.where(kept & inside, update * update, 0.0)))
-        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
-
-
-@triton.jit
-def _step_plain(
-    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial,
-    RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr,
-    VEC: tl.constexpr,
-):  # fmt: skip
-    """The same for a whole chunk of elements that are stepped and, split, moved, all of them: what the others take is a
-    third of the instructions. Else it does nothing. Returns whether it is done."""
-    row, addrs = settings + tensor * WIDTH, ptrs + tensor * WIDTH
-    tile, groups = tile_of(CHUNK)
-    lane, inside = lanes_like(tile), tile < left
-    # All reads come first: a store in between would keep the compiler from moving them up.
-    p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
-    m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
-    v_addr, v_scale_addr = tl.load(addrs + V_AT), tl.load(addrs + V_SCALE_AT)
-    decay, size, w1, w2 = tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2)
-    b2, inv_bc2, eps = tl.load(row + B2), tl.load(row + INV_BC2), tl.load(row + EPS)
-    if MATCHED:
-        size *= matched_factor(tl.load(addrs + MATCH_AT))
-    g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, True)
-    p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, True)
-    m = g
-    s = g
-    if M != "none":
-        m_old, m_scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, True)
-        m = _new_m(m_old, m_scale, g, w1, w2, RULE, M, "step")
-    if V != "none":
-        v_old, scale_old = load_v_codes(v_addr, v_scale_addr, start, tile, inside, groups, left, V, VEC, True)
-        v = average_v(v_old, scale_old, g, b2, w2, V)
-        s = root(v) if V == "sqrt8" else tl.sqrt(v)
-    new, update = _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE, TRACK)
-    done = is_plain(g, p, new, WEIGHTS, MARKED)
     if done:
-        if M != "none":
+        if MODE == "step" and M != "none":
             m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m
-            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, True)
-        if V != "none":
-            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, True)
-        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC,
-                    True, True)  # fmt: skip
-        if TRACK:
-            tl.store(partial + pid, tl.sum(update * update))
+            if not QUICK:
+                m = tl.where(kept, m, m_old * m_scale)
+            store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, QUICK)
+        if MODE == "step" and V != "none":
+            store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, QUICK)
+        if MODE != "measure":
+            store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM,
+                        VEC, QUICK, QUICK)  # fmt: skip
+        if TRACK and MODE != "repair":
+            square = update * update if QUICK else tl.where(kept & inside, update * update, 0.0)
+            tl.store(partial + pid, tl.sum(square))
+    if not QUICK and MODE != "repair":
+        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
     return done
 
 
@@ -282,7 +266,7 @@ def step_kernel(
                 left = tl.minimum(numel - start, CHUNK).to(tl.int32)
                 _step_chunk(
                     chunk, pid, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
+                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
                 )  # fmt: skip
     else:
         tensor = tl.load(chunk_tensor + pid)
@@ -294,14 +278,14 @@ def step_kernel(
             if MODE == "step":
                 is_whole = left == CHUNK
                 if is_whole:
-                    done = _step_plain(
-                        pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, partial, RULE, M, V, WEIGHTS,
-                        PARAM, GRAD, MATCHED, TRACK, MARKED, CHUNK, VEC,
+                    done = _step_chunk(
+                        pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                        RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
                     )  # fmt: skip
             if not done:
                 _step_chunk(
                     pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
+                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
                 )  # fmt: skip
         elif TRACK:
             tl.store(partial + pid, 0.0)

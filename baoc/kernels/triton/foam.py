@@ -2,7 +2,8 @@
 
 A program steps the elements of some folded numbers, in order of the folded tensor, so that its groups of 32 are whole.
 Bytes moved per element: gradient once, weights both ways, and the folded states over 2^level. The residual is never
-stored. The eager twin is `baoc.optim.rules.foam`.
+stored. Whole folds of plain elements are stepped by `_step_whole`; padded folds and elements that are left out by
+`_step_anywhere`. The eager twin is `baoc.optim.rules.foam`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -14,9 +15,16 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from baoc.kernels.triton.device import differ, load_numbers, tile_of
-from baoc.kernels.triton.elementwise import REPAIRERS, launch_step, lerp
-from baoc.kernels.triton.foam_anywhere import facts, fold_sum, is_sure, spread, step_anywhere, stepped
+from baoc.kernels.triton.device import differ, load_numbers, reciprocal, tile_of
+from baoc.kernels.triton.elementwise import (
+    REPAIRERS,
+    count_left_out,
+    facts,
+    launch_step,
+    lerp,
+    load_grad,
+    matched_factor,
+)
 from baoc.kernels.triton.kinds import Call
 from baoc.kernels.triton.matrix_kinds import FOLDS, entries
 from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, store_param, store_v
@@ -24,20 +32,44 @@ from baoc.kernels.triton.storage import load_m, load_param, load_v, store_m, sto
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
+_SURE = tl.constexpr(2.0**32)
+
 
 @triton.jit
-def _is_plain(
-    g,
-    folded,
-    p,
-    new,
-    inside,
-    WEIGHTS: tl.constexpr,
-    MARKED: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Whether all elements are stepped (else sums and weights are made again) and every split weight is another."""
-    plain = tl.min(tl.where(is_sure(folded), 1, 0))
+def _spread(x):
+    """Folded numbers [groups, 32] beside their elements: [groups, 32, 1]."""
+    return x[:, :, None]
+
+
+@triton.jit
+def _stepped(
+    tensor, g, kept, p, folded, m, v, at, row, repair, MODE: tl.constexpr, MATCHED: tl.constexpr,
+):  # fmt: skip
+    """Weights after the step, and the update; what folds have in common lies beside their elements."""
+    decay, size, _w1, _w2, _b2, _inv_bc2, eps = row
+    if MATCHED and MODE == "step":
+        size *= matched_factor(at[6])
+    residual = g - folded
+    root = tl.sqrt(residual * residual + v)
+    update = (residual + m) * reciprocal(root + eps)
+    new = p
+    if MODE == "step":
+        new = p * decay - size * update
+        if kept is not True:
+            new = tl.where(kept, new, p)
+    if MODE == "repair":
+        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+    return new, update
+
+
+@triton.jit
+def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr, RAGGED: tl.constexpr):
+    """Whether all elements are stepped (else sums and weights are made again) and every split weight is another.
+
+    Means over folds tell that all elements are usable: a NaN, an infinity or one beyond 2^48 brings them to 2^32 or
+    more. Only where others cancel it, to 8 bits at least, is one not noticed; it then counts as the number that it is,
+    and averages do not suffer, as the mean is small."""
+    plain = tl.min(tl.where(tl.abs(folded) < _SURE, 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
     if WEIGHTS == "split8":
@@ -50,7 +82,7 @@ def _is_plain(
 
 @triton.jit
 def _by_fold(x, ENTRIES: tl.constexpr, FOLD: tl.constexpr):
-    """Elements one after the other, as `spread` has them."""
+    """Elements one after the other, as `_spread` has them."""
     return tl.reshape(x, [ENTRIES // 32, 32, FOLD])
 
 
@@ -61,28 +93,27 @@ def _step_whole(
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
     FOLD: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Steps whole folds of plain elements, see `_step_folds`; does nothing where elements need care. Returns whether it
-    is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`,
-    which counts as zero."""
+    """Steps whole folds of plain elements; does nothing where elements need care (`_step_anywhere`). Returns whether it
+    is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`, which counts
+    as zero."""
     FULL: tl.constexpr = not RAGGED
     # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
     KEPT: tl.constexpr = max(VEC // FOLD, 1)
     entry, groups = tile_of(ENTRIES)
     there = entry >= 0
     p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
-    _, _, w1, w2, _ = row
+    _decay, _size, w1, w2, _b2, _inv_bc2, _eps = row
     g = _by_fold(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), ENTRIES, FOLD)
     p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, FULL)
     p = _by_fold(p, ENTRIES, FOLD)
     m = load_m(m_addr, m_scale_addr, first, entry, there, groups, left, M, KEPT, True)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, there, groups, left, V, KEPT, True)
-    folded = fold_sum(g) * (1.0 / FOLD)
+    folded = tl.sum(g, axis=2) * (1.0 / FOLD)
     m = lerp(m, folded, w1)
     v = lerp(v, folded * folded, w2)
-    new, update = stepped(
-        tensor, g, True, p, spread(folded), spread(m), spread(v), at, row, repair, "step",
-        MATCHED,
-    )  # fmt: skip
+    new, update = _stepped(
+        tensor, g, True, p, _spread(folded), _spread(m), _spread(v), at, row, repair, "step", MATCHED
+    )
     inside_folds = _by_fold(inside, ENTRIES, FOLD)
     done = _is_plain(g, folded, p, new, inside_folds, WEIGHTS, MARKED, RAGGED)
     if done:
@@ -96,23 +127,6 @@ def _step_whole(
     if TRACK:
         of_each = tl.where(inside_folds, update * update, 0.0) if RAGGED else update * update
         square = tl.where(done, tl.sum(of_each), 0.0)
-    return done, square
-
-
-@triton.jit
-def _step_aligned(
-    tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair,
-    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
-    GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
-    FOLD: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """`_step_whole` where folds are whole and their elements aligned."""
-    start, tile = first.to(tl.int64) * FOLD, tl.arange(0, ENTRIES * FOLD)
-    lane = tile & 31
-    done, square = _step_whole(
-        tensor, grad_addr, first.to(tl.int64), left, start, tile, lane, tile >= 0, at, row, thresholds, repair,
-        M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC, False,
-    )  # fmt: skip
     return done, square
 
 
@@ -140,6 +154,53 @@ def _step_ragged(
 
 
 @triton.jit
+def _step_anywhere(
+    tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out, bad,
+    M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
+    MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Steps `left` folded numbers from `first`, in a matrix of any sides, stored either way. What pads a fold counts as
+    zero. Returns the update's sum of squares."""
+    entry, groups = tile_of(ENTRIES)
+    above = first // width
+    rest = first - above * width
+    over = (rest + entry) // width
+    low = rest + entry - over * width
+    begins = (above + over) * tl.where(transposed, 1, cols) + low * tl.where(transposed, FOLD * rows, FOLD)
+    first, k = first.to(tl.int64), tl.arange(0, FOLD)[None, None, :]
+    start = first * 0
+    inside = _spread(entry < left) & (_spread(low * FOLD) + k < cols)
+    tile = _spread(begins) + k * tl.where(transposed, rows, 1)
+    lane = (tile & 31).to(tl.int32)
+    p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
+    # All reads come first: a store in between would keep the compiler from moving them up.
+    g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, 1, False)
+    p, stored = g, 0
+    if MODE != "measure":
+        p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, 1, False)
+    m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
+    v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
+    folded, count = tl.sum(g, axis=2), tl.sum(tl.where(kept, 1, 0), axis=2)
+    folded = folded / tl.maximum(count, 1).to(tl.float32)
+    if MODE != "repair":  # a fold of nothing keeps its averages
+        _decay, _size, w1, w2, _b2, _inv_bc2, _eps = row
+        m = tl.where(count > 0, lerp(m, folded, w1), m)
+        v = tl.where(count > 0, lerp(v, folded * folded, w2), v)
+    new, update = _stepped(tensor, g, kept, p, _spread(folded), _spread(m), _spread(v), at, row, repair, MODE, MATCHED)
+    if MODE == "step":
+        store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
+        store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
+                1, False)  # fmt: skip
+    if MODE != "measure":
+        store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, 1,
+                    False, False)  # fmt: skip
+    if MODE != "repair":
+        count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
+    return tl.sum(tl.where(kept & inside, update * update, 0.0)) if TRACK else 0.0
+
+
+@triton.jit
 def _program(
     tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad,
     M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
@@ -162,9 +223,10 @@ def _program(
     done, square = False, tl.full([], 0.0, tl.float32)
     if MODE == "step":
         if regular & (cols % FOLD == 0):
-            done, square = _step_aligned(
-                tensor, grad_addr, first, left, cols, width, at, row, thresholds, repair, M, V, WEIGHTS,
-                PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC,
+            start, tile = first.to(tl.int64) * FOLD, tl.arange(0, ENTRIES * FOLD)
+            done, square = _step_whole(
+                tensor, grad_addr, first.to(tl.int64), left, start, tile, tile & 31, tile >= 0, at, row, thresholds,
+                repair, M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, VEC, False,
             )  # fmt: skip
         elif regular:
             done, square = _step_ragged(
@@ -172,7 +234,7 @@ def _program(
                 WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD,
             )  # fmt: skip
     if (left > 0) & (not done):
-        square = step_anywhere(
+        square = _step_anywhere(
             tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out,
             bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
         )  # fmt: skip

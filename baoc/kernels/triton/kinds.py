@@ -112,8 +112,8 @@ class Kind:
         family = self.family
         if (self.traits.has_m and self.m not in family.m) or (self.traits.has_v and self.v not in family.v):
             raise ValueError(f"m is kept as {self.m!r}, v as {self.v!r}: m may be {family.m}, v {family.v}")
-        if self.weights not in family.weights:
-            raise ValueError(f"weights is {self.weights!r}: it may be {' or '.join(family.weights)}")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights is {self.weights!r}: it may be {' or '.join(WEIGHTS)}")
 
     @property
     def family(self) -> "Family":
@@ -190,9 +190,8 @@ class Family:
 
     module: str
     rules: Mapping[str, RuleKind]
-    m: tuple[str, ...]
-    v: tuple[str, ...]
-    weights: tuple[str, ...]
+    m: tuple[str, ...] = M_CODECS
+    v: tuple[str, ...] = ()
     columns: Mapping[str, int]
     sizes: Callable[[Kind, Shape], dict[str, int]]
     programs: Callable[[Shape, Cut], int]
@@ -257,9 +256,7 @@ ELEMENTWISE = register(
             "signum": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row),
             "sign": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row),
         },
-        m=M_CODECS,
         v=V_CODECS,
-        weights=WEIGHTS,
         columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
         sizes=_sizes,
         programs=_chunks,

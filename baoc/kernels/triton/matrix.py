@@ -16,22 +16,10 @@ import triton.language as tl
 from baoc.kernels.triton import means_plan
 from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, tile_of
 from baoc.kernels.triton.elementwise import (
-    CORRECTION_AT,
-    DECAY,
-    EPS,
-    INV_BC2,
-    M_AT,
-    M_SCALE_AT,
-    MATCH_AT,
-    PARAM_AT,
     REPAIRERS,
-    SIZE,
-    V_AT,
-    W1,
-    W2,
-    WIDTH,
     average,
     count_left_out,
+    facts,
     is_plain,
     launch_step,
     lerp,
@@ -60,8 +48,8 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
     sum of squares. QUICK promises a whole chunk, and leaves it alone if elements need care, as in `elementwise`."""
     tile, groups = tile_of(CHUNK)
     lane = lanes_like(tile)
-    p_addr, correction_addr, m_addr, m_scale_addr, _, match_addr = at
-    decay, size, w1, _, _, _ = row
+    p_addr, correction_addr, m_addr, m_scale_addr, _v, _v_scale, match_addr = at
+    decay, size, w1, _w2, _b2, _inv_bc2, _eps = row
     if MATCHED and MODE == "step":
         size *= matched_factor(match_addr)
     if QUICK:
@@ -139,7 +127,7 @@ def _line_factor(
     MODE: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """AdamW's factor from the v of a whole line, brought up to date, or that of its norm. Lines are whole groups."""
-    _, _, _, w2, inv_bc2, eps = row
+    _decay, _size, _w1, w2, _b2, inv_bc2, eps = row
     if NORM or MODE != "repair":
         total, count = _line_sum(grad_addr, start, length, GRAD, MARKED, CHUNK, VEC)
     if NORM:
@@ -242,23 +230,6 @@ def _step_part(
 
 
 @triton.jit
-def _facts(tensor, ptrs, settings, scales, ADAFACTOR: tl.constexpr):
-    """Addresses, settings and the scale of a tensor. They are asked for before anything depends on them, all at once:
-    a program lives as long as its chain of reads."""
-    addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
-    at = (
-        tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT), tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT),
-        tl.load(addrs + V_AT), tl.load(addrs + MATCH_AT),
-    )  # fmt: skip
-    numbers = (
-        tl.load(row + DECAY), tl.load(row + SIZE), tl.load(row + W1), tl.load(row + W2), tl.load(row + INV_BC2),
-        tl.load(row + EPS),
-    )  # fmt: skip
-    scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
-    return at, numbers, scale
-
-
-@triton.jit
 def _program(
     tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds,
     repair, left_out, bad,
@@ -320,7 +291,8 @@ def apply_kernel(
             lines, length = stored_shape(shapes, tensor)
             line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
             column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
-            at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
+            at, row = facts(tensor, ptrs, settings)
+            scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
             for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
                 index = grad_addr * 0 + part
                 line, rest = position(index * CHUNK, length, WIDE)
@@ -334,7 +306,8 @@ def apply_kernel(
         lines, length = stored_shape(shapes, tensor)
         line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
         column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
-        at, row, scale = _facts(tensor, ptrs, settings, scales, ADAFACTOR)
+        at, row = facts(tensor, ptrs, settings)
+        scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
         if grad_addr != 0:
             square = tl.full([], 0.0, tl.float32)
             first_line, first_rest = index, 0

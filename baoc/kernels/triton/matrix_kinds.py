@@ -6,13 +6,13 @@ Adafactor two vectors, and m if it has one; column norms nothing; Muon m; FOAM o
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 from baoc.kernels.triton.kinds import (
     M_CODECS,
     PACKED,
     PACKED_GROUP,
     V_CODECS,
-    WEIGHTS,
     Cut,
     Family,
     Kind,
@@ -103,34 +103,24 @@ def _programs(rule: str) -> Callable[[Shape, Cut], int]:
     return lambda shape, cut: -(-stored(shape)[0] // cut.repeat) if whole_lines(rule, shape) else _chunks(shape, cut)
 
 
-def _register_shared(rule: str) -> None:
+for _rule in ("adamw_shared_in", "adamw_shared_out"):
     register(
         Family(
             module="baoc.kernels.triton.matrix",
-            rules={rule: RuleKind(has_m=True, has_v=False, counts_steps=True, row=adam_row)},
-            m=M_CODECS,
-            v=(),
-            weights=WEIGHTS,
+            rules={_rule: RuleKind(has_m=True, has_v=False, counts_steps=True, row=adam_row)},
             columns={"m": 1, "m.scale": 2, "v": 3},
             sizes=_shared_sizes,
-            programs=_programs(rule),
-            cut=_lines_cut if rule == "adamw_shared_in" else _parts_cut,
+            programs=_programs(_rule),
+            cut=_lines_cut if _rule == "adamw_shared_in" else _parts_cut,
         )
     )
-
-
-for _rule in ("adamw_shared_in", "adamw_shared_out"):
-    _register_shared(_rule)
 
 register(
     Family(
         module="baoc.kernels.triton.matrix",
         rules={"column_norm": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row)},
-        m=(),
-        v=(),
-        weights=WEIGHTS,
         columns={},
-        sizes=lambda kind, shape: {},
+        sizes=_m_sizes,
         programs=_programs("column_norm"),
         cut=_cut,
     )
@@ -143,9 +133,6 @@ register(
             name: RuleKind(has_m=has_m, has_v=False, counts_steps=True, row=partial(adafactor_row, has_m=has_m))
             for name, has_m in (("adafactor", False), ("adafactor_momentum", True))
         },
-        m=M_CODECS,
-        v=(),
-        weights=WEIGHTS,
         columns={"m": 1, "m.scale": 2, "v_row": 3, "v_col": 4},
         sizes=_adafactor_sizes,
         programs=_chunks,
@@ -153,14 +140,10 @@ register(
     )
 )
 
-
 register(
     Family(
         module="baoc.kernels.triton.muon",
         rules={"muon": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row)},
-        m=M_CODECS,
-        v=(),
-        weights=WEIGHTS,
         columns={"m": 1, "m.scale": 2},
         sizes=_m_sizes,
         programs=_chunks,
@@ -208,25 +191,20 @@ def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
     return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64, repeat=1 if fold == 2 else 4)
 
 
-def _register_foam(rule: str) -> None:
-    def programs(shape: Shape, cut: Cut) -> int:
-        rows, cols = folded(rule, shape)
-        return -(-rows * cols // (entries(rule, cut) * cut.repeat))
-
-    register(
-        Family(
-            module="baoc.kernels.triton.foam",
-            rules={rule: RuleKind(has_m=True, has_v=True, counts_steps=True, row=foam_row)},
-            m=_FOLD_M,
-            v=_FOLD_V,
-            weights=WEIGHTS,
-            columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
-            sizes=_foam_sizes,
-            programs=programs,
-            cut=_foam_cut,
-        )
-    )
+def _foam_programs(rule: str) -> Callable[[Shape, Cut], int]:
+    return lambda shape, cut: -(-prod(folded(rule, shape)) // (entries(rule, cut) * cut.repeat))
 
 
 for _rule in FOLDS:
-    _register_foam(_rule)
+    register(
+        Family(
+            module="baoc.kernels.triton.foam",
+            rules={_rule: RuleKind(has_m=True, has_v=True, counts_steps=True, row=foam_row)},
+            m=_FOLD_M,
+            v=_FOLD_V,
+            columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
+            sizes=_foam_sizes,
+            programs=_foam_programs(_rule),
+            cut=_foam_cut,
+        )
+    )
