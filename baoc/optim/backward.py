@@ -24,8 +24,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ from baoc.kernels import capturing
 from baoc.optim.backends import HostedBackend, Options, StepInputs, StepUnit
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import LiveBlock, Slot
+from baoc.optim.state import LiveBlock
 from baoc.parallel import refuse_ranks
 from baoc.planning.cost import grouped_bytes
 
@@ -205,14 +205,6 @@ class BackwardStepper:
             if param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
-    def _run(self, slots: Sequence[Slot], step: Callable[[], object]) -> None:
-        """Calls `step`, which steps `slots`, without autocast."""
-        kind = slots[0].param.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            step()
-        # Kernels write unseen by autograd: a later backward that needs the old weights has to fail.
-        torch.autograd.graph.increment_version([slot.param for slot in slots])
-
     def check_between_steps(self, what: str) -> None:
         """Raises BadInputError in the middle of a step."""
         if self.mid_step:
@@ -239,6 +231,26 @@ class BackwardStepper:
 # -- release -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Group:
+    """Blocks that are stepped together."""
+
+    names: tuple[str, ...]
+    blocks: "list[_Awaited]" = field(default_factory=list)
+    num_whole: int = 0  # blocks whose gradients have all come
+    streams: set[StreamId] = field(default_factory=set)  # CUDA streams that they came on
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Awaited:
+    """A block whose gradients backward computes."""
+
+    live: LiveBlock
+    group: _Group
+    missing: int | None = None  # parameters without a gradient yet; None before the first
+    stepped: bool = False
+
+
 class DropGradients(BackwardStepper):
     """Gradient release: a block is stepped when all of its trainable parameters have gradients, which are then dropped.
 
@@ -259,6 +271,9 @@ class DropGradients(BackwardStepper):
         self.sizes: dict[Tensor, int] = {}  # gradient bytes to group by, of parameters that stand for larger ones
         self.norm: Tensor | None = None  # of all gradients in the last step that had some
         self._told_hooks = False
+        self._awaited: dict[int, _Awaited] = {}  # `id` of a parameter -> its block
+        self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
+        self._on_cuda = False
         super().__init__(owner)
         if settings.clip_norm is not None:
             log.warning(
@@ -276,21 +291,22 @@ class DropGradients(BackwardStepper):
 
     def _reset(self) -> None:
         super()._reset()
-        self.seen: set[Tensor] = set()  # parameters whose gradient has come in this step
-        self._left: dict[str, int] = {}  # block -> number of parameters without a gradient yet
-        self._stepped: set[str] = set()
-        self._order: list[tuple[str, int]] = []  # block and bytes of each gradient as it came, until groups are known
-        self._whole: dict[tuple[str, ...], int] = {}  # group -> number of its complete blocks
-        self._waiting: list[LiveBlock] = []  # complete blocks of one group, to be stepped together
-        self._streams: dict[str, set[StreamId]] = {}  # block -> CUDA streams that its gradients came on
+        self.seen: set[int] = set()  # `id` of the parameters whose gradient has come in this step
+        self._mid_step = False
+        self._order: list[tuple[str, int]] | None = None  # block and bytes as gradients came, while groups are unknown
+        self._waiting: list[_Awaited] = []  # complete blocks of one group, to be stepped together
         self._factor: Tensor | None = None  # that scales all gradients, from the previous step's norm
         self._norms: dict[Tensor, Tensor] = {}
         self._num_bad = 0  # non-finite elements known before this step
+        for awaited in self._awaited.values():
+            awaited.missing, awaited.stepped = None, False
+            awaited.group.num_whole, awaited.group.streams = 0, set()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
-        return {**kept, "observer": None, "before_block": None, "any_released": False, "sizes": {}}
+        fresh = {"observer": None, "before_block": None, "any_released": False, "sizes": {}}
+        return {**kept, **fresh, "_awaited": {}, "_groups": None, "_on_cuda": False}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
@@ -301,9 +317,7 @@ class DropGradients(BackwardStepper):
 
     def attach(self) -> None:
         """Puts a hook on every parameter that has state and no hook yet."""
-        registry = self.owner.registry
-        self._block_of = {slot.param: name for name, live in registry.live.items() for slot in live.slots}
-        self._hook(param for param in registry.names if param.requires_grad)
+        self._hook(param for param in self.owner.registry.names if param.requires_grad)
         for param in self._handles:
             _OWNERS[param] = weakref.ref(self)
 
@@ -328,7 +342,7 @@ class DropGradients(BackwardStepper):
 
     @property
     def mid_step(self) -> bool:
-        return bool(self._stepped or self._whole)
+        return self._mid_step
 
     @property
     def num_nonfinite(self) -> int:
@@ -338,10 +352,7 @@ class DropGradients(BackwardStepper):
     # -- a step
 
     def _gradient_is_final(self, param: Tensor) -> None:
-        name = self._block_of[param]
-        if param in self.seen or name in self._stepped:
-            param.grad = None
-            self._refuse_second(param)
+        """Counts. It runs for each gradient while the device waits, so it looks nothing up but one dict."""
         if self._options is None:
             if capturing():
                 raise BadInputError(
@@ -350,113 +361,129 @@ class DropGradients(BackwardStepper):
             refuse_ranks("release")
             with torch.no_grad():
                 self._begin()
-        self.seen.add(param)
-        registry = self.owner.registry
-        if self.together_bytes and not registry.groups and param.grad is not None:
-            self._order.append((name, self.sizes.get(param, param.grad.nbytes)))
-        live, left = registry.live[name], self._left.get(name)
-        if left is None:
-            left = sum(slot.param.requires_grad for slot in live.slots)
-        self._left[name] = left - 1
-        if param.is_cuda:
-            self._streams.setdefault(name, set()).add(stream_now(param.device))
-        if left == 1:
-            self._is_whole(live)
+        key, awaited = id(param), self._awaited[id(param)]
+        if key in self.seen or awaited.stepped:
+            param.grad = None
+            self._refuse_second(param)
+        self.seen.add(key)
+        if self._order is not None and param.grad is not None:
+            self._order.append((awaited.live.block.name, self.sizes.get(param, param.grad.nbytes)))
+        if self._on_cuda:
+            awaited.group.streams.add(stream_now(param.device))
+        if awaited.missing is None:
+            awaited.missing = sum([slot.param.requires_grad for slot in awaited.live.slots])
+        awaited.missing -= 1
+        if not awaited.missing:
+            self._is_whole(awaited)
 
     def _begin(self) -> None:
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         self.any_released = False
         owner.registry.ready()
-        devices = {param.device for param in self._block_of}
-        if len(devices) > 1:
-            raise BadInputError(
-                f"gradient release steps parameters of one device, these are on {', '.join(sorted(map(str, devices)))}:"
-                " put the model on one, or train without release"
-            )
+        self._learn()
         if owner.before_step:
             raise BadInputError(
                 "before_step sees the gradients of a whole step, which are never there at once with gradient release: "
                 "set optimizer.releaser.observer, which sees them by parts"
             )
+        self._order = [] if self.together_bytes and not owner.registry.groups else None
         self._options, self._num_bad = owner.options(), owner.finite_check.num_nonfinite
         if self.observer is not None:
             self.observer.begin_parts()
 
+    def _learn(self) -> None:
+        """What there is to wait for, anew where blocks or groups changed; blocks that were stepped stay so."""
+        registry = self.owner.registry
+        if self._groups is registry.groups:
+            return
+        stepped = {awaited.live.block.name for awaited in self._awaited.values() if awaited.stepped}
+        groups: dict[tuple[str, ...], _Group] = {}
+        self._awaited = {}
+        for name, live in registry.live.items():
+            names = registry.groups.get(name, (name,))
+            group = groups.setdefault(names, _Group(names=names))
+            group.blocks.append(_Awaited(live=live, group=group, stepped=name in stepped))
+            self._awaited |= dict.fromkeys([id(slot.param) for slot in live.slots], group.blocks[-1])
+        devices = {slot.param.device for live in registry.live.values() for slot in live.slots}
+        if len(devices) > 1:
+            raise BadInputError(
+                f"gradient release steps parameters of one device, these are on {', '.join(sorted(map(str, devices)))}:"
+                " put the model on one, or train without release"
+            )
+        self._on_cuda = any(device.type == "cuda" for device in devices)
+        self._groups = registry.groups
+
     def _refuse_second(self, param: Tensor) -> None:
         raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
 
-    def _is_whole(self, live: LiveBlock) -> None:
+    def _is_whole(self, awaited: _Awaited) -> None:
         """Steps a complete block when all of its group is complete.
 
         A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
         come in this step, and groups that wait for frozen or skipped blocks would keep the gradients of a whole
         backward.
         """
-        group = self._group_of(live)
-        if self._waiting and self._group_of(self._waiting[0]) != group:
+        self._mid_step, group = True, awaited.group
+        if self._waiting and self._waiting[0].group is not group:
             self._step_waiting()
-        self._waiting.append(live)
-        self._whole[group] = self._whole.get(group, 0) + 1
-        if self._whole[group] == len(group):
+        self._waiting.append(awaited)
+        group.num_whole += 1
+        if group.num_whole == len(group.blocks):
             self._step_waiting()
 
-    def _group_of(self, live: LiveBlock) -> tuple[str, ...]:
-        return self.owner.registry.groups.get(live.block.name, (live.block.name,))
+    def _step_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.step_with(waiting)
 
     @torch.no_grad()  # a backward with create_graph=True enables gradients
-    def _step_waiting(self) -> None:
-        """Steps the waiting blocks, group by group, with the gradients computed so far."""
-        registry = self.owner.registry
-        by_group: dict[tuple[str, ...], list[LiveBlock]] = {}
-        for live in self._waiting:
-            by_group.setdefault(self._group_of(live), []).append(live)
-        self._waiting = []
-        for group, lives in by_group.items():
-            others = [registry.live[name] for name in group if len(lives) < len(group)]
-            streams = set().union(*(self._streams.get(live.block.name, ()) for live in lives))
-            aside = _set_aside([slot.param for live in others if live not in lives for slot in live.slots])
-            with in_order(streams), aside:
-                self.step_with(lives, unit=registry.alone(group))
-
-    def step_with(self, lives: list[LiveBlock], *, unit: StepUnit) -> None:
-        """Steps some blocks by `unit`: masks, clips, shows, uses and drops their gradients."""
-        owner = self.owner
+    def step_with(self, blocks: list[_Awaited]) -> None:
+        """Steps blocks of one group with the gradients computed so far: masks, clips, shows, uses and drops them."""
+        owner, group = self.owner, blocks[0].group
         assert self._options is not None
-        self.any_released = True
-        if self.before_block is not None:
-            self.before_block()
-        looks = self.observer is not None or self.settings != GradientRelease()
-        masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=looks)
-        assert masks is not None, "skip_step is refused when the optimizer is built"
-        self._stepped.update(live.block.name for live in lives)
-        slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
-        by_norm, by_value = self.settings.clip_norm is not None, self.settings.clip_value is not None
-        if by_norm and self.norm is not None and slots[0].param.is_cuda:
-            self._clip_together([slot.param for slot in slots])
-            by_norm = False
-        if by_norm or by_value:
-            for live in lives:
-                self._clip([slot.param for slot in live.slots if slot.param.grad is not None])
-        if self.observer is not None:
-            self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
-        if any(live.unseeded for live in lives):
-            owner.seed(lives)
-        inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
-        self._run(slots, lambda: unit.backends[0](inputs))
-        for slot in slots:
-            slot.param.grad = None
+        unit, lives = owner.registry.alone(group.names), [awaited.live for awaited in blocks]
+        others = [] if len(blocks) == len(group.blocks) else [one.live for one in group.blocks if one not in blocks]
+        with in_order(group.streams), _set_aside(others):
+            self.any_released = True
+            if self.before_block is not None:
+                self.before_block()
+            clips = self.settings.clip_norm is not None or self.settings.clip_value is not None
+            final = clips or self.observer is not None
+            masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=final)
+            assert masks is not None, "skip_step is refused when the optimizer is built"
+            for awaited in blocks:
+                awaited.stepped = self._mid_step = True
+            slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
+            if clips:
+                self._clip_all(lives)
+            if self.observer is not None:
+                self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
+            if any([live.unseeded for live in lives]):
+                owner.seed(lives)
+            inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
+            with _without_autocast(slots[0].param.device.type):
+                unit.backends[0](inputs)
+            for slot in slots:
+                slot.param.grad = None
 
     def flush(self) -> None:
         """Steps the blocks that still have gradients: incomplete ones, and those that wait for their group."""
-        left = [live for live in self.owner.registry.live.values() if any(s.param.grad is not None for s in live.slots)]
-        if left and self._options is None:
+        live = self.owner.registry.live.values()
+        if not any([slot.param.grad is not None for each in live for slot in each.slots]):
+            return
+        if self._options is None:
             self._begin()
-        for live in left:
-            if live.block.name in self._stepped:
-                self._refuse_second(next(slot.param for slot in live.slots if slot.param.grad is not None))
-        self._waiting = left
-        self._step_waiting()
+        self._learn()
+        left: dict[_Group, dict[_Awaited, None]] = {}
+        for awaited in dict.fromkeys(self._awaited.values()):
+            for slot in awaited.live.slots:
+                if slot.param.grad is not None:
+                    if awaited.stepped:
+                        self._refuse_second(slot.param)
+                    left.setdefault(awaited.group, {})[awaited] = None
+        self._waiting = []
+        for blocks in left.values():
+            self.step_with(list(blocks))
 
     def finish(self) -> None:
         """Ends the step: steps what is left, and keeps the norm of all gradients for the next step's clipping."""
@@ -477,20 +504,21 @@ class DropGradients(BackwardStepper):
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
             self._told_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
-        # In the order of parameters, so that the sum does not depend on that of gradients.
-        norms = [self._norms[param] for param in self._block_of if param in self._norms]
-        if norms:
-            self.norm = _total(norms)
+        if self._norms:  # in the order of parameters, so that the sum does not depend on that of gradients
+            self.norm = _total([self._norms[param] for param in self._params() if param in self._norms])
         if self._order:
-            self._group()
+            self._group(self._order)
         self._reset()
 
-    def _group(self) -> None:
-        """Groups blocks that are stepped together from now on, by the order in which gradients came."""
+    def _params(self) -> list[Tensor]:
+        return [slot.param for live in self.owner.registry.live.values() for slot in live.slots]
+
+    def _group(self, order: list[tuple[str, int]]) -> None:
+        """Groups blocks that are stepped together from now on, by the `order` in which gradients came."""
         registry = self.owner.registry
-        names = dict.fromkeys(name for name, _ in self._order)
+        names = dict.fromkeys(name for name, _ in order)
         groups = together(
-            self._order,
+            order,
             left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
             limit=self.together_bytes,
             joins=lambda *pair: registry.can_join([registry.live[name] for name in pair]),
@@ -498,6 +526,14 @@ class DropGradients(BackwardStepper):
         registry.regroup(groups)
 
     # -- clipping
+
+    def _clip_all(self, lives: list[LiveBlock]) -> None:
+        """Together where the previous step's norm is known and launches count, else block by block."""
+        by_block = [[slot.param for slot in live.slots if slot.param.grad is not None] for live in lives]
+        if self.settings.clip_norm is not None and self.norm is not None and self._on_cuda:
+            self._clip_together([param for params in by_block for param in params])
+        for params in by_block:
+            self._clip(params)
 
     def _clip(self, params: list[Tensor]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
@@ -529,7 +565,7 @@ class DropGradients(BackwardStepper):
                 norm = self.norm.to(params[0].device)  # one from a checkpoint may be on another device
                 self._factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             return self._factor
-        numel = max(sum(param.numel() for param in self._block_of), 1)
+        numel = max(sum(param.numel() for param in self._params()), 1)
         share = sum(param.numel() for param in params) / numel
         norm = _total([self._norms[param] for param in params])
         return (limit * share**0.5 / (norm + 1e-6)).clamp(max=1.0)
@@ -582,9 +618,9 @@ def _total(norms: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _set_aside(params: list[Tensor]) -> Iterator[None]:
-    """Inside, `params` have no gradients."""
-    grads = [(param, param.grad) for param in params if param.grad is not None]
+def _set_aside(lives: Sequence[LiveBlock]) -> Iterator[None]:
+    """Inside, the parameters of `lives` have no gradients."""
+    grads = [(slot.param, slot.param.grad) for live in lives for slot in live.slots if slot.param.grad is not None]
     for param, _ in grads:
         param.grad = None
     try:
@@ -594,14 +630,17 @@ def _set_aside(params: list[Tensor]) -> Iterator[None]:
             param.grad = grad
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 def stream_now(device: torch.device) -> StreamId:
     """The current stream of a CUDA device. It is read with every gradient, and torch.cuda.current_stream takes three
     times as long because it builds an object."""
     return torch._C._cuda_getCurrentStream(device.index)
 
 
-@contextmanager
-def in_order(streams: Set[StreamId]) -> Iterator[None]:
+def in_order(streams: Set[StreamId]) -> AbstractContextManager[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
     `streams` wait for it.
 
@@ -609,9 +648,11 @@ def in_order(streams: Set[StreamId]) -> Iterator[None]:
     of a dropped gradient goes back to its own stream, which may use it again only after the step.
     """
     now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
-    if now is None or streams == {now}:
-        yield
-        return
+    return nullcontext() if now is None or streams == {now} else _after(streams, now=now)
+
+
+@contextmanager
+def _after(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
     here, *apart = (
         torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
         for number, index, kind in (now, *(one for one in streams if one != now))
@@ -755,7 +796,8 @@ class KeepGradients(BackwardStepper):
             unit = StepUnit(backends=[backend], guarded={slot.param: slot.name for slot in slots})
             masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=False) or {}
         inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
-        self._run(slots, lambda: backend.step(index, inputs))
+        with _without_autocast(slots[0].param.device.type):
+            backend.step(index, inputs)
         backend.done.add(index)
         # `check` compares these: gradients that were used may not change.
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore

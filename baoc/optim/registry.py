@@ -112,6 +112,7 @@ class BlockRegistry:
         self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
+        self.graphs = True  # whether backends may capture what they launch
         self._unread: dict[str, int] = {}  # non-finite elements that dropped backends had found
         self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
         self.placed = self.unstepped = False  # `unstepped`: weights may have changed since the last step
@@ -307,6 +308,8 @@ class BlockRegistry:
             backends, self._choices = build_backends(
                 self.live.values(), state=self.state, name=self.backend, pipelines=self.pipelines
             )
+            for backend in backends:
+                backend.graphs &= self.graphs
             looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
             self.unit = StepUnit(
                 backends=backends,
@@ -340,6 +343,7 @@ class BlockRegistry:
             self._keep_counts()
         lives = [self.live[name] for name in names]
         backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines)
+        backend.graphs &= self.graphs
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         guarded = {slot.param: slot.name for slot in slots}
         self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)

@@ -14,7 +14,6 @@ from baoc.core.catalogue import with_placement
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import stand_in
-from baoc.optim.backends.fused import FusedBackend
 from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
@@ -60,6 +59,7 @@ class ProxyBlocks:
             backend=names.pop() if len(names) == 1 else "auto",
             release=release is not None,
         )
+        self.optimizer.registry.graphs = False  # room may be short, and a capture that finds none ends the process
         self._releaser = self.optimizer.releaser
         if self._releaser is not None and release is not None:
             self._releaser.settings = release  # not told again: the run's own optimizer says what it means
@@ -73,7 +73,7 @@ class ProxyBlocks:
         """Steps the small tensor of `param`, whose gradient is final. Ignores a second one: training refuses it."""
         small = self._small[param]
         assert self._releaser is not None
-        if small in self._releaser.seen:
+        if id(small) in self._releaser.seen:
             return
         small.grad = self._grads[small]
         self._releaser.ready(small)
@@ -85,9 +85,6 @@ class ProxyBlocks:
 
     def compile(self) -> None:
         if self._releaser is None:
-            for backend in self.optimizer.registry.ready().backends:
-                if isinstance(backend, FusedBackend):
-                    backend.graphs = False  # as little room as there may be, a capture that finds none ends the process
             for small, grad in self._grads.items():
                 small.grad = grad
             for _ in range(LAUNCHED):  # graphs are captured by then

@@ -1,20 +1,25 @@
-"""What gradient release costs and saves: whole training steps with it and without, in one process.
+"""What gradient release costs and saves: whole training steps with it and without, by turns in one process.
 
-`python experiments/benchmarks/release_step.py` on a machine with an NVIDIA GPU, under a minute. A decoder of Llama
-130M's widths in bf16 autocast, each parameter a block; medians and quartiles of 15 steps between CUDA events, the
-processor's time in as many more, and the peak of what torch allocated. `norm` clips by the previous step's norm where
-gradients are released. Rows go to release_step.csv in $OUT or experiments/results, and with `--stacks` what a hundred
-more steps of a case spend their seconds in to release_SPEC_HOW_BATCH.stacks.txt beside it.
+`python experiments/benchmarks/release_step.py FOLDER` on a machine with an NVIDIA GPU, two minutes. A decoder of Llama
+130M's widths in bf16 autocast, each parameter a block (with Muon embedding and head are AdamW's). Kept, released and
+`norm`, which clips by the previous step's norm where gradients are released, are built side by side and run `--steps`
+steps one behind the other, as training does, in each of five repetitions. A row of release_step.csv in FOLDER is one
+repetition: milliseconds of a step between CUDA events, and those that all threads of the host took. Its peak is what
+torch allocated in a step beyond what lay there between steps, `beyond_mib` what the driver took meanwhile beyond torch,
+CUDA graphs among it. Rows of release_parts.csv say what the host does of a released step, in microseconds by part.
 """
 
 import argparse
 import csv
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +27,21 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from optimizer_step import clean, events_ms  # noqa: E402
-from stacks import sampled  # noqa: E402
+from optimizer_step import clean  # noqa: E402
 
+from baoc.core.statistics import mean_interval  # noqa: E402
+from baoc.kernels import Engine  # noqa: E402
 from baoc.optim import BlockwiseOptimizer, GradientRelease  # noqa: E402
+from baoc.optim.backends.fused import FusedBackend  # noqa: E402
+from baoc.optim.backward import DropGradients  # noqa: E402
 
-STEPS, VOCABULARY = 15, 32000
-CASES = [
-    (spec, how) for spec in ("adamw", "adamw_int8", "adamw_int8+split8") for how in ("kept", "released", "norm")
-]  # fmt: skip
+VOCABULARY, REPETITIONS, WARM = 32000, 5, 8
+SPECS = ("adamw", "adamw_int8", "adamw_int8+split8", "muon")
+RELEASES = {"kept": False, "released": True, "norm": GradientRelease(clip_norm=1.0)}
+PARTS = (
+    (DropGradients, "ready"), (DropGradients, "step_with"), (FusedBackend, "__call__"), (Engine, "stage"),
+    (Engine, "run"),
+)  # fmt: skip
 
 
 class Decoder(nn.Module):
@@ -52,83 +63,130 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def trained(spec: str, how: str, *, net: Decoder, tokens: Tensor) -> tuple[BlockwiseOptimizer, Callable[[], None]]:
-    """The optimizer and one step of training with it."""
-    release = {"kept": False, "released": True, "norm": GradientRelease(clip_norm=1.0)}[how]
-    optimizer = BlockwiseOptimizer(net, spec, lr=1e-4, weight_decay=0.1, release=release)
+class Case:
+    """A network in training, and what its repetitions took."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            loss = net(tokens)
-        loss.backward()
-        optimizer.step()
-
-    return optimizer, step
-
-
-def time_case(
-    spec: str, how: str, *, width: int, layers: int, batch: int, stacks: Path | None = None
-) -> dict[str, object]:
-    torch.manual_seed(0)
-    net = Decoder(width=width, layers=layers, device="cuda")
-    tokens = torch.randint(VOCABULARY, (batch, 1024), device="cuda")
-    optimizer, step = trained(spec, how, net=net, tokens=tokens)
-    for _ in range(4):
-        step()
-    torch.cuda.reset_peak_memory_stats()
-    low, middle, high = quantiles(events_ms(step, steps=STEPS), n=4)
-    cpu_ms = median(processor_ms(step))
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    if stacks is not None:
-        with sampled(stacks):
-            for _ in range(100):
-                step()
-            torch.cuda.synchronize()
-    chosen = {choice.backend for choice in optimizer.registry.choices.values()}
-    return {
-        "spec": spec, "gradients": how, "parameters": sum(p.numel() for p in net.parameters()), "batch": batch,
-        "step_ms": f"{middle:.2f}", "q1_ms": f"{low:.2f}", "q3_ms": f"{high:.2f}", "cpu_ms": f"{cpu_ms:.2f}",
-        "n": STEPS, "peak_gib": f"{peak:.3f}", "backends": " ".join(sorted(chosen)),
-    }  # fmt: skip
-
-
-def processor_ms(step: Callable[[], None]) -> list[float]:
-    """Of all threads, in what a step asks of the host, which does not wait for the device in it."""
-    times = []
-    for _ in range(STEPS):
+    def __init__(self, spec: str, how: str, *, width: int, layers: int, tokens: Tensor):
+        torch.manual_seed(0)
+        self.how, self.tokens = how, tokens
+        self.net = Decoder(width=width, layers=layers, device="cuda")
+        specs: Any = spec
+        if spec == "muon":
+            inner = {name for name, param in self.net.layers.named_parameters(prefix="layers") if param.ndim == 2}
+            specs = {name: spec if name in inner else "adamw" for name, _ in self.net.named_parameters()}
+        self.optimizer = BlockwiseOptimizer(self.net, specs, lr=1e-4, weight_decay=0.1, release=RELEASES[how])
+        before = self._beyond()
+        for _ in range(WARM):
+            self.step()
         torch.cuda.synchronize()
-        begin = time.process_time()
-        step()
-        times.append((time.process_time() - begin) * 1e3)
-    return times
+        self.beyond_mib = (self._beyond() - before) / 2**20
+        self.step_ms: list[float] = []
+
+    @staticmethod
+    def _beyond() -> int:
+        """Bytes of the device that are in use and not torch's."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.net(self.tokens)
+        loss.backward()
+        self.optimizer.step()
+
+    def repetition(self, steps: int) -> dict[str, object]:
+        self.step()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.reset_peak_memory_stats()
+        before, host = torch.cuda.memory_allocated(), time.process_time()
+        begin.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        host = time.process_time() - host
+        end.synchronize()
+        self.step_ms.append(begin.elapsed_time(end) / steps)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {
+            "step_ms": f"{self.step_ms[-1]:.2f}", "cpu_ms": f"{host * 1e3 / steps:.2f}", "n": steps,
+            "peak_mib": f"{peak / 2**20:.1f}", "beyond_mib": f"{self.beyond_mib:.1f}",
+        }  # fmt: skip
+
+
+@contextmanager
+def timed() -> Iterator[Mapping[str, list[float]]]:
+    """Inside, calls of PARTS leave their seconds, each with those of the parts that it calls."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **given: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*args, **given)
+            finally:
+                seconds[name].append(time.perf_counter() - begin)
+
+        return noted
+
+    with ExitStack() as stack:
+        for owner, name in PARTS:
+            call = noting(f"{owner.__name__}.{name}", getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, call))
+        yield seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--specs", nargs="+", default=sorted({spec for spec, _ in CASES}))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences of 1,024 tokens")
-    parser.add_argument("--stacks", action="store_true", help="leave what the seconds of more steps were spent in")
+    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--how", nargs="+", default=list(RELEASES), choices=RELEASES)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 1,024 tokens")
+    parser.add_argument("--steps", type=int, default=15)
     args = parser.parse_args()
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    writer = None
-    with (folder / "release_step.csv").open("w", newline="") as file:
-        for batch in args.batch:
-            for spec, how in [case for case in CASES if case[0] in args.specs]:
-                stacks = folder / f"release_{spec}_{how}_{batch}.stacks.txt" if args.stacks else None
-                sizes = {"width": args.width, "layers": args.layers, "batch": batch}
-                row = {**time_case(spec, how, stacks=stacks, **sizes), **common}
-                if writer is None:
-                    writer = csv.DictWriter(file, list(row))
-                    writer.writeheader()
-                writer.writerow(row)
-                file.flush()
-                print(*list(row.values())[:10], flush=True)
-                clean()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    tokens = torch.randint(VOCABULARY, (args.batch, 1024), device="cuda")
+    table = []
+    with (args.folder / "release_step.csv").open("w") as steps, (args.folder / "release_parts.csv").open("w") as parts:
+        rows: csv.DictWriter | None = None
+        by_part = csv.DictWriter(parts, ["spec", "gradients", "part", "calls", "host_us", "n"])
+        by_part.writeheader()
+        for spec in args.specs:
+            cases = [Case(spec, how, width=args.width, layers=args.layers, tokens=tokens) for how in args.how]
+            for repetition in range(REPETITIONS):
+                for case in cases if repetition % 2 == 0 else reversed(cases):
+                    about = {"spec": spec, "gradients": case.how, "batch": args.batch, "repetition": repetition}
+                    row = {**about, **case.repetition(args.steps), **device}
+                    rows = rows or csv.DictWriter(steps, list(row))
+                    if not steps.tell():
+                        rows.writeheader()
+                    rows.writerow(row)
+                    steps.flush()
+                    print(*list(row.values())[:-2], flush=True)
+            for case in cases:
+                ratios = [own / kept for own, kept in zip(case.step_ms, cases[0].step_ms, strict=True)]
+                groups = len(set(case.optimizer.registry.groups.values()))
+                ratio = mean_interval(ratios, level=0.95)
+                table.append((spec, case.how, mean(case.step_ms), ratio.mean, ratio.low, ratio.high, groups))
+                with timed() as seconds:
+                    for _ in range(args.steps):
+                        case.step()
+                for part, taken in seconds.items():
+                    us, calls = sum(taken) * 1e6 / args.steps, len(taken) / args.steps
+                    by_part.writerow(dict(zip(
+                        by_part.fieldnames, (spec, case.how, part, f"{calls:.1f}", f"{us:.0f}", args.steps), strict=True
+                    )))  # fmt: skip
+                    print(f"{spec} {case.how}: {part} {calls:.1f} calls, {us:.0f} us of a step", flush=True)
+                parts.flush()
+            del case, cases
+            clean()
+    print(f"\n{'spec':18} {'gradients':9} {'step ms':>8}  ratio to the first, 95 % of n {REPETITIONS}   groups")
+    for spec, how, ms, ratio, low, high, groups in table:
+        print(f"{spec:18} {how:9} {ms:8.2f}  {ratio:.3f} [{low:.3f}, {high:.3f}]   {groups}")
 
 
 if __name__ == "__main__":

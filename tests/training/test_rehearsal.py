@@ -81,10 +81,10 @@ def test_released_blocks_are_stepped_in_hooks_by_small_ones(monkeypatch: pytest.
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     step = DropGradients.step_with
 
-    def seen(releaser: DropGradients, lives: list[Any], **unit: Any) -> None:
-        stepped.append([live.spec.name for live in lives])
+    def seen(releaser: DropGradients, blocks: list[Any]) -> None:
+        stepped.append([awaited.live.spec.name for awaited in blocks])
         assert net.layers[0].weight.grad is not None or net.layers[1].weight.grad is not None, "not gone before"
-        step(releaser, lives, **unit)
+        step(releaser, blocks)
 
     L.seed_everything(0, verbose=False)
     expected = drawn()

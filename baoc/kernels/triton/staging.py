@@ -9,7 +9,7 @@ import ctypes
 import struct
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from itertools import chain
 from operator import attrgetter, or_
@@ -38,6 +38,10 @@ _DATA_PTR, _IS_CONTIGUOUS = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is
 
 def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
     return known if grad is None else grad.dtype
+
+
+def _look(grad: Tensor | None) -> tuple[torch.dtype, bool] | None:
+    return None if grad is None else (grad.dtype, grad.is_contiguous())
 
 
 Variant = tuple[tuple[torch.dtype, bool], ...]
@@ -80,7 +84,8 @@ class Gradients:
         self._seen = array("q")
         self._few = len(self.params) <= _FEW
         self._reader = None if self._few else grad_addresses(self.params)
-        self.layouts: dict[bytes, _Layout] = {}
+        self.layouts: dict[Hashable, _Layout] = {}
+        self._layout: _Layout | None = None  # the present one, if it is remembered
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
@@ -102,14 +107,20 @@ class Gradients:
             return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
 
     def _recall_or_notice(self, seen: array) -> None:
-        key = seen.tobytes()
-        layout = None if self._few else self.layouts.get(key)
+        key: Hashable = seen.tobytes()
+        if self._few:
+            key = (key, *map(_look, map(_GRAD, self.params)))
+        now, layout = self._layout, self.layouts.get(key)
+        if layout is not None and layout is now:
+            return
+        self._layout = layout
         if layout is None:
             self._notice(seen.tolist(), list(map(_GRAD, self.params)))
-            if not self.copied and not self._few:
+            if not self.copied:
                 if len(self.layouts) >= MOST_LAYOUTS:
                     self.layouts.clear()
-                self.layouts[key] = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
+                layout = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
+                self.layouts[key] = self._layout = layout
             return
         self.copied = []
         self._dtypes, self._wanted = layout.dtypes, layout.wanted

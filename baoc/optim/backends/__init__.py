@@ -117,7 +117,7 @@ def build_alone(
     blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipelines: Pipelines
 ) -> Backend:
     """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed
-    block comes by itself. Kernels are launched without CUDA graphs."""
+    block comes by itself."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
     block = blocks[0]
@@ -125,8 +125,6 @@ def build_alone(
     if pipeline is not None:
         piece = pipeline.single(block.block.name)
         return HostedBackend([piece], pipeline=pipeline, build=BACKENDS[backend], state=state, releases=True)
-    if backend == FusedBackend.name:
-        return FusedBackend(to_buckets(blocks), state=state, graphs=False)
     return BACKENDS[backend](to_buckets(blocks), state=state)
 
 

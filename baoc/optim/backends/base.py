@@ -38,6 +38,7 @@ class Backend:
     """
 
     name = ""
+    graphs = True  # whether it may capture what a step launches, and replay that
     excludes_nonfinite = False  # True if it finds non-finite gradients itself; else the step inputs have masks of them
 
     def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
