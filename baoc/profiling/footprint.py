@@ -173,9 +173,10 @@ class FirstStepMemory:
 
     Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
     which is an upper bound. A parameter that got no gradient in it, as an expert without a sample, may get one later.
+    `held`: what else is alive all the time, states among it.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, states: Sequence[Any] = (), context_bytes: int = 0):
+    def __init__(self, params: Sequence[Tensor], *, held: Sequence[Any] = (), context_bytes: int = 0):
         self._params = list(params)
         self._context_bytes = context_bytes
         self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
@@ -183,7 +184,7 @@ class FirstStepMemory:
         self._idle = idle = set(map(id, trained))  # those that had no gradient so far; a hook must not hold them
         self._hooks = [param.register_post_accumulate_grad_hook(lambda p: idle.discard(id(p))) for param in trained]
         device = next((param.device for param in self._params), torch.device("cpu"))
-        self._meter: PeakMeter | None = PeakMeter(device, self._params, states)
+        self._meter: PeakMeter | None = PeakMeter(device, self._params, held)
         self._meter.__enter__()
 
     def note_block(self) -> None:

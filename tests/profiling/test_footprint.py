@@ -336,7 +336,7 @@ def test_states_that_were_there_all_the_time_are_no_part_of_a_first_step(release
     found = []
     for held in (0, 1000):
         net, states = nn.Linear(64, 64), torch.ones(held)
-        memory = FirstStepMemory(list(net.parameters()), states=[states])
+        memory = FirstStepMemory(list(net.parameters()), held=[states])
         net(torch.ones(8, 64)).sum().backward()
         if released:
             memory.note_block()

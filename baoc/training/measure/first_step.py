@@ -52,8 +52,9 @@ class FirstStep:
         params = [param for session in self._sessions for param in session.params.values()]
         optimizers = [one.optimizer for ref in self._reallocators if (one := ref()) is not None]
         context = context_bytes(self._sessions[0].device)
-        states = [optimizer.state for optimizer in optimizers]
-        self._memory = FirstStepMemory(params, states=states, context_bytes=context)
+        held = [session.module for session in self._sessions if session.module is not None]
+        held = [*held, *(optimizer.state for optimizer in optimizers)]
+        self._memory = FirstStepMemory(params, held=held, context_bytes=context)
         self._hooks.callback(self._memory.stop)
         for optimizer in optimizers:
             subscribe(self._memory, optimizer, ends=self._hooks)
