@@ -253,9 +253,9 @@ def short_names(labels: Sequence[str]) -> dict[str, str]:
 
 def _short_name(label: str) -> str:
     words: dict[str, str] = {}
-    for word in label.split(" "):
+    for word in re.split(r" (?=[\w.]+=)", label):
         key, _, value = word.partition("=")
-        words[key] = value
+        words[key] = re.sub(r"\d*\.\d{4,}(e-?\d+)?", lambda digits: f"{float(digits[0]):.4g}", value)
     allocator = words.get("allocator", "")
     uniform = allocator.startswith("uniform_")
     parts = [allocator.removeprefix("uniform_")] if allocator else []

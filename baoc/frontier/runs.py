@@ -97,6 +97,8 @@ def varying_settings(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _override_text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_override_text, value))}]"  # a space would end it in a shell
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -13,7 +13,7 @@ import pytest
 from baoc.frontier import picture
 from baoc.frontier.build import frontier_of
 from baoc.frontier.report import main
-from tests.support.sweep_jobs import error, three_families
+from tests.support.sweep_jobs import config, error, job, three_families
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -139,6 +139,25 @@ def test_a_page_in_a_frame_stays_there(tmp_path: Path):
         framed=True,
     )
     assert told == {"rows": 3, "shown": "randomcopy"}
+
+
+def test_a_study_tells_which_settings_matter(tmp_path: Path):
+    """A learning rate that decides, and betas that do not."""
+    for number in range(24):
+        made = config(seed=0, budget="state_50", allocator="exact")
+        made["optim"] = {"lr": 1e-4 * 1.3**number, "betas": [0.9, (0.95, 0.99)[number % 2]]}
+        job(tmp_path / str(number), loss=abs(number - 8), settings=made)
+    told = acted(
+        tmp_path,
+        """
+        byId("importance").scrollIntoView();
+        await wait(500);
+        const [{x, y}] = byId("importance").data;
+        Object.assign(told, {x, y, row: document.querySelector("#points td").textContent});
+        """,
+    )
+    assert told["y"] == ["optim.betas", "optim.lr"] and told["x"][1] > 90
+    assert told["row"] == "betas [0.9,0.95] lr 0.0008157"
 
 
 def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):

@@ -86,8 +86,8 @@ function shownIn(kind, without = "") {
 function plot(id, traces, layout) {
   const line = css("line"), axis = {gridcolor: line, linecolor: line, zerolinecolor: line, exponentformat: "e"};
   const axes = Object.fromEntries(["xaxis", "yaxis"].map((name) => [name, {...axis, ...layout[name]}]));
-  return Plotly.react(id, traces, {width: byId(id).clientWidth, height: byId(id).clientHeight, margin: {l: EDGE, r: 12, t: 40, b: 48}, font: {color: css("text"), size: 12}, paper_bgcolor: css("ground"), plot_bgcolor: css("ground"), hoverlabel: {align: "left"},
-    modebar: {bgcolor: "rgba(0,0,0,0)", color: css("soft"), activecolor: css("link")}, legend: {orientation: "h", x: 0, y: 1.14}, ...layout, ...axes}, CONFIG);
+  return Plotly.react(id, traces, {width: byId(id).clientWidth, height: byId(id).clientHeight, margin: {l: EDGE, r: 12, t: 56, b: 48}, font: {color: css("text"), size: 12}, paper_bgcolor: css("ground"), plot_bgcolor: css("ground"), hoverlabel: {align: "left"},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: css("soft"), activecolor: css("link")}, legend: {orientation: "h", x: 0, y: 1.01, yanchor: "bottom"}, ...layout, ...axes}, CONFIG);
 }
 
 function hover(kind, point) {
@@ -154,6 +154,13 @@ function slice(kind) {
   const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p); };
   return plot("slice", markers(kind, points, x), {xaxis: {title: {text: axis.title}, type: axis.log ? "log" : "linear", ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24))} : {})},
     yaxis: {title: {text: judged(kind)}}, dragmode: NARROW ? false : "select", uirevision: kind.name + key});
+}
+
+function importance(kind) {
+  const shares = Object.entries(kind.importances).sort((a, b) => a[1] - b[1]);
+  byId("importance").style.height = `${80 + 26 * shares.length}px`;
+  return plot("importance", [{type: "bar", orientation: "h", x: shares.map(([, share]) => 100 * share), y: shares.map(([name]) => name), text: shares.map(([, share]) => `${(100 * share).toFixed(0)} %`), textposition: "outside",
+    cliponaxis: false, hoverinfo: "skip", marker: {color: css("link")}}], {margin: {l: 200, r: 48, t: 24, b: 40}, xaxis: {title: {text: "share, %"}, rangemode: "tozero"}, yaxis: {ticklen: 4}});
 }
 
 function history(kind) {
@@ -321,7 +328,7 @@ function save(kind) {
 // ---- the page
 
 // A figure is drawn when it is near the window, so that hundreds of runs do not make one wait
-const FIGURES = {scatter, slice, heat, parallel, curves, history}, stale = new Set(), near = new Set();
+const FIGURES = {scatter, slice, importance, heat, parallel, curves, history}, stale = new Set(), near = new Set();
 const watcher = new IntersectionObserver((entries) => entries.forEach(({target, isIntersecting}) => {
   near[isIntersecting ? "add" : "delete"](target.id);
   if (isIntersecting && stale.has(target.id)) redraw(target.id);
@@ -394,7 +401,7 @@ function choose(then = () => {}) {
   table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
   const names = [...kind.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
   byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
-  byId("importance").textContent = Object.keys(weights).length ? `How much settings tell the better quarter of points from the others (PED-ANOVA): ${names.filter((name) => name in weights).map((name) => `${name} ${(100 * weights[name]).toFixed(0)} %`).join(", ")}.` : "";
+  byId("settings").hidden = !Object.keys(weights).length;
   byId("families").replaceChildren(...distinct(kind.points.map((point) => point.family)).map((family) => {
     const label = element("label", {}, element("input", {type: "checkbox", value: family, checked: true}), ` ${family}`);
     label.style.color = colour(family);
