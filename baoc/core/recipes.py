@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,10 +43,17 @@ RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A recipe's changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own."""
+    """A recipe's changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own.
+
+    Raises ValueError for values that no recipe can have.
+    """
 
     lr: float = 1.0
     betas: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr < inf or not all(0 <= beta < 1 for beta in self.betas or ()):
+            raise ValueError(f"a multiple of the rate of {self.lr} with betas {self.betas} is of no recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,10 @@ class Tuning:
 
     lr: Mapping[str, float] = field(default_factory=dict[str, float])
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    def __post_init__(self) -> None:
+        for lr, betas in (*((lr, None) for lr in self.lr.values()), *((1.0, betas) for betas in self.betas.values())):
+            Tuned(lr=lr, betas=betas)
 
     def of(self, block: Block, *, rule: str) -> Tuned | None:
         """Learning rate and betas of a block that runs `rule`; None where they are the parameter group's."""

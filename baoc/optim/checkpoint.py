@@ -30,6 +30,7 @@ from baoc.optim.state import Saved, allocate, gathered, new_step, shown, slot_un
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
+MOST_STEPS = 2**53
 _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
 
@@ -178,7 +179,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     if absent:
         raise CheckpointError(f"the optimizer checkpoint lacks {', '.join(absent)}: it is damaged, use another one")
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
-    if damaged or type(checkpoint["num_steps"]) is not int or checkpoint["num_steps"] < 0:
+    if damaged or type(checkpoint["num_steps"]) is not int or not 0 <= checkpoint["num_steps"] <= MOST_STEPS:
         raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no count")
     states = checkpoint["state"]
     if checkpoint["baoc_schema"] != 1:
@@ -201,6 +202,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
                 not isinstance(entry["match"], Tensor)
                 or entry["match"].shape != (2,)
                 or not entry["match"].isfinite().all()
+                or entry["match"][0] < 0
             ):
                 raise TypeError(f"match of block {block}")
             matches[block] = (tuple(entry["params"]), entry["match"])

@@ -40,6 +40,7 @@ from baoc.planning.candidates import cuts_rows_of
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
+FP32_STEPS = 2**24  # where a count in fp32 ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +275,8 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
             continue
         low, high = (float(end) for end in value.aminmax())  # either is NaN if any element is
         never_below = key in squares or key.endswith(".scale") or key == "step"
-        if not isfinite(high - low) or (never_below and low < 0) or (key == "step" and low != int(low)):
+        counts = key != "step" or low in range(FP32_STEPS + 1)
+        if not isfinite(high - low) or (never_below and low < 0) or not counts:
             raise CheckpointError(
                 f"state {key} of {slot.name} reaches from {low:g} to {high:g} in the checkpoint, which no step of "
                 f"{slot.rule.info.name} leaves: it is damaged, use another one"

@@ -25,6 +25,8 @@ from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.files import write_csv
+from baoc.tracking.metrics import read_metrics
+from experiments.benchmarks.kill_tries import CLOCKS
 
 # A trial of a second that leaves a checkpoint on its way, its process id, and a line per result.
 STUB = """
@@ -111,16 +113,24 @@ def compare(folder: Path, *, given: StudyConfig) -> dict[str, Any]:
     """The study in `folder` against the same one that nobody killed."""
     with tempfile.TemporaryDirectory() as other:
         alone = run_study(given, folder=other, code=code_of(given)).trials
+        once = [_told(Path(other) / f"{trial.number:04d}", real=bool(given.fixed)) for trial in alone]
     study = open_study(given, folder=folder).trials
-    file, once = ("metrics.jsonl", 12) if given.fixed else ("results", 1)
-    written = [len((folder / f"{trial.number:04d}" / file).read_text().splitlines()) for trial in study]
+    told = [_told(folder / f"{trial.number:04d}", real=bool(given.fixed)) for trial in study]
     return {
         "trials": len(study),
         "complete": sum(trial.state.name == "COMPLETE" for trial in study),
         "same_points": [t.user_attrs["words"] for t in study] == [t.user_attrs["words"] for t in alone],
         "same_values": [t.values for t in study] == [t.values for t in alone],
-        "trained_again": sum(written) - once * len(written),  # a kill between a stub's line and its result
+        "trained_again": sum(map(len, told)) - sum(map(len, once)),  # a kill between a stub's line and its result
+        "same_metrics": told == once,
     }
+
+
+def _told(trial: Path, *, real: bool) -> list[object]:
+    """What a trial has told: a run's metrics of each step, a stub's line for each time that it came to its end."""
+    if not real:
+        return list((trial / "results").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in read_metrics(trial)]
 
 
 def _wait_for_trial(folder: Path, *, trials: int) -> bool:

@@ -246,7 +246,23 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match="has a state of w but no block for it"):
             self.load(self.broken(blocks={}))
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 2.5])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            *({"num_steps": count} for count in (-1, True, 2.0, 10**30)),
+            *({"tuned": {"lr": lr, "betas": None}} for lr in (math.nan, math.inf, -1.0)),
+            *({"tuned": {"lr": 1.0, "betas": betas}} for betas in ([2.0, 0.9], [0.9, 1.0], [0.9, math.nan])),
+            *({"match": torch.tensor(match)} for match in ([-1.0, 1.0], [math.nan, 1.0], [1.0, 1.0, 1.0])),
+        ],
+        ids=str,
+    )
+    def test_values_beside_the_states_that_nothing_leaves(self, changes: dict[str, Any]) -> None:
+        state = self.broken()
+        (state if "num_steps" in changes else state["blocks"]["w"]).update(changes)
+        with pytest.raises(CheckpointError, match="the optimizer checkpoint is damaged"):
+            self.load(state)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 2.5, 1e30])
     def test_steps_that_are_no_count(self, value: float) -> None:
         params = make_params({"w": (4, 8)})
         saved = build(params, "adamw")
