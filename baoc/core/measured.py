@@ -14,6 +14,7 @@ from typing import Any
 
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import Recipe, measured_table, recipe_from_node
+from baoc.core.statistics import student_quantile
 from baoc.types import ParamInfo, Role
 
 AUTO = "auto"  # the family follows from the network
@@ -35,6 +36,14 @@ class Change:
     sd: float
     n: int
     multiple: float = 1.0
+
+    @property
+    def half(self) -> float:
+        """Of its two-sided 90 % interval."""
+        return student_quantile(0.95, degrees=max(self.n - 1, 1)) * self.sd
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4g} +- {self.half:.2g}"
 
     def bound(self, kappa: float) -> float:
         return self.mean + kappa * self.sd

@@ -14,7 +14,7 @@ from statistics import NormalDist
 from baoc.core.catalogue import SPECS, WEIGHTS, select
 from baoc.core.measured import Change, Family, MeasuredRecipe, added, at_rate, faded
 from baoc.core.recipes import Recipe, keys_of
-from baoc.core.statistics import LEVEL, student_quantile
+from baoc.core.statistics import LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation
 from baoc.planning.allocators.exact import ExactAllocator
@@ -288,17 +288,12 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
     held = f"{recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
     if one is None:
         against, change = family.base or "", choice.change
-        half = student_quantile(0.95, degrees=max(change.n - 1, 1)) * change.sd
-        told = f"{recipe.description}; {change.mean:+.4g} +- {half:.2g} against {family.reference}, added up by role"
+        told = f"{recipe.description}; {change} against {family.reference}, added up by role"
     else:
         told = f"{one.value:.4g} ({one.sd:.2g})"
         against, change = next(iter(one.against.items()), (family.reference, one.change))
-        parts: list[str] = []
-        for other, difference in one.against.items():
-            bounds = student_quantile(0.95, degrees=max(difference.n - 1, 1)) * difference.sd
-            parts.append(f"{other} {family.recipe(other).value:.4g}: {difference.mean:+.4g} +- {bounds:.2g}")
+        parts = [f"{other} {family.recipe(other).value:.4g}: {difference}" for other, difference in one.against.items()]
         told += f" against {', '.join(parts)}" if parts else ""
-        half = student_quantile(0.95, degrees=max(change.n - 1, 1)) * change.sd
     where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
     far = f"; not measured at {_count(num_params)}" if num_params > FAR * family.num_params else ""
     narrow = "" if recipe.weights == "native" else f"; weights {_format_told(recipe.weights, family=family)}"
@@ -329,7 +324,7 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
         family=family.name,
         reference=against,
         change=change.mean,
-        half=half,
+        half=change.half,
         n=change.n,
         num_params=family.num_params,
         steps=family.steps,
@@ -342,8 +337,8 @@ def _format_told(name: str, *, family: Family) -> str:
     known, told = family.weights.get(name), WEIGHTS[name].description
     if known is None:
         return f"{told}, which were not measured for {family.name}"
-    half = student_quantile(0.95, degrees=known.n - 1) * known.sd
-    return f"{told}, which under 8-bit Muon changed {known.mean:+.2g} +- {half:.2g} against fp32 ones, n {known.n}"
+    changed = f"{known.mean:+.2g} +- {known.half:.2g}"
+    return f"{told}, which under 8-bit Muon changed {changed} against fp32 ones, n {known.n}"
 
 
 def _count(number: int) -> str:

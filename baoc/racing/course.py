@@ -38,8 +38,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a race is made of. `steps` of the last rung by entrant: the same for all, or those of equal seconds.
-    `try_first`: one run of each entrant goes before the others, where it is not known who fits the budget."""
+    """What a race is made of. `steps` of the last rung by entrant: the same for all, or those of equal seconds."""
 
     rates: tuple[float, ...]
     rungs: tuple[float, ...]
@@ -48,7 +47,6 @@ class Settings:
     steps: Mapping[str, int]
     margin: float
     level: float
-    try_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +133,6 @@ class _State:
         )
 
 
-def middle_rate(rates: Sequence[float]) -> float:
-    """Of rising multiples of the learning rate, the one that all entrants run where there is time for no more."""
-    return rates[len(rates) // 2]
-
-
 def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     """The course of a race between `entrants`, by the rules of `baoc.racing.rules`.
 
@@ -150,20 +143,12 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     """
     state = _State(entrants, settings)
     state.check()
-    known: dict[Run, Ended] = {}
-    if settings.try_first:
-        first = [one.name for one in state.racing]
-        known |= yield state.runs(
-            first, rates=(middle_rate(settings.rates),), seeds=settings.seeds[:1], stage=settings.rungs[0]
-        )
-        state.drop_unfit(known)
-        state.check()
     reached, cut = 0.0, False
     for rung in settings.rungs:
         names = [one.name for one in state.racing]
         asked = state.runs(names, rates=() if state.rates else settings.rates, seeds=settings.seeds, stage=rung)
         try:
-            ended = {**known, **(yield [run for run in asked if run not in known])}
+            ended = yield asked
         except OutOfTimeError:
             if not reached:
                 raise
@@ -186,7 +171,7 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
             for name in names
         }
         state.drop_behind(rung)
-        known, reached = {}, rung
+        reached = rung
         if len([one for one in state.racing if not one.control]) == 1:
             break  # nothing is left to tell
     pilot = state.scores[reached]

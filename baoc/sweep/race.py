@@ -9,7 +9,7 @@ again, and finds those that had ended in the storage.
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from baoc.racing.course import (
     Run,
     Settings,
     course,
-    middle_rate,
 )
 from baoc.racing.entrants import FILE, Field, Racer, read_field
 from baoc.racing.records import EPOCHS_APART, Measured, epochs, stage_name
@@ -82,14 +81,6 @@ def _sets_budget(word: str) -> bool:
     return word.lstrip("+").startswith(("budget=", "budget."))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What a race found, and the content of its race.json."""
-
-    outcome: Outcome
-    record: Mapping[str, Any]
-
-
 def run_race(
     config: RunConfig,
     *,
@@ -98,8 +89,9 @@ def run_race(
     command: str,
     code: str = COMMAND,
     cap_s: float | None = None,
-) -> Result | None:
-    """Races the candidates for `config` in `folder`; None where nothing was raced, as the time does not suffice.
+) -> Mapping[str, Any] | None:
+    """Races the candidates for `config` in `folder`; the content of race.json, or None where nothing was raced, as the
+    time does not suffice.
 
     Args:
         words: overrides of the command.
@@ -130,7 +122,7 @@ def race_before(
     library where there is no time for one; as it was where there is neither. What it cost is said."""
     result = run_race(config, words=words, folder=folder, command=command, code=code, cap_s=config.race.cap_s)
     if result is not None:
-        return records.with_choice(config, result.record)
+        return records.with_choice(config, result)
     kept = folder / TAKEN_FILE
     if not kept.is_file():  # a resumed run takes what it took before, whatever was raced since
         size = read_field(folder / FILE).size
@@ -173,7 +165,7 @@ class RaceRun:
 
     # -- the course ---------------------------------------------------------------------------------------------------
 
-    def run(self, cap_s: float | None) -> Result | None:
+    def run(self, cap_s: float | None) -> Mapping[str, Any] | None:
         race, allocator = self.config.race, self.config.allocator.name
         if allocator.startswith("uniform_"):
             raise BadInputError(
@@ -235,7 +227,7 @@ class RaceRun:
         records.keep(content, folder=self.folder, library=Path(race.library))
         show(content)
         self._page(outcome, content)
-        return Result(outcome=outcome, record=content)
+        return content
 
     def drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
         """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
@@ -406,7 +398,8 @@ class RaceRun:
             cap_s = race.share * run_s
         least = math.inf
         races: Iterable[tuple[Measured, tuple[float, float]]] = self._smaller_races(pace, cap_s=cap_s)
-        for rates in (race.rates, (middle_rate(race.rates),)):
+        middle = race.rates[len(race.rates) // 2]  # of rising ones: for all entrants, where time allows no more
+        for rates in (race.rates, (middle,)):
             seen: list[tuple[Measured, tuple[float, float]]] = []
             for measured, (step_s, start_s) in races:
                 seen.append((measured, (step_s, start_s)))

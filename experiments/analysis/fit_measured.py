@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from baoc.core.measured import Change
 from baoc.core.recipes import RECIPES, recipe_from_node
-from baoc.core.statistics import student_quantile
 from experiments.benchmarks import recipe_lists
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def chosen(settings: Sequence[Setting]) -> Setting:
     for one in settings:
         more = difference({seed: one.choice[seed] for seed in seeds}, best.choice)
         if one is not best and math.isfinite(more["mean"]):
-            half = student_quantile(0.95, degrees=max(more["n"] - 1, 1)) * more["sd"]
+            half = Change(**more).half
             near += [one] if more["mean"] <= min(half, FLAT * abs(means[id(best)])) else []
     return min(near, key=lambda one: (one.rate, means[id(one)]))
 
@@ -303,7 +303,7 @@ def additivity(settings: Sequence[Setting], base: Setting, roles: Sequence[str])
         total = {seed: sum(values[seed] - base.value[seed] for values in parts) for seed in seeds}
         whole = {seed: one.value[seed] - base.value[seed] for seed in seeds}
         left = difference(whole, total)
-        half = student_quantile(0.95, degrees=left["n"] - 1) * left["sd"]
+        half = Change(**left).half
         size = abs(fmean(total.values()))
         if size and math.isfinite(left["mean"]):
             found[spec] = {

@@ -9,10 +9,10 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from xml.sax.saxutils import escape
 
-from baoc.core.statistics import student_quantile
+from baoc.core.statistics import mean_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "experiments" / "results" / "product_runs.csv"
@@ -85,8 +85,8 @@ def read_points() -> dict[str, dict[str, Point]]:
 
 def point(runs: Sequence[tuple[float, float]]) -> Point:
     values = [value for _, value in runs]
-    half = student_quantile(0.975, degrees=len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return mean(share for share, _ in runs), mean(values), half
+    told = mean_interval(values, level=0.95)
+    return mean(share for share, _ in runs), told.mean, told.half
 
 
 def picture(points: Mapping[str, Mapping[str, Point]]) -> str:
