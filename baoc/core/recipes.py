@@ -324,10 +324,10 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))
     if (measured := measured_recipes().get(str(given))) is not None:
         return measured
-    close = did_you_mean(given, [*RECIPES, *measured_recipes()])
+    close = did_you_mean(given, [*RECIPES, *measured_recipes(), RACED])
     raise BadInputError(
-        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, or "
-        "a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"
+        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, "
+        f"{RACED}, or a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"
     )
 
 

@@ -21,7 +21,7 @@ from rich.table import Column
 from baoc.cli.jobs import SETUP_FILE
 from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.schema import RunConfig
-from baoc.core.recipes import RECIPES, recipe_node
+from baoc.core.recipes import RECIPES, find_recipe, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
@@ -298,6 +298,8 @@ class RaceRun:
         file = self.folder / FILE
         if not file.is_file():
             race = self.config.race
+            for name in race.recipes:
+                find_recipe(name)  # what is typed wrong is told before a plan is made
             own = [f"race.recipes=[{','.join(map(quote, race.recipes))}]"] if race.recipes else []
             own += [word for word in self.words if word.startswith(("model.size=", "optim.lr=", "trainer.max_"))]
             preload(self._fixed)  # the first process starts the server

@@ -62,6 +62,7 @@ from baoc.training.session import (
     with_weights,
 )
 from baoc.training.user_optimizer import (
+    check_arguments,
     count_steps_for_schedulers,
     hyperparameters,
     named_groups,
@@ -589,6 +590,9 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         **others: Any,
     ):
         refuse_ranks("strategy")
+        check_arguments(
+            others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
+        )
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index

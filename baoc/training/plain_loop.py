@@ -110,7 +110,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         verbose: bool = True,
         **switches: bool | None,
     ):
-        check_switches(switches)
+        check_switches(switches, door=BaocOptimizer)
         settings = settings or SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
         settings = with_recipe(settings, recipe=recipe)
         asked = {"release": release, "checkpointing": checkpointing}

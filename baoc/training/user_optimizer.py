@@ -2,9 +2,10 @@
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -47,13 +48,24 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
     return {key: optimizer.defaults[key] for key in keys}
 
 
-def check_switches(switches: Mapping[str, Any]) -> None:
+def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: Iterable[str] = ()) -> None:
+    """Raises BadInputError for an argument that none of the doors takes."""
+    takes = [name for door in doors for name, one in signature(door).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name in given:
+        if name == "race":
+            raise BadInputError(
+                "race is an argument of run.py, which trains the runs of a race: python run.py mode=race. Here "
+                'recipe="raced" takes what one has chosen'
+            )
+        if name not in (*takes, *also):
+            raise unknown_name(name, what="argument", allowed=dict.fromkeys((*takes, *also)))
+
+
+def check_switches(switches: Mapping[str, Any], *, door: Callable[..., object]) -> None:
     """Logs that arguments of torch's AdamW which choose an implementation have no effect. Raises BadInputError for
     unknown ones and those that change the arithmetic."""
+    check_arguments(switches, door, also=(*sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS))
     for key, value in switches.items():
-        if key not in (*IMPLEMENTATION_KEYS, *REFUSED_KEYS):
-            allowed = ("lr", "betas", "eps", "weight_decay", *sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS)
-            raise unknown_name(key, what="argument", allowed=allowed)
         if value and (key in REFUSED_KEYS or key == "differentiable"):
             raise BadInputError(f"the optimizer sets {key}=True, which no rule here has: leave it out")
     given = [f"{key}={value}" for key, value in switches.items() if value and key in IMPLEMENTATION_KEYS]

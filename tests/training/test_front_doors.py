@@ -335,4 +335,16 @@ def test_a_recipe_typed_wrong_is_told_the_same_at_every_door(door: Callable[[str
         door("muon8_laen_m90")
     told = str(refused.value)
     assert told.startswith("recipe=muon8_laen_m90: there is no such recipe; did you mean muon8_lean_m90 or ")
-    assert "or a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is" in told
+    assert "raced, or a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is" in told
+    with pytest.raises(BadInputError, match="there is no such recipe; did you mean raced"):
+        door("rased")
+
+
+@pytest.mark.parametrize("door", [BaocStrategy, lambda **given: BaocOptimizer(Classifier(), **given)])
+def test_an_argument_typed_wrong_is_told_with_what_is_near(door: Callable[..., object]):
+    with pytest.raises(BadInputError, match=r"there is no argument 'receipe' \(did you mean recipe\?\)"):
+        door(receipe="muon8_lean")
+    with pytest.raises(
+        BadInputError, match=r'race is an argument of run.py.*mode=race. Here recipe="raced" takes what'
+    ):
+        door(race="auto")
