@@ -20,11 +20,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from baoc.core.statistics import paired_difference
 from baoc.frontier.runs import RunFolder, find_runs
 from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.trial_process import COMMAND, RunOutcome, TrialProcess, preload
 from baoc.tracking.files import read_json
-from experiments.benchmarks.fronts import device_of, paired
+from experiments.benchmarks.fronts import device_of
 
 LAST = "# after all seeds"
 # A checkpoint of tens of gigabytes takes longer than some runs.
@@ -183,7 +184,7 @@ def append(file: Path, row: Row) -> None:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A line per label: mean, and the paired difference to the first label of its group."""
+    """A line per label: mean, and the paired difference to the first label of its group with its 95 % interval."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     shares = {(row["group"], row["label"]): row["state_fraction"] for row in rows if row["status"] == "finite"}
     for row in rows:
@@ -194,10 +195,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     for group, labels in found.items():
         first = next(iter(labels))
         for label, own in labels.items():
-            against = paired(own, labels[first])
             spread = f"{stdev(own.values()):.4f}" if len(own) > 1 else "-"
-            difference = against["difference"]
-            told = f"{difference:+.4f} (t {against['t'] or 0:+.1f})" if difference is not None else "-"
+            shared = own.keys() & labels[first].keys()
+            told = str(paired_difference(own, labels[first], level=0.95)) if shared else "-"
             share = float(shares[group, label])
             lines.append(
                 f"{group:10s} {label:14s} n {len(own)} {share:6.1%} {mean(own.values()):.4f} ({spread}) {told}"
