@@ -134,6 +134,10 @@ class Recipe:
         parts = {f"{role.value}_{part.value}" for role, held in PARTS.items() for part in held}
         return not parts.isdisjoint({*self.specs, *self.lr})
 
+    def covers(self, block: Block) -> bool:
+        """Whether it says what the block runs, so that no fallback stands in for what it names by other roles."""
+        return block.name in self.blocks or any(key in self.specs for key in keys_of(block))
+
     def wish(self, block: Block) -> tuple[str, str]:
         """The key of the recipe that decides for a block (a role, or the block's own name), and the spec under it."""
         if block.name in self.blocks:

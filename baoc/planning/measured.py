@@ -170,9 +170,11 @@ def useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
 
 
 def recipe_planner(planner: BudgetedBlocks, recipe: Recipe) -> BudgetedBlocks | None:
-    """The planner of a recipe on the same blocks; None where it tells parts that these do not, does not apply, or
-    runs rows that are not offered."""
+    """The planner of a recipe on the same blocks; None where it tells parts that these do not, leaves some to its
+    fallback, does not apply, or runs rows that are not offered."""
     if recipe.tells_parts and planner.settings.blocks_by != "layer_part":
+        return None
+    if not all(map(recipe.covers, planner.blocks)):
         return None
     try:
         sub = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))

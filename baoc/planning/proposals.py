@@ -12,7 +12,7 @@ import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
-from baoc.core.recipes import FALLBACK, HIDDEN, RECIPES, Recipe, Tuning, tuning_of
+from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.measured import ADAMW, best_rate, ranked, streamed
 from baoc.planning.planner import Planner
@@ -100,12 +100,13 @@ def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal |
     if fitting is None:
         return None
     recipe, plan = fitting
+    wished = {recipe.wish(block)[1] for block in plan.blocks if block.role not in _OUTER}
     return Proposal(
         name=recipe.name,
         plan=plan,
         tuning=recipe.tuning,
         matching=recipe.matching,
-        uniform=len(_hidden_specs(plan) - {FALLBACK}) <= 1,  # the others are those to which it does not apply
+        uniform=len(wished) <= 1,  # whatever runs where that does not apply, as on a depthwise kernel
         recipe=recipe,
     )
 
@@ -114,12 +115,16 @@ def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     """Recipes in the order in which few are raced: of each rule on hidden matrices the best measured one that fits, on
     networks of a measured kind if it was not worse than fp32 AdamW; a few more measured ones; the catalogue's, those
     that were measured first. Of several that run the same on this network, as those that differ in the embedding alone
-    where there is none, the first."""
+    where there is none, the first. What names roles that this network does not tell apart would run its fallback there,
+    of which nothing was measured: it is left out."""
     measured: dict[object, MeasuredRecipe] = {}
     made: dict[object, Proposal] = {}
     for one in ranked(planner, family=family):
-        proposal = _proposal(planner, RECIPES.get(one.name, one.recipe), family=family)
-        if proposal is not None and (key := _what_runs(proposal)) not in made:
+        recipe = RECIPES.get(one.name, one.recipe)
+        proposal = _proposal(planner, recipe, family=family)
+        if proposal is None or not all(map(recipe.covers, proposal.plan.blocks)):
+            continue
+        if (key := _what_runs(proposal)) not in made:
             measured[key], made[key] = one, proposal
     adamw = family.recipe(ADAMW).change.mean
     first: dict[str, object] = {}

@@ -10,7 +10,7 @@ from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permuted, proposals
-from baoc.types import Budget
+from baoc.types import Budget, ParamInfo, Role
 from tests.support.planners import PARAMS
 from tests.support.transformers import llama, within
 
@@ -68,6 +68,29 @@ def test_a_network_of_no_measured_kind_is_offered_first_what_measured_best_of_ea
     names = [one.name for one in proposals(at(1.0))]
     assert names[0].startswith("muon8") and names[1].startswith("foam8_lean")
     assert {"adafactor_m8", "adamw8"} <= set(names)
+
+
+def test_a_recipe_by_parts_is_not_raced_where_the_network_does_not_tell_them_apart():
+    """As of an LSTM, whose matrices would all run the fallback of a recipe that names attention and mlp alone."""
+    shape = {"shape": (256, 64), "dtype": "float32", "role": Role.OTHER}
+    params = [ParamInfo(name=f"rnn.weight_{part}_l0", **shape) for part in ("ih", "hh")]
+    budget = Budget(name="some", state_fraction=0.3)
+    made = proposals(Planner(params, budget=budget, settings=PlannerSettings(risk="measured", family="auto")), most=99)
+    assert {"muon_int8", "muon_int4"} <= {spec for one in made for spec in one.choices.values()}
+    assert all(one.recipe is None or all(map(one.recipe.covers, one.plan.blocks)) for one in made)
+    assert "muon_int8" in made[0].choices.values()
+
+
+def test_a_recipe_is_uniform_whatever_runs_where_its_rule_does_not_apply():
+    """A race compares uniforms at every rung: FOAM, which folds four neighbours but no three colours, is one."""
+    shapes = ((16, 3, 1, 1), (32, 16, 1, 1))
+    params = [
+        ParamInfo(name=f"{depth}.weight", shape=shape, dtype="float32", role=Role.CONV, depth=depth)
+        for depth, shape in enumerate(shapes)
+    ]
+    made = proposals(Planner(params, budget=Budget(name="some", state_fraction=1.0)), most=99)
+    foam = next(one for one in made if one.name.startswith("foam8"))
+    assert len(set(foam.choices.values())) > 1 and foam.uniform
 
 
 def test_recipes_that_run_the_same_on_a_network_are_one_unless_they_are_named():
