@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baoc.core.recipes import Recipe
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.racing.course import (
     DIVERGED,
@@ -20,6 +21,8 @@ from baoc.racing.course import (
     Settings,
     course,
 )
+from baoc.racing.entrants import Field, Racer
+from baoc.racing.records import Measured, claim
 from baoc.racing.rules import Entrant
 
 ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
@@ -27,6 +30,10 @@ FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)
 PLAN = Entrant(name="plan", state_bytes=10, uniform=False)
 CONTROL = Entrant(name="permuted", state_bytes=10, uniform=False, control=True)
 EVERY = (ADAMW, FOAM, PLAN, CONTROL)
+FIELD = Field(
+    racers=(), size="tiny", num_params=9, state_bytes_adamw=100, data="some", num_train=0, batch_size=1, steps=400,
+    lr=1e-3, quality="val/loss", higher_is_better=False,
+)  # fmt: skip
 GAPS = {"adamw": 0.0, "foam8": 0.2, "plan": -0.1, "permuted": 0.3}
 SETTINGS = Settings(
     rates=(0.3, 1.0, 3.0),
@@ -129,6 +136,15 @@ def test_a_race_out_of_time_decides_by_the_stages_that_ended(stages: int):
     found: Outcome = ended.value.value
     assert found.cut and found.rung == SETTINGS.rungs[stages - 1]
     assert found.verdict.choice == "adamw"  # a mixed plan is confirmed or not taken
+
+
+def test_the_claim_of_the_only_uniform_names_the_plan_that_nothing_confirmed():
+    outcome, _ = race((ADAMW, PLAN), settings=replace_settings(fresh_seeds=()))
+    racers = tuple(Racer(entrant=one, recipe=Recipe(name=one.name)) for one in (ADAMW, PLAN))
+    told = claim(outcome, field=replace(FIELD, racers=racers), measured=Measured(size="tiny", num_params=9, steps=400))
+    assert told.startswith(
+        "adamw was the only uniform left at 9 parameters and 400 steps, and plan is not shown to beat"
+    )
 
 
 def test_out_of_time_before_the_first_rung_has_ended_is_no_verdict():
