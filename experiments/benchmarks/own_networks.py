@@ -1,5 +1,5 @@
-"""Networks of kinds that the measured table has not: two convolutional ones, a recurrent one, and a GPT of another
-layout and width.
+"""Networks of kinds that the measured table has not: convolutional ones, a recurrent one, and a GPT of another layout
+and width.
 
     python run.py model=experiments/benchmarks/own_networks.py:conv dataset=fashion_mnist budget=state_15 race=600
 
@@ -41,6 +41,20 @@ def resnet(num_classes: int, channels: int = 1, width: int = 24) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
         Residual(width, width, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, num_classes),
+    )  # fmt: skip
+
+
+def depthwise(num_classes: int, channels: int = 3, width: int = 24) -> nn.Module:
+    """Depthwise-separable convolutions with BatchNorm, as in MobileNet."""
+
+    def stage(inputs: int, outputs: int) -> nn.Module:
+        each = nn.Conv2d(inputs, inputs, 3, padding=1, groups=inputs, bias=False), nn.BatchNorm2d(inputs), nn.ReLU()
+        across = nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        return nn.Sequential(*each, *across, nn.AvgPool2d(2))
+
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 1), stage(width, 2 * width), stage(2 * width, 4 * width), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(4 * width, num_classes),
     )  # fmt: skip
 
 
