@@ -1,5 +1,5 @@
-"""Images drawn by their number, waves in ten directions or coloured rings of eight sizes, under noise, 40 million of each,
-and a small convolutional net: `race=auto` was tried on them.
+"""Images drawn by number, 40 million of a kind under noise: waves in ten directions, coloured rings of eight sizes.
+`race=auto` was tried on them, with the small convolutional net below and others.
 
 python run.py model=experiments/benchmarks/waves.py:net dataset=experiments/benchmarks/waves.py:data batch_size=32 \
     trainer.max_steps=600000 budget=state_15 race=auto race.least_run_s=300 race.workers=2
