@@ -3,7 +3,7 @@
 None of them changes the name, dtype or value of a parameter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -95,19 +95,18 @@ def recomputed_layers(model: nn.Module) -> int:
     return sum(_RECOMPUTES in unit.__dict__ for unit in recomputable_layers(model))
 
 
-def set_compiled(model: nn.Module, compiled: bool = True, *, any_batch: bool = False) -> int:
+def set_compiled(model: nn.Module, compiled: bool = True) -> int:
     """Has the network's `checkpoint_units` run by torch.compile in training, or no more; returns their number. A
     network that names none is one unit.
 
     Layers of one class share what is compiled, those that recompute their activations and those that keep them apart;
-    in evaluation they run as they are. It is compiled for each size of a batch, or with `any_batch` once for all but
-    single samples. What is kept are results of products: norms, activation functions and casts are computed again, in
-    the kernels of backward. Kernels are chosen without timing them: with the same versions and size, every process
-    computes the same bits.
+    in evaluation they run as they are. It is compiled for each size of a batch. What is kept are results of products:
+    norms, activation functions and casts are computed again, in the kernels of backward. Kernels are chosen without
+    timing them: with the same versions and size, every process computes the same bits.
     """
     units = recomputable_layers(model) or [model]
     for unit in units:
-        _switch(unit, COMPILES, (_ANY if any_batch else _ONE) if compiled else None)
+        _switch(unit, COMPILES, "layer" if compiled else None)
     return len(units)
 
 
@@ -117,9 +116,8 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 _RECOMPUTES, COMPILES = "_baoc_recomputes", "_baoc_compiles"  # set in layers that do
-_ONE, _ANY = "one", "any"  # what is compiled is for one size of a batch, or for any
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-compiled_layers: dict[tuple[type[nn.Module], str, bool], Callable[..., Any]] = {}
+compiled_layers: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 _VARIANTS = 64  # of what is compiled of a class at most: by size, and by the types of its weights
 
 
@@ -145,8 +143,8 @@ def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
                 return cls.forward(self, *args, **kwargs)
             recomputes = _RECOMPUTES in self.__dict__
             modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-            if not modes and (size := self.__dict__.get(COMPILES)):
-                return _compiled_forward(cls, size, recomputes, args)(self, *args, **kwargs)
+            if not modes and COMPILES in self.__dict__:
+                return _compiled_forward(cls, recomputes)(self, *args, **kwargs)
             run = partial(_under, modes, cls.forward) if modes else cls.forward
             return (
                 checkpoint(run, self, *args, use_reentrant=False, **kwargs)
@@ -158,8 +156,8 @@ def _switchable(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
-def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: Sequence[Any]) -> Callable[..., Any]:
-    key = cls, size, recomputes
+def _compiled_forward(cls: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+    key = cls, recomputes
     if key not in compiled_layers:
         from torch import _dynamo
 
@@ -174,14 +172,10 @@ def _compiled_forward(cls: type[nn.Module], size: str, recomputes: bool, args: S
                 return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
             return cls.forward(self, *args, **kwargs)
 
-        # torch knows what it compiled by the code: that for any size would serve one too.
-        code = run.__code__.replace(co_name=f"{cls.__name__}_{size}_{'recomputed' if recomputes else 'kept'}")
+        # torch knows what it compiled by the code
+        code = run.__code__.replace(co_name=f"{cls.__name__}_{'recomputed' if recomputes else 'kept'}")
         own = FunctionType(code, run.__globals__, closure=run.__closure__)
         compiled_layers[key] = torch.compile(own, dynamic=False, backend=inductor_kernels)
-    if size == _ANY:
-        for value in args:
-            if isinstance(value, Tensor) and value.ndim > 1:
-                torch._dynamo.maybe_mark_dynamic(value, 0)
     return compiled_layers[key]
 
 

@@ -123,16 +123,18 @@ def could_win(option: Option, *, measured: Sequence[Option], objective: str, ove
 
 def upper(option: Option, *, measured: Sequence[Option]) -> float:
     """The most samples per second that an option may have: by its own rate, and by those that were measured of options
-    which compute no more and launch no more for a sample."""
+    which launch no more for a sample, and compute no more but for the layers that they recompute."""
     bounds = [
-        (1 + BOUND) * other.samples_per_s
+        (1 + BOUND) * other.samples_per_s * max(1.0, forwards(other) / forwards(option))
         for other in measured
-        if other.micro_batch >= option.micro_batch
-        and other.recomputed <= option.recomputed
-        and other.release <= option.release
-        and other.way != option.way
+        if other.micro_batch >= option.micro_batch and other.release <= option.release and other.way != option.way
     ]
     return min([option.samples_per_s / (1 - _error(option)), *bounds])
+
+
+def forwards(option: Option) -> float:
+    """What is computed for a sample, in forward passes: one, two of backward, and the layers that it computes again."""
+    return 3 + option.recomputed / max(1, option.num_layers)
 
 
 def _error(option: Option) -> float:

@@ -13,7 +13,13 @@ then for S seconds every option that fits and was not tried is tried, those firs
 decides again, as the cache has it, and trains. OUT/ratio.csv has the seconds of both decisions (`decide_s`, `total_s`
 in `deciding`, of which `training_s` compiled what training runs), the rates of the chosen and the best option as tried,
 and what is untried; OUT/search.csv each option. `--first` decides each case anew without a search, and trains; with
-`--stacks` each process leaves what it spent its seconds in, in OUT/NAME.stacks.txt.
+`--stacks [NAME...]` each process leaves what it spent its seconds in, in OUT/NAME.stacks.txt.
+
+`--beside` tells what deciding costs: each case is decided anew, with no code that compilers kept, and trains; then
+three processes run until their first step has ended: one that finds the decision (kept), and two that are given what
+was decided, with the code that compilers kept (given) and without (cold). OUT/deciding.csv has the seconds of each from
+its configuration to the end of its first step, and those of its decision by phase. What a decision takes beyond the
+same run without one is first - cold, and kept - given.
 """
 
 import argparse
@@ -24,7 +30,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -81,6 +87,12 @@ QUIET = (
     "reallocation=off",
     "task.num_samples=0",
 )
+PINS = {
+    "micro_batch": "micro_batch",
+    "model.checkpointing": "recomputed",
+    "optim.release_gradients": "release",
+    "model.compile": "compiled",
+}
 WAY = ("micro_batch", "recomputed", "num_layers", "release", "compiled")  # of the option that was chosen
 TOLD = (
     "case",
@@ -112,10 +124,24 @@ MEASURED = (
 
 
 def run_case(
-    name: str, *, steps: int, warm: int, folder: Path, run_s: float | None = None, stacks: Path | None = None
+    name: str,
+    *,
+    steps: int,
+    warm: int,
+    folder: Path,
+    run_s: float | None = None,
+    stacks: Path | None = None,
+    given: Sequence[str] = (),
+    compiled: Path | None = None,
+    briefly: bool = False,
 ) -> None:
     """One case in this process, which ends with it; what it says goes to a log in its folder. `run_s`: it is decided
-    for a run of so many seconds. `stacks`: where the seconds until its end are told by what they were spent in."""
+    for a run of so many seconds. `stacks`: where the seconds until its end are told by what they were spent in.
+    `given`: more overrides. `compiled`: where compilers keep code. `briefly`: it ends with its first step."""
+    if compiled is not None:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")}
+    import torch
+
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra
     from baoc.training import run as training
@@ -128,13 +154,23 @@ def run_case(
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    assembly.StepMonitor = partial(assembly.StepMonitor, warmup_steps=warm)
+    began, told = time.perf_counter(), folder / "first_step_s"
+    told.unlink(missing_ok=True)
+
+    class FirstStep(assembly.StepMonitor):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            super().on_train_batch_end(trainer, *rest)
+            if trainer.global_step and not told.is_file():
+                trainer.strategy.root_device.type == "cuda" and torch.cuda.synchronize()
+                told.write_text(str(time.perf_counter() - began))
+                if briefly:
+                    os._exit(0)
+
+    assembly.StepMonitor = partial(FirstStep, warmup_steps=warm)
     build, built = training.build, list[Any]()
     training.build = lambda *args, **kwargs: built.append(build(*args, **kwargs)) or built[-1]
-    overrides = [*CASES[name], f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
+    overrides = [*CASES[name], *given, f"trainer.max_steps={steps}", *(QUIET if "dit" in name else QUIET[:-1])]
     if stacks is not None:
-        import torch
-
         torch._logging.set_logs(recompiles=True)  # pyright: ignore  # the log says why anything is compiled again
     with sampled(stacks):
         training.run(from_hydra(compose(overrides)), run_dir=folder, command=" ".join(overrides))
@@ -217,6 +253,31 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
         run_case(name, folder=folder, **given)
 
 
+def beside(
+    name: str, *, row: dict[str, Any], runs: Path, seconds: Callable[[], float], given: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What each process of a case spent until its first step had ended; `row` is that of the first, which has ended."""
+    if not row.get("option"):
+        return []
+    ways = ["objective=quality", *(f"{key}={str(row[of]).lower()}" for key, of in PINS.items())]  # nothing is open
+    code = {where: runs / f"{name}_{where}" / "code" for where in ("", "cold")}
+    told: list[dict[str, Any]] = []
+    for kind, overrides in {"first": (), "kept": (), "given": ways, "cold": ways}.items():
+        folder = runs / (name if kind == "first" else f"{name}_{kind}")
+        compiled = code["cold" if kind == "cold" else ""]
+        run = partial(run_case, name, folder=folder, given=overrides, compiled=compiled, briefly=True, **given)
+        why = "" if kind == "first" else forked(run, folder=folder, seconds=seconds())
+        deciding = json.loads(read(folder / "deciding.json") or "{}")
+        seconds_of = {key: deciding.get(key, 0.0) for key in ("total_s", "training_s")}
+        told.append(
+            {"case": name, "kind": kind, "option": row["option"], "first_step_s": read(folder / "first_step_s") or ""}
+            | seconds_of
+            | {"why": why}
+            | deciding.get("phases_s", {})
+        )
+    return told
+
+
 def forked(run: Callable[[], None], *, folder: Path, seconds: float) -> str:
     """Why `run` did not come to its end; empty where it did."""
     child = os.fork()
@@ -291,7 +352,10 @@ def main() -> None:
     parser.add_argument("--case-seconds", type=float, default=120.0, help="of one case")
     parser.add_argument("--only", nargs="*", choices=list(CASES))
     parser.add_argument("--first", action="store_true", help="decide anew, as if nothing was kept")
-    parser.add_argument("--stacks", action="store_true", help="leave what the seconds were spent in")
+    parser.add_argument("--beside", action="store_true", help="what deciding takes beyond the same run without it")
+    parser.add_argument(
+        "--stacks", nargs="*", metavar="NAME", help="leave what the seconds of these, or all, were spent in"
+    )
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.only is None:
@@ -306,7 +370,7 @@ def main() -> None:
     import baoc.tasks.language
     import baoc.tasks.vision  # noqa: F401
 
-    if asked.search or asked.first:
+    if asked.search or asked.first or asked.beside:
         from baoc.cache import cache_folder
 
         for kept in cache_folder().glob("decision-*.json"):
@@ -315,6 +379,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     options: list[dict[str, Any]] = []
     searched: list[dict[str, Any]] = []
+    deciding: list[dict[str, Any]] = []
     for name in asked.only:
         began = time.monotonic()
         if end - began < 15:
@@ -322,7 +387,8 @@ def main() -> None:
             continue
         folder = asked.runs / name
         given = {"steps": asked.steps, "warm": asked.warm, "run_s": asked.run_seconds}
-        stacks = {key: asked.out / f"{key}.stacks.txt" if asked.stacks else None for key in (name, f"{name}_search")}
+        looked = asked.stacks is not None and name in (asked.stacks or asked.only)  # takes some percents of the seconds
+        stacks = {key: asked.out / f"{key}.stacks.txt" if looked else None for key in (name, f"{name}_search")}
         search, why = {}, ""
         if asked.search:
             first = asked.runs / f"{name}_search"
@@ -335,12 +401,16 @@ def main() -> None:
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
-        run = partial(run_case, name, folder=folder, stacks=stacks[name], **given)
+        code = asked.runs / f"{name}_" / "code" if asked.beside else None
+        run = partial(run_case, name, folder=folder, stacks=stacks[name], compiled=code, **given)
         why = forked(run, folder=folder, seconds=min(end - time.monotonic(), asked.case_seconds)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]
         write(asked.out / "ratio.csv", rows)
         write(asked.out / "options.csv", options)
+        if asked.beside:
+            deciding += beside(name, row=rows[-1], runs=asked.runs, seconds=lambda: end - time.monotonic(), given=given)
+            write(asked.out / "deciding.csv", deciding)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in rows[-1].items()}
         keys = ("case", "option", "weights", "samples_per_s", "peak_bytes", "peak_error", "step_ms", "step_error")
         more = (
@@ -356,6 +426,13 @@ def main() -> None:
         )
         print(
             " | ".join(str(shown.get(k, "-")) for k in (*keys, *(more if search else ()), "took_s", "why")), flush=True
+        )
+    for told in deciding:
+        parts = [f"{key} {value:.2f}" for key, value in told.items() if isinstance(value, float) and value >= 0.1]
+        print(
+            " | ".join(
+                [told["case"], told["kind"], f"first step after {told['first_step_s'][:5]} s", *parts, told["why"]]
+            )
         )
     print(" | ".join(TOLD))
     for row in rows:

@@ -1,4 +1,4 @@
-"""Compiled layers are traced once for all, kept or recomputed, for one batch size or for any; evaluation is eager."""
+"""Compiled layers are traced once for all, kept or recomputed, by batch size; evaluation is eager."""
 
 from collections.abc import Iterator
 
@@ -28,29 +28,20 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("any_batch", [False, True])
-def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs: list[int], any_batch: bool):
+def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs: list[int]):
     torch.manual_seed(0)
     net, inputs = Net(), {size: torch.randn(size, 3) for size in (5, 7, 9)}
     expected = {size: gradients(net, batch) for size, batch in inputs.items()}
-    assert set_compiled(net, any_batch=any_batch) == 4 and not graphs
+    assert set_compiled(net) == 4 and not graphs
     for count in (0, 2, 1):
         set_recomputed(net, count, name="net")
         assert recomputed_layers(net) == count
         for size, batch in inputs.items():
             found = gradients(net, batch)
             assert all(torch.equal(a, b) for a, b in zip(found, expected[size], strict=True))
-        assert len(graphs) == (1 if any_batch else 3) * (2 if count else 1), "kept ones, and recomputed ones"
+        assert len(graphs) == 3 * (2 if count else 1), "kept ones, and recomputed ones, by size"
     set_compiled(net, False)
     assert [type(layer) is Layer for layer in net.layers] == [False, True, True, True], "one is recomputed still"
-
-
-def test_code_for_any_batch_is_not_that_for_one(graphs: list[int]):
-    net, inputs = Net(), torch.randn(6, 3)
-    for any_batch, count in ((True, 1), (False, 2), (True, 2), (False, 2)):
-        set_compiled(net, any_batch=any_batch)
-        gradients(net, inputs)
-        assert len(graphs) == count, "what a run is trained with does not depend on what was compared before"
 
 
 def test_evaluation_runs_layers_as_they_are_and_types_of_weights_are_compiled_apart(graphs: list[int]):

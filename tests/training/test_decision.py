@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -364,6 +365,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
         "budget": parse_budget("8gb"),
         "bf16_params": {},
         "bf16_savings": {},
+        "explored": {},
     }
     axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
     measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
@@ -406,6 +408,31 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     account = json.loads((tmp_path / "day" / "pinned" / "deciding.json").read_text())
     assert 0 < account["training_s"] <= account["phases_s"]["compiling"] < account["total_s"]
     assert account["total_s"] == pytest.approx(sum(account["phases_s"].values()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
+def test_layers_are_compiled_for_the_sizes_that_are_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Compiling one form takes seconds on a GPU. What torch traces runs as it is here, and its sizes are noted."""
+    sizes: list[int] = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        sizes.append(max(value.shape[0] for value in inputs if value.ndim == 3))
+        return graph.forward
+
+    monkeypatch.setattr(switches, "inductor_kernels", traced)
+    model, counts = ModelConfig(options={"dropout": 0.1}, compile=True), []
+    for name in ("first", "kept"):
+        torch.compiler.reset()
+        monkeypatch.setattr(switches, "compiled_layers", {})
+        sizes.clear()
+        assert run(tmp_path / "day" / name, model=model, objective="throughput").budget_met
+        counts.append(Counter(sizes))
+    torch.compiler.reset()
+    row = chosen(tmp_path / "day" / "first")
+    size, forms = int(row["micro_batch"]), 1 if row["recomputed"] in ("0", row["num_layers"]) else 2
+    tried = {int(row["micro_batch"]) for row in rows(tmp_path / "day" / "first") if row["tried"] == "True"}
+    assert counts[0].keys() == tried and max(counts[0].values()) <= 2, "layers that are kept, and recomputed ones"
+    assert counts[1] == {size: forms}, "a decision that is kept compiles what is trained"
 
 
 def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():

@@ -4,19 +4,19 @@ A way is (micro-batch, recomputed layers, released gradients). A few are tried i
 those that may be chosen are tried as they would be run.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.config.schema import RunConfig
 from baoc.models.switches import kept_params, set_compiled, set_recomputed
-from baoc.planning.microbatch import Axes, Trial, at_size, between, footprint_at, released, seconds_at
+from baoc.planning.microbatch import Axes, Trial, at_size, between, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
@@ -25,6 +25,7 @@ from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
 KEPT_SHARE = 0.75  # of a micro-batch with three forwards' work and one more, where nothing is computed again
+COMPILED_BYTES = 0.3  # of what layers keep for backward, where compiled: .25 to .29 of ViT-L, DiT-XL and Llama
 Way = tuple[int, int, bool]
 
 
@@ -40,8 +41,11 @@ class Measurements:
         bf16_savings: Bytes that each of them saves in 16 bits, by name.
         capped: False where the CUDA context alone exceeds the budget. Sizes are then measured without the cap, for the
             error message.
-        compiled: Layers run by torch.compile, for any micro-batch but where a way is measured as it would be trained.
-            What compiling takes is a phase of its own.
+        compiled: A way is run by torch.compile where it is measured as it would be trained. Trials in small are run by
+            layers as they are, as each size is compiled for seconds: lines through them are scaled by what compiled
+            ones were measured to take.
+        explored: Trials in small that were made so far, by recomputed layers, and whether with 16-bit weights; those
+            that are there are not made again.
 
     Attributes:
         measured_in_bf16: Numbers of recomputed layers that were measured with 16-bit weights, to stay in the cap.
@@ -61,12 +65,12 @@ class Measurements:
         bf16_savings: Mapping[str, int],
         capped: bool = True,
         compiled: bool = False,
+        explored: dict[int, tuple[list[Trial], bool]],
     ):
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.bf16_params = where, budget, axes, bf16_params
-        self.capped, self.compiled = capped, compiled
-        self.one_size = len(axes.micro_batches) == 1
-        # Seconds of compiling, by size (0: any), whether weights have 16 bits, and whether layers are recomputed.
+        self.capped, self.compiled, self._known = capped, compiled, explored
+        # Seconds of compiling, by size, whether weights have 16 bits, and whether layers are recomputed.
         self._ready: dict[tuple[int, bool, bool], float] = {}
         self.bf16_savings = bf16_savings
         self.measured_in_bf16: set[int] = set(axes.recomputed) if bf16_savings and not bf16_params else set()
@@ -74,40 +78,36 @@ class Measurements:
         self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
         self.measured_outside_cap: set[Way] = set()
         self.tried: dict[int, list[Trial]] = {}  # by recomputed layers: the least and the most of them
-        self.partly: dict[tuple[int, int], Trial] = {}  # by micro-batch and a number of recomputed layers between
+        # By micro-batch and a number of recomputed layers between; where layers are compiled, any number.
+        self.partly: dict[tuple[int, int], Trial] = {}
         self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
         self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
         self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
 
-    def switch(self, recomputed: int) -> None:
+    def switch(self, recomputed: int, *, compiled: bool = False) -> None:
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
-        set_compiled(self.task.model, self.compiled, any_batch=True)
+        set_compiled(self.task.model, compiled)
 
-    def compile(self, way: Way, *, in_bf16: bool, exactly: bool = False) -> None:
-        """What runs next is compiled, if it is to be; `exactly` as training has it, else for any micro-batch."""
-        if not self.compiled:
-            return
-        exactly = exactly or self.one_size
-        set_compiled(self.task.model, any_batch=not exactly)
-        missing = self._kinds(way, in_bf16=in_bf16, exactly=exactly) - self._ready.keys()
-        if missing:
-            self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]))
+    def compile(self, way: Way, *, in_bf16: bool) -> None:
+        """What runs next is compiled, if it is to be."""
+        missing = self._kinds(way, in_bf16=in_bf16) - self._ready.keys() if self.compiled else None
+        if missing:  # those that are compiled together take about as long as each other
+            self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]) / len(missing))
 
-    def _kinds(self, way: Way, *, in_bf16: bool, exactly: bool) -> set[tuple[int, bool, bool]]:
+    def _kinds(self, way: Way, *, in_bf16: bool) -> set[tuple[int, bool, bool]]:
         """What has to be compiled to run a way: its kept layers, its recomputed ones, or both."""
-        size = way[0] if exactly or way[0] == 1 else 0
         parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
-        return {(size, in_bf16, part) for part in parts or {False}}
+        return {(way[0], in_bf16, part) for part in parts or {False}}
 
     def compiled_s(self, way: Way) -> float:
         """What compiling this way as training has it took; 0 where it is not compiled."""
-        kinds = self._kinds(way, in_bf16=way in self.in_16_bits, exactly=True) if self.compiled else set()
-        return sum({self._ready.get(kind, 0.0) for kind in kinds})  # those of one number were compiled together
+        kinds = self._kinds(way, in_bf16=way in self.in_16_bits) if self.compiled else set()
+        return sum(self._ready.get(kind, 0.0) for kind in kinds)
 
     def compiling_s(self, size: int) -> float:
         """About what is still to be compiled takes, to try this micro-batch as training has it."""
         known = not self.compiled or size in {kind[0] for kind in self._ready}
-        return 0.0 if known else max(self._ready.values(), default=0.0)
+        return 0.0 if known else 2 * max(self._ready.values(), default=0.0)  # kept layers, and recomputed ones
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -116,21 +116,28 @@ class Measurements:
         size, recomputed, release = way
         if release:
             return recomputed in self.released
-        return size in [trial.micro_batch for trial in self.like(way)]
+        return (size, recomputed) in self.partly or (
+            not self.compiled and size in [trial.micro_batch for trial in self.like(way)]
+        )
 
     def like(self, way: Way) -> list[Trial]:
         """What is known of ways like this one."""
         size, recomputed, release = way
         known = self.released.get(recomputed) if release else None
-        if known is None and recomputed not in self.tried:
-            known = self.partly.get((size, recomputed))
+        known = known or self.partly.get((size, recomputed))
         return [known] if known is not None else self.tried.get(recomputed, [])
 
-    def _around(self, way: Way) -> tuple[int, int, float]:
-        """The next numbers of recomputed layers of which this micro-batch's bytes are known, fewer and more, and how
-        far between them the way's number is."""
+    def reaches(self, recomputed: int) -> bool:
+        """Whether trials tell of so many recomputed layers."""
+        between = self.compiled and self.tried and min(self.tried) < recomputed < max(self.tried)
+        return recomputed in self.tried or bool(between)
+
+    def _around(self, way: Way, *, measured: bool) -> tuple[int, int, float]:
+        """The next numbers of recomputed layers that were tried, fewer and more, and how far between them the way's
+        number is; with those of which this micro-batch was `measured`."""
         size, recomputed, _ = way
-        known = sorted({*self.tried, *(number for of, number in self.partly if of == size)}) or [recomputed]
+        partly = {number for of, number in self.partly if of == size and measured}
+        known = sorted({*self.tried, *partly}) or [recomputed]
         fewer = max((number for number in known if number <= recomputed), default=known[0])
         more = min((number for number in known if number >= recomputed), default=known[-1])
         return fewer, more, (recomputed - fewer) / (more - fewer) if more > fewer else 0.0
@@ -140,22 +147,41 @@ class Measurements:
         size, recomputed, release = way
         if release and recomputed in self.released:
             return self.released[recomputed].footprint
-        fewer, more, share = self._around(way)
-        if fewer == more:
-            found = footprint_at(self.like((size, more, False)), micro_batch=size)
-        else:
-            ends = (at_size(self.like((size, number, False)), micro_batch=size) for number in (fewer, more))
-            found = between(*ends, share=share, kept=kept_params(self.task, recomputed=recomputed))
+        fewer, more, share = self._around(way, measured=True)
+        found = self._end(size, fewer)
+        if fewer < more:
+            kept = () if self.compiled else kept_params(self.task, recomputed=recomputed)  # compiled ones cast again
+            found = between(found, self._end(size, more), share=share, kept=kept)
         return released(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
+
+    def _end(self, size: int, recomputed: int) -> Footprint:
+        """With a number of recomputed layers that was tried. Where all are kept and compiled, what layers keep as they
+        are is more than it takes, by COMPILED_BYTES or what was measured."""
+        found = at_size(self.like((size, recomputed, False)), micro_batch=size)
+        most = max(self.tried, default=0)
+        if not self.compiled or recomputed or not most or (size, recomputed) in self.partly:
+            return found
+        shares: list[float] = []
+        for (of, number), trial in self.partly.items():
+            ends = [at_size(trials, micro_batch=of) for trials in (self.tried[0], self.like((of, most, False)))]
+            kept, least, peak = (each.peak_bytes(state_bytes=0) for each in (*ends, trial.footprint))
+            if number < most and kept > least:
+                shares.append((peak - least) / (kept - least) * most / (most - number))
+        share = min(max(median(shares or [COMPILED_BYTES]), 0.0), 1.0)
+        return between(found, at_size(self.tried[most], micro_batch=size), share=1 - share)
 
     def seconds(self, way: Way) -> float:
         """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
         if way in self.rehearsed:
             return self.rehearsed[way]
-        size, _, release = way
         if way in self.compared:
-            return self.compared[way] * self._loop_share(release=release)
-        fewer, more, share = self._around(way)
+            return self.compared[way] * self._loop_share(release=way[2])
+        gains = [self.rehearsed[other] / self._line_seconds(other) for other in self.rehearsed if self.compiled]
+        return self._line_seconds(way) * (median(gains) if gains else 1.0)
+
+    def _line_seconds(self, way: Way) -> float:
+        size, _, release = way
+        fewer, more, share = self._around(way, measured=not self.compiled)
         ends = [self._micro_batch_seconds((size, number, release)) for number in (fewer, more)]
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
@@ -163,8 +189,11 @@ class Measurements:
         """On the line through trials like this one. That of small ones, where the device waits for the host, goes on
         too low: what is kept takes a share of what computing it again was seen to take."""
         size, recomputed, _ = way
-        seconds, most = seconds_at(self.like(way), micro_batch=size), max(self.tried, default=0)
-        if recomputed == 0 < most and size > max(trial.micro_batch for trial in self.like(way)):
+        trials = self.tried[recomputed] if self.compiled else self.like(way)
+        seconds, most = seconds_at(trials, micro_batch=size), max(self.tried, default=0)
+        if math.isnan(seconds):  # not timed
+            return KEPT_SHARE * seconds_at(self.tried[most], micro_batch=size)
+        if recomputed == 0 < most and size > max(trial.micro_batch for trial in trials):
             seconds = max(seconds, KEPT_SHARE * seconds_at(self.tried[most], micro_batch=size))
         return seconds
 
@@ -194,17 +223,21 @@ class Measurements:
     def explore(self, recomputed: int) -> None:
         """Trials of several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
         cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
-        at once it is no option then."""
+        at once it is no option then, unless layers are compiled, which may take less."""
+        trials, in_bf16 = self._known.get(recomputed, ([], False))
+        if trials and not (self._timed(recomputed) and math.isnan(trials[0].seconds)):
+            self.measured_in_bf16 |= {recomputed} if in_bf16 else set()
+            self._explored(recomputed, trials)
+            return
         self.switch(recomputed)
-        sizes = list(self.axes.micro_batches)
-        if self.compiled and len(sizes) > 1 and sizes[0] == 1:
-            del sizes[0]  # a single sample is compiled apart
-        look = partial(self._look, recomputed)
+        sizes, look = list(self.axes.micro_batches), partial(self._look, recomputed)
         if not self.capped:
             self.no_room |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
             self.tried[recomputed] = [look(sizes[0])]
             return
-        grown = partial(grow, look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit)
+        # Compiled layers that are kept take less than these: the largest that fits says nothing.
+        max_s = TRIALS_S if self._timed(recomputed) else 0.0
+        grown = partial(grow, look, sizes=sizes, max_s=max_s, fits=self._may_fit)
         with suppress(_NoRoomInFull, torch.OutOfMemoryError):
             self._explored(recomputed, grown())
             return
@@ -216,7 +249,10 @@ class Measurements:
                 return
             clear_cache(self.where)
         # All gradients at once were tried; where they are released there may be room still.
-        self.no_room |= {(size, recomputed, False) for size in sizes}
+        if self.compiled:
+            self.measured_outside_cap.add((sizes[0], recomputed, False))
+        else:
+            self.no_room |= {(size, recomputed, False) for size in sizes}
         with uncapped(self.where, budget=self.budget), cast_to_bf16(self.bf16_params, module=self.task):
             self.tried[recomputed] = [look(sizes[0])]
 
@@ -236,19 +272,26 @@ class Measurements:
         return bool(kinds)
 
     def _explored(self, recomputed: int, trials: list[Trial]) -> None:
+        self._known[recomputed] = trials, recomputed in self.measured_in_bf16
         self.tried[recomputed] = trials
-        counts = [self.config.batch_size // trial.micro_batch for trial in trials]
-        for trial, count in zip(trials, counts, strict=True):
+        for trial in trials if not self.compiled else ():
+            count = self.config.batch_size // trial.micro_batch
             self.compared[trial.micro_batch, recomputed, False] = count * trial.seconds
+
+    def _timed(self, recomputed: int) -> bool:
+        """Whether layers are run as they are for their seconds too; kept ones take a share of recomputed ones' where
+        they are to be compiled."""
+        return bool(recomputed) or not self.compiled or not self.axes.num_layers
 
     def _look(self, recomputed: int, size: int) -> Trial:
         """One trial. Raises _NoRoomInFull without room for weights in full, else torch.OutOfMemoryError."""
         run = partial(
-            self._compiled_run,
-            (size, recomputed, False),
+            self.trials.run,
+            size,
             accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
             context_bytes=context_bytes(self.where),
             per_step=self.config.batch_size // size,
+            timed=self._timed(recomputed),
         )
         if recomputed in self.measured_in_bf16 or not self.bf16_savings:
             return run(bf16_savings=self.bf16_savings)
@@ -256,10 +299,6 @@ class Measurements:
             return run()
         clear_cache(self.where)
         raise _NoRoomInFull
-
-    def _compiled_run(self, way: Way, *, bf16_savings: Mapping[str, int] | None = None, **given: Any) -> Trial:
-        self.compile(way, in_bf16=bf16_savings is not None)
-        return self.trials.run(way[0], bf16_savings=bf16_savings, **given)
 
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
@@ -304,7 +343,7 @@ class Measurements:
                 count = self.config.batch_size // size
                 self.compared[way] = count * self.trials.timed(size, per_step=count)
 
-        self._in_room(way, compared, exactly=False)
+        self._in_room(way, compared)
 
     def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
@@ -325,17 +364,17 @@ class Measurements:
         self._in_room(way, lambda in_bf16: found.append(self.run(way, blocks=blocks, in_bf16=in_bf16)))
         return found[0] if found else None
 
-    def _in_room(self, way: Way, measure: Callable[[bool], None], *, exactly: bool = True) -> None:
+    def _in_room(self, way: Way, measure: Callable[[bool], None]) -> None:
         """`measure(in_bf16)` with weights in full or, where these have no room, in 16 bits; or that none has."""
         _, recomputed, _ = way
-        self.switch(recomputed)
+        self.switch(recomputed, compiled=self.compiled)
         known_in_bf16 = self._is_in_bf16(recomputed) or way in self.in_16_bits
         for in_bf16 in (True,) if known_in_bf16 else (False, True):
             if in_bf16 and not self.bf16_savings:
                 break
             look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
             with suppress(torch.OutOfMemoryError), look:
-                self.compile(way, in_bf16=in_bf16, exactly=exactly)
+                self.compile(way, in_bf16=in_bf16)
                 measure(in_bf16)
                 self.in_16_bits |= {way} if in_bf16 else set()
                 return
@@ -350,7 +389,7 @@ class Measurements:
 
     def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
         """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
-        self.switch(way[1])
+        self.switch(way[1], compiled=self.compiled)
         in_bf16 = bool(self.bf16_savings)
         look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
@@ -363,9 +402,7 @@ class Measurements:
     def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool) -> Trial:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
-        # What is compiled for any micro-batch is not.
-        as_trained = not self.compiled or self.one_size or way in self.rehearsed
-        if as_trained and self.is_measured(way) and in_bf16 is self._is_in_bf16(recomputed):
+        if self.is_measured(way) and in_bf16 is self._is_in_bf16(recomputed):
             return next(trial for trial in self.like(way) if trial.micro_batch == size)
         return self.trials.run(
             size,
@@ -380,7 +417,7 @@ class Measurements:
         size, recomputed, release = way
         if release:
             self.released[recomputed] = trial
-        elif recomputed not in self.tried:
+        elif self.compiled or recomputed not in self.tried:
             self.partly[size, recomputed] = trial
         else:
             known = [other for other in self.tried[recomputed] if other.micro_batch != size]

@@ -28,10 +28,11 @@ from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import recomputable_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local
 from baoc.parallel import ALONE, ranks
-from baoc.planning.choice import Choice, Race, choose
+from baoc.planning.choice import PROMISED, Choice, Race, choose
 from baoc.planning.microbatch import (
     ALIKE,
     Axes,
+    Trial,
     best,
     divisors,
     footprint_at,
@@ -61,12 +62,11 @@ DECIDING_S = 12.0  # that it may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
 FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
 COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
-SLOWER = 2.0  # times as long as expected, that the next measurement is taken to last at most
 # Fields of a footprint that do not depend on the micro-batch.
 CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 VERIFIED = 6  # options that are measured at most for a refusal
-COMPILING_S, MOST_COMPILING_S = 30.0, 100.0  # that it may take longer where layers are compiled, by the run's length
-COMPILING_SHARE = 0.01  # of a run
+COMPILING_S = 30.0  # about what it takes longer where compiled layers are searched, too
+COMPILING_SHARE, MOST_COMPILING_S = 0.01, 100.0  # of a run, what compiling another size may take
 COMPILED_GAIN = 0.1  # of a run's seconds, that compiled layers are taken to save before they are tried
 
 
@@ -198,6 +198,7 @@ class Decision:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.constant: dict[bool, dict[str, Any]] = {}
+        self.explored: dict[int, tuple[list[Trial], bool]] = {}
         self.where = device_of(device)
         self.sharded = any(map(is_sharded, task.parameters()))
         self.ranks = ranks() if self.sharded else ALONE
@@ -240,9 +241,8 @@ class Decision:
 
     def begin(self, *, compiled: bool) -> None:
         """Nothing is tried yet, with layers compiled or as they are."""
-        self.measurements: Measurements = self.new_measurements(compiled=compiled)
+        self.measurements: Measurements = self.new_measurements(compiled=compiled, explored=self.explored)
         self.footprints: dict[Way, Footprint] = {}
-        self.pace: dict[tuple[bool, bool], float] = {}  # by tried, release: how many times as long the last one took
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> Choice:
@@ -298,11 +298,10 @@ class Decision:
     def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
         """The best option with layers as they are, or compiled."""
         self.explore()
-        end = began + DECIDING_S + (self.compiling_s() if self.measurements.compiled else 0.0)
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: self.ranks.first_number(end - monotonic()),
+            left_s=lambda: self.ranks.first_number(began + DECIDING_S + self.compiling_s() - monotonic()),
             run_s=partial(run_seconds, self.config),
         )
         choice = choose(self.options(), objective=self.config.objective, race=race)
@@ -311,16 +310,23 @@ class Decision:
         return choice
 
     def compiling_s(self) -> float:
-        """What a decision of compiled layers may take longer: longer in a run that is long by what was tried."""
+        """What a decision of compiled layers may take longer: what training with one of them compiles anyway, and more
+        in a run that is long by what was tried."""
+        if not self.measurements.compiled:
+            return 0.0
+        own_s = max(map(self.measurements.compiled_s, self.measurements.rehearsed), default=0.0)
         trials = [trial for trials in self.measurements.tried.values() for trial in trials if trial.seconds > 0]
         run_s = min((run_seconds(self.config, trial.micro_batch / trial.seconds) for trial in trials), default=0.0)
-        return min(max(COMPILING_S, COMPILING_SHARE * run_s), MOST_COMPILING_S)
+        return own_s + min(COMPILING_SHARE * run_s, MOST_COMPILING_S)
 
     def explore(self) -> None:
         """A few micro-batches of each kind, and what else options are made of."""
         self.measurements.in_16_bits.clear()  # what a decision of before had room with says nothing of today
-        for recomputed in self.axes.recomputed:
-            if not (recomputed and self._roomy()):
+        kinds, most = self.axes.recomputed, self.axes.num_layers
+        if self.measurements.compiled and kinds != (most,):  # of both ends: what compiled layers keep is between them
+            kinds = (0, most)
+        for recomputed in kinds:
+            if self.measurements.compiled or not (recomputed and self._roomy()):
                 self.measurements.explore(recomputed)
         self._plan_by(next(iter(self.measurements.tried.values()))[0].footprint)
         beyond = self.measurements.capped and not self.measurements.any_room
@@ -457,7 +463,8 @@ class Decision:
                 cache_dir=cache_folder(),
             )
         table = replace(self.ranks.first(table), device=str(self.where))
-        known = [(trial, kind) for kind, trials in self.measurements.tried.items() for trial in trials]
+        tried = self.measurements.tried.items()
+        known = [(trial, kind) for kind, trials in tried for trial in trials if not math.isnan(trial.seconds)]
         trial, recomputed = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, recomputed, False
         if limited and way not in self.measurements.no_room:  # options are held against it, so it is timed as they are
@@ -478,11 +485,14 @@ class Decision:
         self.context = int(
             self.ranks.most(context_bytes(self.where))[0]
         )  # has grown by the kernels of what was tried since
-        ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if way[1] in self.measurements.tried]
+        ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if self.measurements.reaches(way[1])]
         with self.phases("plans of the options"):
             if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
                 self.planner.budget = replace(self.budget, step_time=None)
-            ends = {option.way: option for option in map(self._option, ways) if option is not None}
+            ends: dict[Way, Option] = {}
+            for way in sorted(ways, key=self.measurements.seconds):
+                option = self._too_slow(way, than=ends.values()) or self._option(way)
+                ends |= {} if option is None else {way: option}
             partly = [self._option(way) for way in self._partly(ends)]
         options = [*ends.values(), *(option for option in partly if option is not None)]
         return sorted(options, key=lambda option: (option.recomputed, option.micro_batch, option.release))
@@ -526,6 +536,25 @@ class Decision:
         context = max(footprint.context_bytes, self.context)
         return replace(footprint, context_bytes=context, **self.constant[way[2]])
 
+    def _too_slow(self, way: Way, *, than: Collection[Option]) -> Option | None:
+        """This way without a plan where the rate alone counts and it cannot be the best, as far as promises may err."""
+        seconds, size = self.measurements.seconds(way), way[0]
+        fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
+        counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
+        if counts or way in self.measurements.rehearsed or not (1 - PROMISED) * seconds > (1 + PROMISED) * fitting_s:
+            return None
+        return Option(
+            micro_batch=size,
+            accumulation=self.config.batch_size // size,
+            recomputed=way[1],
+            num_layers=self.axes.num_layers,
+            release=way[2],
+            samples_per_s=self.config.batch_size / seconds,
+            step_s=seconds,
+            why="not planned: too slow by its promise",
+            compiled=self.measurements.compiled,
+        )
+
     def _option(self, way: Way) -> Option | None:
         footprint = self._footprint(way)
         if footprint is None:
@@ -550,17 +579,27 @@ class Decision:
         return option
 
     def _proposed(self, way: Way) -> Plan:
-        """The planner's plan; that of before where its bytes are as they were, and seconds have no part in it."""
-        before = self._plans.get(way)
-        if before is None or before[0] != self.planner.footprint or self.planner.budget.step_time is not None:
+        """The planner's plan; that of before where seconds have no part in it and its bytes are as they were, or more
+        by what the context has grown and that leaves it room."""
+        footprint, memory = self.planner.footprint, self.budget.memory_bytes
+        made, found = self._plans.get(way, (None, None))
+        grown = footprint.context_bytes - made.context_bytes if made and footprint else 0
+        alike = made is not None and replace(made, context_bytes=made.context_bytes + grown) == footprint
+        room = math.inf if memory is None or not isinstance(found, Plan) else memory - found.peak_bytes
+        if found is None or not alike or grown > room or self.planner.budget.step_time is not None:
             try:
                 found = self.planner.propose()
             except InfeasibleBudgetError as error:
                 found = error.with_traceback(None)
-            before = self._plans[way] = self.planner.footprint, found
-        if isinstance(before[1], InfeasibleBudgetError):
-            raise before[1]
-        return before[1]
+        elif isinstance(found, Plan):
+            least = found.least_feasible_bytes + grown
+            found = replace(found, peak_bytes=found.peak_bytes + grown, least_feasible_bytes=least)
+        else:
+            found.least_feasible_bytes += grown
+        self._plans[way] = footprint, found
+        if isinstance(found, InfeasibleBudgetError):
+            raise found
+        return found
 
     def least_measured(self, options: list[Option]) -> list[Option]:
         """The options where none fits, the one of fewest bytes having been measured as it would be run, as a refusal
@@ -588,33 +627,27 @@ class Decision:
         return [self.planner.specs[most]] * len(self.planner.blocks)
 
     def measured(self, option: Option, *, tell: Callable[[str], None]) -> list[Option]:
-        """All options again, this one having been compared or, if it was, tried as it would be run."""
-        began, expected_s = monotonic(), self.cost_s(option, option.compared)
-        tell(f"deciding how a batch is run: {'trying' if option.compared else 'comparing'} {option.name}")
+        """All options again, this one having been compared or, if it was or its layers are compiled, tried as it would
+        be run."""
         blind = not self.measurements.any_room
-        measure = self.measurements.try_out if option.compared or blind else self.measurements.compare
+        tries = option.compared or option.compiled or blind
+        tell(f"deciding how a batch is run: {'trying' if tries else 'comparing'} {option.name}")
+        measure = self.measurements.try_out if tries else self.measurements.compare
         measure(option.way, blocks=self.blocks, specs=self._stepped_by(option.way))
         if blind and self.measurements.any_room:
             self.planner.budget, self.table = self.budget, self._table()
-        options = self.options()
-        kind = option.compared, option.release
-        spent = self.ranks.first_number(monotonic() - began)
-        took = spent * self.pace.get(kind, 1.0) / max(expected_s, 1e-3)
-        self.pace[kind] = min(SLOWER, took)  # the first one compiles what the next ones find
-        return options
+        return self.options()
 
     def cost_s(self, option: Option, tried: bool) -> float:
-        """About the seconds that it takes to compare an option, or to try one, by how long the last one took."""
+        """About the seconds that it takes to compare an option, or to try one."""
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
-        if not tried:
-            steps_s = 2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s)
-            return self.pace.get((False, option.release), 1.0) * (COMPARING_S + steps_s)
+        if not tried and not option.compiled:
+            return COMPARING_S + (2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s))
         looks_s = 0.0 if self.measurements.is_measured(option.way) else LOOKING_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
         rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
-        compiling_s = self.measurements.compiling_s(option.micro_batch)
-        return compiling_s + self.pace.get((True, option.release), 1.0) * (looks_s + rehearsed_s)
+        return self.measurements.compiling_s(option.micro_batch) + looks_s + rehearsed_s
 
 
 def run_seconds(config: RunConfig, rate: float) -> float:

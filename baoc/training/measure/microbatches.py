@@ -34,7 +34,7 @@ from baoc.types import Footprint, OptimizerSpec
 
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
-REHEARSED_S = {"cpu": 0.25, "cuda": 1.0}  # about what steps in Lightning's loop may take, after warm ones
+REHEARSED_S = {"cpu": 0.25, "cuda": 0.5}  # about what steps in Lightning's loop may take, after warm ones
 TIMED_S = 0.1  # about what repeats of a micro-batch may take: what may be chosen by them is rehearsed
 SERIES = 2  # of repeats at most, where the allocator was at work in the one before
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
@@ -69,6 +69,9 @@ class Trials:
         self._batch, self._val_batch = batch, val_batch
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
+        # Of validation, by micro-batch, whether gradients are there and whether weights are narrowed: as layers run as
+        # they are in it, whichever are recomputed or compiled, it is looked at once.
+        self._validated: dict[tuple[int, bool, bool], Footprint] = {}
 
     @property
     def _buckets(self) -> bool:
@@ -100,6 +103,7 @@ class Trials:
         told as that of native ones.
         """
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
+        given |= {"validated": (micro_batch, not released, bool(bf16_savings))}
         given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
         footprint, seconds = self.ranks.agreed(lambda: self._run(micro_batch, **given), in_step=True)
         if self.ranks is not ALONE:
@@ -121,9 +125,11 @@ class Trials:
         released: Sequence[Sequence[Tensor]],
         per_step: int,
         thinned: bool,
+        validated: tuple[int, bool, bool],
     ) -> tuple[Footprint, float]:
-        batch = self._cleared(micro_batch)
-        val_batch = None if self._val_batch is None else self._moved(resized(self._val_batch, micro_batch))
+        batch, known = self._cleared(micro_batch), self._validated.get(validated)
+        looks = self._val_batch is not None and known is None
+        val_batch = self._moved(resized(self._val_batch, micro_batch)) if looks else None
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
         with silent(self.module), self._seeded(), self._flowing(), self.phases("bytes of trials"):
             footprint = probe_footprint(
@@ -140,20 +146,28 @@ class Trials:
             )
             with self.phases("seconds of trials"):
                 seconds = self._seconds(batch, per_step=per_step) if timed else math.nan
-        return with_averages(footprint, ema, module=self.module, validates=val_batch is not None), seconds
+        if known is not None:
+            seen = tuple(interval for interval in known.intervals if interval.name == "validation")
+            intervals = (*footprint.intervals, *seen) if footprint.intervals else ()
+            footprint = replace(footprint, validation_bytes=known.validation_bytes, intervals=intervals)
+        elif looks and not self._emulate_cuda:
+            self._validated[validated] = footprint
+        return with_averages(footprint, ema, module=self.module, validates=self._val_batch is not None), seconds
 
     def compile(self, micro_batch: int) -> float:
         """Runs it once, for what is compiled then; seconds that this took."""
 
         def compiled() -> float:
-            batch, began = self._cleared(micro_batch), perf_counter()
+            batch = self._cleared(micro_batch)
             with silent(self.module), self._seeded(), self.phases("compiling"):
+                began = perf_counter()
                 self._loss(batch).backward()
                 wait(self.device)
+                took = perf_counter() - began
             self.module.zero_grad(set_to_none=True)
             gc.collect()
             gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
-            return perf_counter() - began
+            return took
 
         return self._slowest(compiled)
 
