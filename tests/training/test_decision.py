@@ -371,7 +371,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = Trial(micro_batch=32, footprint=footprint(32))
     measurements.tried, measurements.no_room = {False: [found]}, {(32, False, False)}
-    monkeypatch.setattr(measurements, "switch", lambda _: None)
+    monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
     monkeypatch.setattr(measurements, "run", lambda *_, **__: found)
     assert measurements.measure(freed, blocks=[]) and measurements.is_measured(freed) and not measurements.any_room
     monkeypatch.setattr(measurements, "rehearse", lambda way, **_: measurements.rehearsed.update({way: 1.0}))
