@@ -26,7 +26,7 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import whole
-from baoc.optim.state import Saved, allocate, gathered, new_step, shown, slot_under, whole_slot
+from baoc.optim.state import Saved, allocate, new_step, shown, slot_under
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
@@ -275,20 +275,16 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
     states: dict[int, dict[str, Tensor]] = {}
     for live in registry.live.values():
         for slot in live.slots:
-            source, adamw = slot, slot_under(slot, spec=SPECS["adamw"])
+            adamw = slot_under(slot, spec=SPECS["adamw"])
+            (new,) = allocate([adamw])
             with registry.states_on_device(live, keep=False):
                 state = registry.state[slot.param]
-                if slot.sums and migration.needs_all_rows(slot.rule.info, adamw.rule.info):
-                    state = gathered(slot, state, spec=live.spec)
-                    source, adamw = (whole_slot(slot, spec=of, device="cpu") for of in (live.spec, SPECS["adamw"]))
-                (new,) = allocate([adamw])
                 unknown = migration.convert(
-                    source,
+                    *migration.of_all_rows(slot, state, spec=live.spec, into=adamw.rule.info),
                     adamw,
-                    state,
                     new,
+                    spec=SPECS["adamw"],
                     betas=slot.betas(param_groups),
-                    moments=None,
                     report=ConversionReport(),
                     fresh=False,
                     seeded=slot.name not in live.unseeded,

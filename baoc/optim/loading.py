@@ -30,7 +30,6 @@ from baoc.optim.state import (
     allocate,
     by_column,
     by_row,
-    make_slot,
     slot_under,
     whole_slot,
 )
@@ -338,11 +337,22 @@ def _load_block(
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
                 rms.append(migration.last_rms(before, state={source.param: old}, param_groups=groups))
-            how = {"betas": slot.betas(groups), "fresh": saved.num_steps == 0, "seeded": not unseeded, "report": report}
-            unseeded = _convert(slot, source, old, state, spec=live.spec, how=how)
+            unseeded = migration.convert(
+                source,
+                old,
+                slot,
+                state,
+                spec=live.spec,
+                betas=slot.betas(groups),
+                report=report,
+                fresh=saved.num_steps == 0,
+                seeded=not unseeded,
+            )
         if unseeded:
             live.unseeded.add(slot.name)
-        correction = _rows_of(slot, given, key=weights.CORRECTION, source=source)
+        correction = given.get(weights.CORRECTION)
+        if correction is not None and slot.shard is not None and source.shard is None:
+            correction = slot.shard.taken(correction, shape=slot.param.shape)
         _load_weights(slot, state, kept=spec.weights, correction=correction, report=report)
     _load_match(live, saved=saved, registry=registry, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:
@@ -357,30 +367,6 @@ def _load_block(
         bytes_after=registry.block_bytes(live),
         why="the checkpoint was saved under another plan",
     )
-
-
-def _convert(
-    slot: Slot, source: Slot, old: State, state: State, *, spec: OptimizerSpec, how: Mapping[str, Any]
-) -> bool:
-    """`migrate.convert` by `how`, of the whole tensor where `source` is of that and the slot of some rows."""
-    if source.shard is slot.shard:
-        return migration.convert(source, slot, old, state, moments=None, **how)
-    info = replace(slot.info, shape=tuple(source.param.shape))
-    target = make_slot(slot.name, source.param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)
-    (new,) = allocate([target])
-    unseeded = migration.convert(source, target, old, new, moments=None, **how)
-    for key, value in state.items():
-        if key != weights.CORRECTION and (rows := _rows_of(slot, new, key=key, source=source)) is not None:
-            value.copy_(rows)
-    return unseeded
-
-
-def _rows_of(slot: Slot, given: State, *, key: str, source: Slot) -> Tensor | None:
-    """The slot's part of a state in the layout of `source`; None where there is none."""
-    value = given.get(key)
-    if value is None or slot.shard is source.shard or slot.shard is None or key == "step" or key in by_column(slot):
-        return value
-    return slot.shard.taken(value, shape=slot.param.shape if key == weights.CORRECTION else _shape(slot, key))
 
 
 def _zero(tensors: Iterable[Tensor]) -> None:

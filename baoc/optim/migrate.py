@@ -11,7 +11,6 @@ The averages of a rule that counts no steps are taken to have no bias. Weights a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import isnan, nan
 from typing import Any
 
@@ -55,21 +54,32 @@ class ConversionReport:
 
 def convert(
     source: Slot,
-    target: Slot,
     old: State,
+    target: Slot,
     new: State,
     *,
     betas: tuple[float, float],
-    moments: Moments | None,
     report: ConversionReport,
     fresh: bool,
     seeded: bool,
+    spec: OptimizerSpec,
+    moments: Moments | None = None,
 ) -> bool:
-    """Fills `new`, the zero state of `target`, from `old`, the state of `source`. The module's docstring says how.
+    """Fills `new`, the zero state of `target` under `spec`, from `old`, the state of `source`. The module's docstring
+    says how. Where `source` is a whole tensor of which `target` has some rows, the whole is converted, on the host.
 
     `fresh`: no step was taken yet. `seeded` False: v of `old` still waits for its first gradient. Returns whether v of
     `new` does.
     """
+    if target.shard is not None and source.shard is None:
+        here = whole_slot(target, spec=spec, device="cpu")
+        (made,) = allocate([here])
+        how: dict[str, Any] = {"betas": betas, "report": report, "fresh": fresh, "seeded": seeded, "moments": moments}
+        unseeded = convert(source, old, here, made, spec=spec, **how)
+        alike = {"step", *by_column(target)}
+        for key in new.keys() - {weights.CORRECTION}:
+            new[key].copy_(made[key] if key in alike else target.shard.taken(made[key], shape=new[key].shape))
+        return unseeded
     kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
     needs_v = target.owner.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
     step = step_of(source, old)
@@ -92,21 +102,11 @@ def convert(
     return needs_v and not has_v and moments is None
 
 
-def convert_together(
-    source: Slot, target: Slot, old: State, new: State, *, specs: tuple[OptimizerSpec, OptimizerSpec], **how: Any
-) -> bool:
-    """`convert` of the whole tensor on the host, where v comes of the rows of all ranks. Collective."""
-    assert target.shard is not None
-    there, here = (
-        whole_slot(slot, spec=spec, device="cpu") for slot, spec in zip((source, target), specs, strict=True)
-    )
-    (made,) = allocate([here], at_home=False)
-    unseeded = convert(there, here, gathered(source, old, spec=specs[0]), made, **how)
-    alike = {"step", *by_column(target)}
-    for key in new.keys() - {weights.CORRECTION}:
-        rows = made[key] if key in alike else target.shard.taken(made[key], shape=new[key].shape)
-        new[key].copy_(rows)
-    return unseeded
+def of_all_rows(slot: Slot, state: State, *, spec: OptimizerSpec, into: RuleInfo) -> tuple[Slot, State]:
+    """A source for `convert`: where v of `into` comes of the rows of all ranks, of these together. Collective."""
+    if slot.shard is None or not needs_all_rows(slot.rule.info, into):
+        return slot, state
+    return whole_slot(slot, spec=spec, device="cpu"), gathered(slot, state, spec=spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +274,11 @@ def move(
         news = allocate(target.slots, at_home=False)
         for source, slot, new in zip(held.slots, target.slots, news, strict=True):
             old = registry.state[slot.param]
-            together = slot.shard is not None and needs_all_rows(source.rule.info, slot.rule.info)
-            unseeded = (partial(convert_together, specs=(held.spec, target.spec)) if together else convert)(
-                source,
+            unseeded = convert(
+                *of_all_rows(source, old, spec=held.spec, into=slot.rule.info),
                 slot,
-                old,
                 new,
+                spec=target.spec,
                 betas=slot.betas(param_groups),
                 moments=moments.get(slot.name),
                 report=report,

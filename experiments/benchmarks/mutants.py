@@ -1,29 +1,36 @@
-"""Do the matching tests fail when a line is wrong? Every mutant of a module, by mutmut, and whether a test told it.
+"""Do the matching tests fail when a line is wrong? Every mutant of a module that mutmut makes, and whether a test told.
 
     pip install --target FOLDER mutmut==3.8.1
     PYTHONPATH=FOLDER python experiments/benchmarks/mutants.py codecs|footprint|migrate|... [--out FOLDER]
 
-The tree is copied first, with what is not committed. mutants_all.csv in --out or experiments/results gets a row per
-mutant (module, mutant, status, and the line before and after where no test told it), in place of the module's rows
-before. What --seconds cut short is `not checked`. The exit code is 0.
+The tree is copied first, with what is not committed. A process collects the tests and forks once for each mutant: the
+tests that call the changed function, those that told its mutants before first, until one fails. `timeout`: the mutant
+took over three times the processor time of all of them; other processes of the machine tell nothing. mutants_all.csv in
+--out or experiments/results gets a row per mutant (module, mutant, status, and the line before and after where no test
+told it), in place of the module's rows before. What --seconds cut short is `not checked`. The exit code is 0.
 """
 
 import argparse
 import csv
+import gc
+import importlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from baoc.config.environment import commit  # noqa: E402
-
 CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, without their slow ones
     "statistics": ("core/statistics.py", "core/test_statistics.py"),
     "cost": ("planning/cost.py", "planning/test_cost.py"),
@@ -49,8 +56,12 @@ def main() -> int:
     parser.add_argument("campaigns", nargs="+", choices=CAMPAIGNS)
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results")
     parser.add_argument("--children", type=int, default=2)
-    parser.add_argument("--seconds", type=float, help="the most that the mutants of a campaign are tried for")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the most for a campaign's mutants")
+    parser.add_argument("--tried-in", type=Path, help=argparse.SUPPRESS)  # the copied tree: set by this file itself
     args = parser.parse_args()
+    if args.tried_in:
+        (name,) = args.campaigns
+        return try_all(name, children=args.children, seconds=args.seconds)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.campaigns:
         with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
@@ -62,8 +73,11 @@ def main() -> int:
     return 0
 
 
-def campaign(name: str, *, folder: Path, children: int, seconds: float | None) -> list[dict[str, str]]:
-    (modules, tests), now = CAMPAIGNS[name], commit() or ""
+def campaign(name: str, *, folder: Path, children: int, seconds: float) -> list[dict[str, str]]:
+    sys.path.insert(0, str(ROOT))  # not where mutants are tried: there baoc is the one that they are in
+    from baoc.config.environment import commit
+
+    (modules, _), now = CAMPAIGNS[name], commit() or ""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for file in filter(lambda file: (ROOT / file).is_file(), listed.splitlines()):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -73,33 +87,158 @@ def campaign(name: str, *, folder: Path, children: int, seconds: float | None) -
             "\n[tool.mutmut]\n"
             'source_paths = ["baoc/"]\n'
             f'only_mutate = ["baoc/{modules}"]\n'
-            f"pytest_add_cli_args_test_selection = {[f'tests/{test}' for test in tests.split()]}\n"
-            'pytest_add_cli_args = ["-q", "-p", "no:cacheprovider", "-x", "-m", "not slow"]\n'
-            "timeout_multiplier = 4.0\n"
             'also_copy = ["conf", "tests", "run.py", "README.md", "docs", "examples", "experiments"]\n'
         )
     env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache"), "BAOC_EXAMPLES": "quick"}
     env["PYTHONPATH"] = ":".join(part for part in env.get("PYTHONPATH", "").split(":") if part != str(ROOT))
+    command = [sys.executable, "experiments/benchmarks/mutants.py", name, "--tried-in", str(folder)]
+    command += ["--children", str(children), "--seconds", str(seconds)]
+    with (folder / "log.txt").open("w+") as log:
+        done = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+        log.seek(0)
+        if done.returncode or not (folder / "tried.csv").exists():
+            sys.exit(f"{log.read()[-4000:]}\n{' '.join(command)} ended with exit code {done.returncode}")
+    with (folder / "tried.csv").open(newline="") as file:
+        return [row | {"commit": now} for row in csv.DictReader(file)]
 
-    def mutmut(*words: str, timeout: float | None = None) -> str:
-        command = [sys.executable, "-m", "mutmut", *words]
-        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, timeout=timeout)
-        if done.returncode:
-            sys.exit(f"{done.stdout[-4000:]}\nmutmut {' '.join(words)} ended with exit code {done.returncode}")
-        return done.stdout
 
-    with suppress(subprocess.TimeoutExpired):
-        mutmut("run", "--max-children", str(children), timeout=seconds)
-    rows: list[dict[str, str]] = []
-    for told in mutmut("results", "--all", "true").splitlines():
-        mutant, _, status = told.strip().partition(": ")
-        row = dict.fromkeys(FIELDS, "") | {"mutant": mutant, "status": status, "commit": now}
-        row["module"] = mutant.rpartition(".")[0].replace(".", "/") + ".py"
-        if status not in ("killed", "timeout", "not checked"):
-            diff = [line for line in mutmut("show", mutant).splitlines() if line[:3] not in ("---", "+++")]
-            row["line"], row["changed"] = (" ".join(line[1:].strip() for line in diff if line[:1] == by) for by in "-+")
-        rows.append(row)
-    return rows
+def try_all(name: str, *, children: int, seconds: float) -> int:
+    """Writes the mutants of a campaign into a folder of the working directory, tries them, and leaves tried.csv."""
+    from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths
+    from mutmut.mutation.data import SourceFileMutationData
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.utils.file_utils import walk_mutatable_files
+
+    os.environ["MUTANT_UNDER_TEST"] = "mutant_generation"
+    Path("mutants").mkdir()
+    copy_src_dir()
+    copy_also_copy_files()
+    setup_source_paths()
+    create_mutants(children)
+    paths: dict[str, Path] = {}
+    for path in walk_mutatable_files():
+        data = SourceFileMutationData(path=path)
+        data.load()
+        paths |= dict.fromkeys(data.exit_code_by_key, path)
+    shutil.copy("pyproject.toml", "mutants")
+    os.environ["MUTANT_UNDER_TEST"] = ""
+    os.chdir("mutants")
+    trial = Trial(paths, children=children, until=time.monotonic() + seconds)
+    tests = [f"tests/{test}" for test in CAMPAIGNS[name][1].split()]
+    pytest.main(["-q", "--rootdir=.", "-p", "no:cacheprovider", "-m", "not slow", *tests], plugins=[trial])
+    os.chdir("..")
+    if not trial.status:
+        return 1
+    with Path("tried.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, restval="")
+        writer.writeheader()
+        for mutant, path in paths.items():
+            status = trial.status.get(mutant, "not checked")
+            row = {"module": str(path), "mutant": mutant, "status": status}
+            if status in ("survived", "no tests", "timeout"):
+                diff = get_diff_for_mutant(mutant, path=path).splitlines()[2:]
+                row |= {
+                    key: " ".join(line[1:].strip() for line in diff if line[:1] == by)
+                    for key, by in (("line", "-"), ("changed", "+"))
+                }
+            writer.writerow(row)
+    return 0
+
+
+class Trial:
+    """A plugin of pytest that runs the collected tests once in a fork, then those that matter in a fork per mutant."""
+
+    def __init__(self, mutants: Iterable[str], *, children: int, until: float):
+        self.status: dict[str, str] = {}
+        self._mutants, self._children, self._until = list(mutants), children, until
+        self._tells: dict[str, list[int]] = defaultdict(list)  # function: tests that told its mutants, the last first
+        self._running: dict[int, tuple[str, int]] = {}
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = session.items
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os._exit(self._measure(items, write))
+        os.close(write)
+        with os.fdopen(read) as lines:
+            *found, modules = (line.split() for line in lines)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise RuntimeError("the tests fail without a mutant")
+        for module in modules:  # what tests import is imported once
+            with suppress(ImportError):
+                importlib.import_module(module)
+        gc.freeze()
+        seconds = {int(index): float(cost) for index, cost, *_ in found}
+        calls: dict[str, list[int]] = defaultdict(list)
+        for index, _, *functions in found:
+            for function in functions:
+                calls[function].append(int(index))
+        told = os.open("../told.csv", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # rows as they come
+        for mutant in sorted(self._mutants, key=lambda m: sum(seconds[i] for i in calls[m.partition("__mutmut_")[0]])):
+            function = mutant.partition("__mutmut_")[0]
+            order = sorted(calls[function], key=seconds.__getitem__)
+            while len(self._running) >= self._children:
+                self._reap(told)
+            if time.monotonic() > self._until:
+                break
+            if not order:
+                self.status[mutant] = "no tests"
+                continue
+            order = list(dict.fromkeys([*self._tells[function], *order]))
+            limit = 3 * sum(seconds[index] for index in order) + 3
+            read, write = os.pipe()
+            if (pid := os.fork()) == 0:
+                resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 2))
+                os._exit(self._tell(items, order, mutant, write))
+            os.close(write)
+            self._running[pid] = (mutant, read)
+        while self._running:
+            self._reap(told)
+        return True
+
+    def _measure(self, items: list[pytest.Item], write: int) -> int:
+        from mutmut.state import state
+
+        os.environ["MUTANT_UNDER_TEST"], here = "stats", set(sys.modules)
+        for index, item in enumerate(items):
+            before = time.process_time()
+            if failed(item, None if index + 1 == len(items) else items[index + 1]):
+                print(f"{item.nodeid} fails without a mutant", flush=True)
+                return 1
+            cost = time.process_time() - before
+            os.write(write, f"{index} {cost} {' '.join(state()._stats)}\n".encode())
+            state()._stats.clear()
+        os.write(write, " ".join(name for name in sys.modules if name not in here).encode())
+        return 0
+
+    def _tell(self, items: list[pytest.Item], order: list[int], mutant: str, write: int) -> int:
+        os.environ["MUTANT_UNDER_TEST"] = mutant
+        for index, following in zip(order, [*order[1:], None], strict=True):
+            try:
+                told = failed(items[index], None if following is None else items[following])
+            except BaseException:  # what ends pytest itself
+                told = True
+            if told:
+                os.write(write, str(index).encode())
+                return 1
+        return 0
+
+    def _reap(self, told: int) -> None:
+        pid, ended = os.wait()
+        mutant, read = self._running.pop(pid)
+        with os.fdopen(read) as pipe:
+            teller = pipe.read()
+        code = os.waitstatus_to_exitcode(ended)
+        # 24 and 9: SIGXCPU, and SIGKILL where the former was caught. A mutant that crashes its process is told too.
+        self.status[mutant] = "timeout" if code in (-24, -9) else "killed" if code else "survived"
+        os.write(told, f"{mutant},{self.status[mutant]}\n".encode())
+        if teller:
+            tells = self._tells[mutant.partition("__mutmut_")[0]]
+            tells[:] = [int(teller), *(index for index in tells if index != int(teller))][:4]
+
+
+def failed(item: Any, following: Any) -> bool:
+    return any(report.failed for report in runtestprotocol(item, nextitem=following, log=False))
 
 
 def record(rows: list[dict[str, str]], path: Path) -> None:

@@ -418,8 +418,8 @@ def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
     other = slot_under(slot, spec=NATIVE[target])
     (new,), report = allocate([other]), ConversionReport()
-    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": report, "fresh": False, "seeded": seeded}
-    assert convert(slot, other, run.state(), new, **how) == waits
+    how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": seeded}
+    assert convert(slot, run.state(), other, new, spec=NATIVE[target], **how) == waits
     for kept in other.kept:
         new_one = waits and kept.decl.kind is StateKind.V
         assert kept.decode(new).any() != new_one and (report.how[kept.decl.name] == "new") == new_one
@@ -439,8 +439,12 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     asked: list[Any] = []
     monkeypatch.setattr(migrate, "gathered", lambda *args, spec: asked.append((*args, spec)) or whole)
     (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
-    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": report, "fresh": False, "seeded": True}
-    assert not migrate.convert_together(source, target, old, new, specs=specs, **how)
+    how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": True}
+    for into, together in ((source, False), (target, True)):
+        found, state = migrate.of_all_rows(source, old, spec=specs[0], into=into.rule.info)
+        assert (found.info.shape, found.param.device.type) == ((8, 6) if together else (3, 6), "cpu")
+        assert state is (whole if together else old)
+    assert not convert(found, state, target, new, spec=specs[1], **how)
     assert asked == [(source, old, specs[0])] and report.how["v_row"] == "converted"
     v = whole["v"] / (1 - BETAS[1] ** 7)
     assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
@@ -454,8 +458,8 @@ def test_states_that_count_steps_without_v_keep_their_age() -> None:
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
     counting = replace(slot, counts_steps=True)
     (new,), old = allocate([counting]), {**run.state(), "step": torch.tensor(7.0)}
-    how: dict[str, Any] = {"betas": BETAS, "moments": None, "report": ConversionReport(), "fresh": False}
-    assert not convert(counting, counting, old, new, seeded=True, **how)
+    how: dict[str, Any] = {"betas": BETAS, "report": ConversionReport(), "fresh": False, "spec": NATIVE["lion"]}
+    assert not convert(counting, old, counting, new, seeded=True, **how)
     assert new["step"] == 7 and torch.equal(new["m"], run.state()["m"])
 
 
