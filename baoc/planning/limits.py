@@ -35,8 +35,8 @@ def levels(
     peaks = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in specs}
     found = sorted(set(peaks.values()))
     if memory is not None:
-        lowest = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,), saved=most_saved) for spec in specs}
-        found = sorted({peaks[spec] for spec in specs if lowest[spec] <= memory}) or found[-1:]
+        least = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,), saved=most_saved) for spec in specs}
+        found = sorted({peaks[spec] for spec in specs if least[spec] <= memory}) or found[-1:]
         if len(found) > MAX_LEVELS:
             found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
     return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in found]

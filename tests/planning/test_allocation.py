@@ -27,7 +27,7 @@ from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.risk import RISKS
-from baoc.types import Limits, Role
+from baoc.types import Limits, Risk, Role
 from tests.support.decision import brute_force, candidates, extremes, random_candidates, transformer
 
 BLOCKS = partition(transformer())
@@ -83,6 +83,7 @@ def test_a_limit_that_cannot_be_met_leaves_the_other_out_of_account(name: str):
     with pytest.raises(NoFeasibleAllocation, match="the least is 4 state bytes, 2 s") as error:
         ALLOCATORS[name](TRADE, limits=Limits(state_bytes=3, step_s=1.0))
     assert (error.value.least_state_bytes, error.value.least_step_s) == (4, 2.0)
+    assert (error.value.least_host_bytes, error.value.least_link_s) == (0, 0.0)
 
 
 def test_equal_blocks_are_told_apart_by_their_order():
@@ -203,8 +204,12 @@ def test_a_uniform_baseline_that_applies_nowhere_is_no_adamw_run():
     """4 columns cannot be folded by 8."""
     narrow = partition(transformer(width=4))
     options = build_candidates(narrow, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
-    with pytest.raises(BadInputError, match="allocator=uniform_foam_l3: foam_l3 applies to none of the 12 blocks"):
+    with pytest.raises(BadInputError) as told:
         ALLOCATORS["uniform_foam_l3"](options, limits=Limits())
+    assert str(told.value) == (
+        "allocator=uniform_foam_l3: foam_l3 applies to none of the 12 blocks (or is not among catalogue.specs): select "
+        "it there, or choose another allocator"
+    )
 
 
 def test_random_differs_by_seed_and_spends_the_budget():
@@ -240,6 +245,11 @@ def test_a_recipe_is_what_each_role_asks_or_what_stands_in_for_it():
     options = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
     allocation = chosen(options, limits=Limits())
     assert allocation.choices == {**{block: spec for block, (_, spec) in wished.items()}, "embedding": "adamw"}
+    safer = {
+        block: [replace(c, risk=Risk(total=-1.0)) if c.spec == "sign" else c for c in row]
+        for block, row in options.items()
+    }
+    assert chosen(safer, limits=Limits()).choices == allocation.choices, "fp32 AdamW, not what has the least risk"
     with pytest.raises(NoFeasibleAllocation) as error:
         chosen(options, limits=Limits(state_bytes=allocation.state_bytes - 1))
     assert error.value.least_state_bytes == allocation.state_bytes
@@ -287,9 +297,9 @@ def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatc
         patch.setattr(feasible, "minimise", never)
         moved = feasible.search(apart)
         assert moved is not None and apart.feasible(moved) and sorted(moved.tolist()) == [0, 1]
-        patch.setattr(feasible, "repair", never)
         found = feasible.search(mixed)
         assert found is not None and found.tolist() == [2, 2]
+        patch.setattr(feasible, "repair", never)
         assert feasible.search(make_problem(MIDDLE, limits=Limits(state_bytes=3, step_s=8e-6))) is None
         cheap = feasible.search(make_problem(MIDDLE, limits=Limits(state_bytes=8)))
         assert cheap is not None and cheap.tolist() == [1, 1]

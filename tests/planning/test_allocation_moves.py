@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from baoc.planning.allocators import lagrangian
 from baoc.planning.allocators.base import Floats, Problem, least_risk, make_problem
+from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.lagrangian import maximise
 from baoc.planning.allocators.moves import SWAP_MOVES, SWAP_ROUNDS, fill, reduce_effort, repair, swap
 from baoc.planning.allocators.program import minimise, no_feasible
@@ -126,6 +128,33 @@ def test_repair_fill_and_swap_make_the_moves_that_they_describe():
         assert full.tolist() == swapped(problem, found.tolist(), prices)
         made[2] += full.tolist() != found.tolist()
     assert min(made) > 8, "problems in which something moves"
+
+
+def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.MonkeyPatch):
+    """Of large problems, as `SMALL` has it, only the best start is improved, and without a price none is repaired."""
+    told = [0, 0]
+    for problem, small in product(problems(24), (True, False)):
+        if minimise(problem, objective=problem.num_bytes) is None or problem.feasible(least_risk(problem)):
+            continue
+        monkeypatch.setattr(lagrangian, "SMALL", problem.risk.size - (not small))
+        start = find_feasible(problem)
+        dual = maximise(problem, start=start, most_prices=100)
+        entered = [
+            repair(problem, choice, prices=by)
+            for choice in (*dual.choices, least_risk(problem))
+            for by in (dual.prices, None)
+            if small or by is not None
+        ]
+        starts = [fill(problem, c, prices=dual.prices) for c in (start, *entered) if c is not None]
+        if not small:
+            starts = [min(starts, key=problem.total_risk)]
+        best = min((swap(problem, c, prices=dual.prices) for c in starts), key=problem.total_risk)
+        wanted = reduce_effort(problem, fill(problem, best, prices=dual.prices))
+        found, bound = lagrangian.approximate(problem)
+        assert problem.total_risk(found) == pytest.approx(problem.total_risk(wanted), abs=1e-12)
+        assert bound == dual.bound and problem.feasible(found)
+        told[small] += 1
+    assert min(told) > 8
 
 
 @pytest.mark.parametrize("problem", problems(16))

@@ -1,12 +1,15 @@
 """Allocators against brute force and against each other, on random candidates."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
+from baoc.planning.allocators.base import make_problem
+from baoc.planning.allocators.feasible import find_feasible
 from baoc.types import Limits
 from tests.support.decision import Candidates, brute_force, extremes, random_candidates
 from tests.support.examples import examples
@@ -88,6 +91,27 @@ def test_lagrangian_on_many_blocks_is_near_its_bound(seed: int, byte_part: float
     assert allocation.gap is not None and allocation.gap < 0.05
 
 
+def drawn(options: Candidates, *, limits: Limits, seed: int) -> list[int]:
+    """What `random` describes, as plain loops: any candidate that fits, once, then dearer ones until none fits."""
+    problem, rng = make_problem(options, limits=limits), np.random.default_rng(seed)
+    choice, used = find_feasible(problem).tolist(), np.zeros(2)
+    for number in count():
+        before, used = list(choice), problem.used(np.array(choice))
+        for block in rng.permutation(len(choice)).tolist():
+            more = [(spent - problem.spent[:, block, choice[block]]) for spent in problem.spent[:, block].T]
+            fits = [
+                spec
+                for spec, _ in enumerate(options[f"b{block}"])
+                if (used + more[spec] <= problem.safe_limits).all() and (not number or more[spec][0] > 0)
+            ]
+            if fits:
+                choice[block] = int(rng.choice(fits))
+                used = used + more[choice[block]]
+        if number and choice == before:
+            return choice
+    raise AssertionError
+
+
 @examples(40)
 @given(seed=seeds, byte_part=st.floats(0, 1), step_part=st.none() | st.floats(0.2, 1))
 def test_random_is_feasible_seeded_and_leaves_nothing_that_fits(seed: int, byte_part: float, step_part: float | None):
@@ -98,6 +122,7 @@ def test_random_is_feasible_seeded_and_leaves_nothing_that_fits(seed: int, byte_
     except NoFeasibleAllocation:
         return
     assert allocation == RANDOM(options, limits=limits, seed=seed)
+    assert [int(spec[1:]) for spec in allocation.choices.values()] == drawn(options, limits=limits, seed=seed)
     assert limits.state_bytes is not None and allocation.state_bytes <= limits.state_bytes
     for block, spec in allocation.choices.items():
         now = next(c for c in options[block] if c.spec == spec)

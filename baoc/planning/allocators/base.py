@@ -1,6 +1,6 @@
 """Shared parts of allocators: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import Protocol
@@ -26,14 +26,7 @@ class NoFeasibleAllocation(Exception):
     Where another limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
     """
 
-    def __init__(
-        self,
-        *,
-        least_state_bytes: int,
-        least_step_s: float,
-        least_host_bytes: int = 0,
-        least_link_s: float = 0.0,
-    ):
+    def __init__(self, *, least_state_bytes: int, least_step_s: float, least_host_bytes: int, least_link_s: float):
         super().__init__(f"the least is {least_state_bytes} state bytes, {least_step_s:.6g} s")
         self.least_state_bytes = least_state_bytes
         self.least_step_s = least_step_s
@@ -117,6 +110,14 @@ class Problem:
         """The unit of each limit, so that shares of limits can be added up."""
         return np.where(self.limits == 0, 1.0, np.abs(self.limits))
 
+    @property
+    def least_totals(self) -> Floats:
+        """[limits]: the least of each total, the others left out of account."""
+        return np.where(self.valid, self.spent, np.inf).min(axis=2).sum(axis=1)
+
+    def chosen(self, choice: Ints) -> list[Candidate]:
+        return [self.candidates[block][index] for block, index in enumerate(choice.tolist())]
+
     def used(self, choice: Ints) -> Floats:
         """[limits]: the totals of one candidate index per block."""
         rows = np.arange(len(choice))
@@ -148,40 +149,37 @@ def weighted(prices: Floats, spent: Floats) -> Floats:
 
 def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> Problem:
     """Candidates -> arrays; every block must have at least one candidate."""
-    names = tuple(candidates)
-    rows = tuple(tuple(candidates[name]) for name in names)
-    assert all(rows), f"blocks without a candidate: {[n for n, r in zip(names, rows, strict=True) if not r]}"
-    shape = (len(rows), max((len(row) for row in rows), default=1))
-    most_saved = [max(0, *(candidate.cost.saved_bytes for candidate in row)) for row in rows]
-    offset = sum(most_saved)
+    rows = {name: tuple(row) for name, row in candidates.items()}
+    assert all(rows.values()), f"blocks without a candidate: {[name for name, row in rows.items() if not row]}"
+    saved = {name: max(0, *(candidate.cost.saved_bytes for candidate in row)) for name, row in rows.items()}
+    offset = sum(saved.values())
 
     def table(of: Callable[[Candidate], float], missing: float = 0.0) -> Floats:
-        values = np.full(shape, missing)
-        for index, row in enumerate(rows):
-            values[index, : len(row)] = [of(candidate) for candidate in row]
+        values = np.full((len(rows), max(map(len, rows.values()), default=1)), missing)
+        for held, row in zip(values, rows.values(), strict=True):
+            held[: len(row)] = [of(candidate) for candidate in row]
         return values
 
-    given: dict[str, tuple[Callable[[Candidate], float], float | None]] = {
-        "state_bytes": (
-            lambda c: c.cost.charged_bytes,
-            None if limits.state_bytes is None else float(limits.state_bytes),
-        ),
-        "step_s": (lambda c: c.cost.step_s, limits.step_s),
-        "host_bytes": (lambda c: c.cost.host_bytes, limits.host_bytes),
-        "link_s": (lambda c: c.cost.link_s, limits.link_s),
+    costs: dict[str, Callable[[Candidate], float]] = {
+        "state_bytes": lambda c: c.cost.charged_bytes + saved[c.block],
+        "step_s": lambda c: c.cost.step_s,
+        "host_bytes": lambda c: c.cost.host_bytes,
+        "link_s": lambda c: c.cost.link_s,
     }
-    kinds = tuple(kind for kind in KINDS if kind in KINDS[:2] or given[kind][1] is not None)
-    spent = np.stack([table(given[kind][0]) for kind in kinds])
-    spent[0] += np.where(np.arange(shape[1])[None] < [[len(row)] for row in rows], np.array(most_saved)[:, None], 0)
-    bounds = [np.inf if (bound := given[kind][1]) is None else bound for kind in kinds]
-    bounds = [b if kind.endswith("bytes") else b * (1 + STEP_TOLERANCE) for kind, b in zip(kinds, bounds, strict=True)]
+    bounds = {
+        "state_bytes": None if limits.state_bytes is None else limits.state_bytes + offset,
+        "step_s": None if limits.step_s is None else limits.step_s * (1 + STEP_TOLERANCE),
+        "host_bytes": limits.host_bytes,
+        "link_s": None if limits.link_s is None else limits.link_s * (1 + STEP_TOLERANCE),
+    }
+    kinds = tuple(kind for kind in KINDS if kind in KINDS[:2] or bounds[kind] is not None)
     return Problem(
-        names=names,
-        candidates=rows,
+        names=tuple(rows),
+        candidates=tuple(rows.values()),
         risk=table(lambda c: c.risk.total, missing=np.inf),
-        spent=spent,
-        limits=np.array([bounds[0] + offset, *bounds[1:]]),
-        effort=table(lambda c: c.cost.link_s),
+        spent=np.stack([table(costs[kind]) for kind in kinds]),
+        limits=np.array([np.inf if (bound := bounds[kind]) is None else bound for kind in kinds], dtype=np.float64),
+        effort=table(costs["link_s"]),
         kinds=kinds,
         offset=offset,
     )
@@ -189,12 +187,12 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
 
 def unmet(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
     """The error that names the `least` [limits] that would do."""
-    found = {f"least_{kind}": float(value) for kind, value in zip(problem.kinds, least, strict=True)}
+    found = dict(zip(problem.kinds, map(float, least), strict=True))
     return NoFeasibleAllocation(
-        least_state_bytes=round(found["least_state_bytes"]) - problem.offset,
-        least_step_s=found["least_step_s"],
-        least_host_bytes=round(found.get("least_host_bytes", 0.0)),
-        least_link_s=found.get("least_link_s", 0.0),
+        least_state_bytes=round(found["state_bytes"]) - problem.offset,
+        least_step_s=found["step_s"],
+        least_host_bytes=round(found.get("host_bytes", 0)),
+        least_link_s=found.get("link_s", 0.0),
     )
 
 
@@ -203,22 +201,16 @@ def least_risk(problem: Problem) -> Ints:
     return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
-def allocated(
-    chosen: Collection[Candidate],
-    *,
-    allocator: str,
-    gap: float | None = None,
-    add: Callable[[Iterable[float]], float] = sum,
-) -> Allocation:
-    """One candidate per block as an Allocation, by whatever way they were chosen; `add` sums up risks and seconds."""
+def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
+    """One candidate per block as an Allocation, by whatever way they were chosen."""
     return Allocation(
         choices={c.block: c.spec for c in chosen},
         state_bytes=sum(c.cost.state_bytes for c in chosen),
-        step_s=add(c.cost.step_s for c in chosen),
+        step_s=fsum(c.cost.step_s for c in chosen),
         transfer_bytes=sum(c.cost.transfer_bytes for c in chosen),
         host_bytes=sum(c.cost.host_bytes for c in chosen),
-        link_s=add(c.cost.link_s for c in chosen),
-        risk=add(c.risk.total for c in chosen),
+        link_s=fsum(c.cost.link_s for c in chosen),
+        risk=fsum(c.risk.total for c in chosen),
         saved_bytes=sum(c.cost.saved_bytes for c in chosen),
         allocator=allocator,
         gap=gap,
@@ -227,8 +219,7 @@ def allocated(
 
 def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: float | None = None) -> Allocation:
     """The chosen indices as an Allocation; `bound` is a lower bound of the risk, from which the gap follows."""
-    chosen = [row[int(index)] for row, index in zip(problem.candidates, choice, strict=True)]
-    made = allocated(chosen, allocator=allocator, add=fsum)
+    made = allocated(problem.chosen(choice), allocator=allocator)
     return made if bound is None else replace(made, gap=max(0.0, made.risk - bound) / max(abs(made.risk), TINY))
 
 
@@ -250,7 +241,7 @@ def without_choice(
         return min(range(len(options)), key=lambda at: (options[at].risk.total, at)) if found is None else found
 
     problem = make_problem(candidates, limits=limits)
-    choice = np.array([index(options) for options in problem.candidates], dtype=np.int64)
+    choice = np.fromiter(map(index, problem.candidates), dtype=np.int64)
     if not problem.feasible(choice):
         raise unmet(problem, problem.used(choice))
     return make_allocation(problem, choice, allocator=allocator)

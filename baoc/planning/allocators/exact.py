@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baoc.planning.allocators.base import (
     CHOOSES,
@@ -13,8 +13,8 @@ from baoc.planning.allocators.base import (
     make_allocation,
     make_problem,
 )
-from baoc.planning.allocators.lagrangian import LagrangianAllocator
-from baoc.planning.allocators.moves import effort_problem, reduce_effort
+from baoc.planning.allocators.lagrangian import approximate
+from baoc.planning.allocators.moves import effort_problem, fill
 from baoc.planning.allocators.program import Undecided, minimise, no_feasible
 from baoc.types import Allocation, Candidate, Limits
 
@@ -42,26 +42,24 @@ class ExactAllocator:
         try:
             solved = minimise(problem, objective=problem.risk, time_limit_s=self.time_limit_s)
         except Undecided:
-            return replace(LagrangianAllocator()(candidates, limits=limits), allocator=self.name)
-        if solved is None:
-            raise no_feasible(problem)
-        choice = self._with_less_effort(problem, solved.choice)
-        found = make_allocation(problem, choice, allocator=self.name, bound=solved.bound)
-        if found.gap is not None and found.gap > PROVEN:
-            other = LagrangianAllocator()(candidates, limits=limits)
-            if other.risk < found.risk:
-                gap = (other.risk - solved.bound) / other.risk
-                return replace(other, allocator=self.name, gap=min(gap, other.gap or gap))
-        return found
+            choice, bound = approximate(problem)
+        else:
+            if solved is None:
+                raise no_feasible(problem)
+            choice, bound = solved.choice, solved.bound
+            risk = problem.total_risk(choice)
+            if risk - bound > PROVEN * risk:
+                other, lower = approximate(problem)
+                choice, bound = min(choice, other, key=problem.total_risk), max(bound, lower)
+        return make_allocation(problem, self._with_less_effort(problem, choice), allocator=self.name, bound=bound)
 
     def _with_less_effort(self, problem: Problem, choice: Ints) -> Ints:
         """The choice with the least traffic on the link among those with no more risk in any block."""
         effort = effort_problem(problem, choice)
         if effort is None:
             return choice
-        by_moves = reduce_effort(problem, choice)
+        found = [fill(effort, choice)]
         with suppress(Undecided):
             solved = minimise(effort, objective=effort.risk, time_limit_s=self.time_limit_s / 4)
-            if solved is not None and effort.total_risk(solved.choice) < effort.total_risk(by_moves):
-                return solved.choice
-        return by_moves
+            found += [] if solved is None else [solved.choice]
+        return min(found, key=effort.total_risk)

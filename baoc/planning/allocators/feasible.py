@@ -31,25 +31,20 @@ def search(problem: Problem) -> Ints | None:
 
     With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
     """
-    for kind in range(len(problem.kinds)):
-        others = [values for other, values in enumerate(problem.spent) if other != kind]
-        choice = problem.least(problem.spent[kind], *others, problem.risk)
+    for spent in problem.spent:
+        choice = problem.least(spent, problem.risk)
         if problem.feasible(choice):
             return choice
-    least = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1)
-    if not (least <= problem.limits).all():
+    if (problem.least_totals > problem.limits).any():
         return None
     shares = problem.spent / problem.units[:, None, None]
     mixed = [problem.least(weighted(weights, shares)) for weights in mixtures(problem)]
     distinct = list({choice.tobytes(): choice for choice in mixed}.values())
-    for choice in distinct:
-        if problem.feasible(choice):
-            return choice
     for choice in distinct[:MOST_REPAIRS]:
         repaired = repair(problem, choice)
         if repaired is not None:
             return repaired
-    solved = minimise(problem, objective=np.where(problem.valid, 0.0, np.inf))
+    solved = minimise(problem, objective=np.zeros_like(problem.risk))
     return None if solved is None else solved.choice
 
 

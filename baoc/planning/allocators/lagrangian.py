@@ -25,9 +25,8 @@ from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.moves import fill, reduce_effort, repair, swap
 from baoc.types import Allocation, Candidate, Limits
 
-GOOD_GAP = 1e-5
 SMALL = 5_000  # candidates
-CLOSED_GAP = 9e-4  # of the risk: below it, further swaps of a large problem are not worth their milliseconds
+MOST_PRICES = 100  # that are tried; each gives a valid bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +40,26 @@ class Dual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagrangianAllocator:
-    """Least risk up to a gap that it certifies; `most_prices` bounds the search for prices, not the validity."""
+    """Least risk up to a gap that it certifies."""
 
     name: str = "lagrangian"
     description: str = "prices for bytes and seconds, then repair: milliseconds, reports its certified gap"
     traits: AllocatorTraits = CHOOSES
-    most_prices: int = 100
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)
-        choice = least_risk(problem)
-        if problem.feasible(choice):
-            return make_allocation(problem, choice, allocator=self.name, bound=problem.total_risk(choice))
-        start = find_feasible(problem)
-        dual = maximise(problem, start=start, most_prices=self.most_prices)
-        choice = reduce_effort(problem, _round(problem, dual, start=start))
-        return make_allocation(problem, choice, allocator=self.name, bound=dual.bound)
+        choice, bound = approximate(problem)
+        return make_allocation(problem, choice, allocator=self.name, bound=bound)
+
+
+def approximate(problem: Problem) -> tuple[Ints, float]:
+    """(A choice within the limits, a lower bound of the risk of any). Raises NoFeasibleAllocation."""
+    choice = least_risk(problem)
+    if problem.feasible(choice):
+        return choice, problem.total_risk(choice)
+    start = find_feasible(problem)
+    dual = maximise(problem, start=start, most_prices=MOST_PRICES)
+    return reduce_effort(problem, _round(problem, dual, start=start)), dual.bound
 
 
 def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
@@ -115,34 +118,19 @@ def _span(problem: Problem, values: Floats) -> float:
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
-    """The best feasible choice that repair, fill and swap make of the choices at the best prices.
+    """The best feasible choice that repair, fill and swap make of `start`, of the choices at the best prices and of the
+    least risk.
 
-    Small problems, where single blocks weigh, are also entered from other sides, a descent from the least risk among
-    them. The search ends as soon as the gap is no longer worth a millisecond.
+    Small problems, where single blocks weigh, are repaired without prices too, and every choice is improved by swaps:
+    of a large one only the best.
     """
-    prices = dual.prices
-    entries = [
-        choice if problem.feasible(choice) else repair(problem, choice, prices=prices) for choice in dual.choices
+    prices, small = dual.prices, problem.risk.size <= SMALL
+    entered = [
+        repair(problem, choice, prices=by)
+        for choice in (*dual.choices, least_risk(problem))
+        for by in ([prices, None] if small else [prices])
     ]
-    if problem.risk.size <= SMALL:
-        entries += [repair(problem, choice) for choice in dual.choices] + [_descend(problem, start=start)]
-    distinct = {choice.tobytes(): choice for choice in (start, *entries) if choice is not None}
-    filled = [fill(problem, choice, prices=prices) for choice in distinct.values()]
-    ranked = sorted(filled, key=problem.total_risk)
-    best = ranked[0]
-    small = problem.risk.size <= SMALL
-    for choice in ranked if small else ranked[:1]:
-        least = problem.total_risk(best)
-        if least - dual.bound <= (GOOD_GAP if small else CLOSED_GAP) * least:
-            break
-        swapped = swap(problem, choice, prices=prices)
-        if problem.total_risk(swapped) < least:
-            best = swapped
-    return fill(problem, best, prices=prices)
-
-
-def _descend(problem: Problem, *, start: Ints) -> Ints:
-    """The choice of least risk, cheapened until it is feasible where that works, else `start`; then filled up."""
-    choice = repair(problem, least_risk(problem))
-    least = np.array([1.0 if kind.endswith("bytes") else 1e-12 for kind in problem.kinds])
-    return fill(problem, start if choice is None else choice, prices=1 / np.maximum(problem.limits, least))
+    distinct = {choice.tobytes(): choice for choice in (start, *entered) if choice is not None}
+    filled = sorted((fill(problem, choice, prices=prices) for choice in distinct.values()), key=problem.total_risk)
+    swapped = [swap(problem, choice, prices=prices) for choice in (filled if small else filled[:1])]
+    return fill(problem, min(swapped, key=problem.total_risk), prices=prices)

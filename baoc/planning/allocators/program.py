@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +34,8 @@ class Solved:
 def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:
     """The candidates of fewest charged bytes within the limits, one per block; None where nothing is within them."""
     problem = make_problem(candidates, limits=limits)
-    solved = minimise(problem, objective=np.where(problem.valid, problem.num_bytes, np.inf))
-    if solved is None:
-        return None
-    return [row[int(index)] for row, index in zip(problem.candidates, solved.choice, strict=True)]
+    solved = minimise(problem, objective=problem.num_bytes)
+    return None if solved is None else problem.chosen(solved.choice)
 
 
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
@@ -47,22 +45,15 @@ def no_feasible(problem: Problem) -> NoFeasibleAllocation:
 
 def _least(problem: Problem, kind: int) -> float:
     """Least total of one kind while the other limits are met, as far as they can be met at all."""
-    rows = np.arange(len(problem.names))
-    values = problem.spent[kind]
-    attainable = np.where(problem.valid, problem.spent, np.inf).min(axis=-1).sum(axis=-1) <= problem.limits
-    limits = np.where(attainable, problem.limits, np.inf)
+    limits = np.where(problem.least_totals <= problem.limits, problem.limits, np.inf)
     limits[kind] = np.inf
-    relaxed = replace(problem, limits=limits)
-    others = [spent for other, spent in enumerate(problem.spent) if other != kind]
-    free = problem.least(values, *others)
-    if not relaxed.feasible(free):
-        try:
-            solved = minimise(relaxed, objective=np.where(problem.valid, values, np.inf))
-        except Undecided:
-            solved = None
-        if solved is not None:
-            return float(values[rows, solved.choice].sum())
-    return float(values[rows, free].sum())
+    relaxed, values = replace(problem, limits=limits), problem.spent[kind]
+    choice = problem.least(values)
+    if not relaxed.feasible(choice):
+        with suppress(Undecided):
+            solved = minimise(relaxed, objective=values)
+            choice = choice if solved is None else solved.choice
+    return problem.used(choice)[kind]
 
 
 def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0) -> Solved | None:
