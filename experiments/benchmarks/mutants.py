@@ -25,10 +25,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, without their slow ones
@@ -153,6 +151,7 @@ class Trial:
         self._mutants, self._children, self._until = list(mutants), children, until
         self._tells: dict[str, list[int]] = defaultdict(list)  # function: tests that told its mutants, the last first
         self._running: dict[int, tuple[str, int]] = {}
+        self._failed: list[pytest.TestReport] = []
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = session.items
@@ -163,7 +162,7 @@ class Trial:
         with os.fdopen(read) as lines:
             *found, modules = (line.split() for line in lines)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            raise RuntimeError("the tests fail without a mutant")
+            return True
         for module in modules:  # what tests import is imported once
             with suppress(ImportError):
                 importlib.import_module(module)
@@ -196,14 +195,24 @@ class Trial:
             self._reap(told)
         return True
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.append(report)
+
+    def _run(self, item: pytest.Item, following: pytest.Item | None) -> list[pytest.TestReport]:
+        """The reports of what failed of the test."""
+        self._failed.clear()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return self._failed
+
     def _measure(self, items: list[pytest.Item], write: int) -> int:
         from mutmut.state import state
 
         os.environ["MUTANT_UNDER_TEST"], here = "stats", set(sys.modules)
         for index, item in enumerate(items):
             before = time.process_time()
-            if failed(item, None if index + 1 == len(items) else items[index + 1]):
-                print(f"{item.nodeid} fails without a mutant", flush=True)
+            if told := self._run(item, None if index + 1 == len(items) else items[index + 1]):
+                print(f"{item.nodeid} fails without a mutant\n{told[0].longreprtext}", flush=True)
                 return 1
             cost = time.process_time() - before
             os.write(write, f"{index} {cost} {' '.join(state()._stats)}\n".encode())
@@ -214,10 +223,9 @@ class Trial:
     def _tell(self, items: list[pytest.Item], order: list[int], mutant: str, write: int) -> int:
         os.environ["MUTANT_UNDER_TEST"] = mutant
         for index, following in zip(order, [*order[1:], None], strict=True):
-            try:
-                told = failed(items[index], None if following is None else items[following])
-            except BaseException:  # what ends pytest itself
-                told = True
+            told: object = mutant  # by what ends pytest itself
+            with suppress(BaseException):
+                told = self._run(items[index], None if following is None else items[following])
             if told:
                 os.write(write, str(index).encode())
                 return 1
@@ -235,10 +243,6 @@ class Trial:
         if teller:
             tells = self._tells[mutant.partition("__mutmut_")[0]]
             tells[:] = [int(teller), *(index for index in tells if index != int(teller))][:4]
-
-
-def failed(item: Any, following: Any) -> bool:
-    return any(report.failed for report in runtestprotocol(item, nextitem=following, log=False))
 
 
 def record(rows: list[dict[str, str]], path: Path) -> None:
