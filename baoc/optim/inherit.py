@@ -21,19 +21,17 @@ TINY = 1e-30
 
 def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:
     """All states of one kind that a rule keeps -> one number per element, in the parameter's shape."""
-    by_layout = {decl.layout: (decl, value) for decl, value in values.items()}
-    if StateLayout.FULL in by_layout:
-        return by_layout[StateLayout.FULL][1]
-    if StateLayout.FOLDED in by_layout:
-        decl, value = by_layout[StateLayout.FOLDED]
-        return from_matrix(_unfold(value, decl, ctx=ctx), ctx, shape=shape)
+    for decl, value in values.items():
+        if decl.layout is StateLayout.FULL:
+            return value
+        if decl.layout is StateLayout.FOLDED:
+            return from_matrix(_unfold(value, decl, ctx=ctx), ctx, shape=shape)
     assert ctx.matrix is not None
-    row = by_layout.get(StateLayout.PER_ROW, (None, None))[1]
-    col = by_layout.get(StateLayout.PER_COLUMN, (None, None))[1]
-    if row is not None and col is not None:
-        return from_matrix(outer(row, col), ctx, shape=shape)
-    assert row is not None or col is not None
-    shared = row.unsqueeze(1) if row is not None else col.unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
+    lines = {decl.layout: value for decl, value in values.items()}
+    if len(lines) == 2:
+        return from_matrix(outer(lines[StateLayout.PER_ROW], lines[StateLayout.PER_COLUMN]), ctx, shape=shape)
+    ((layout, shared),) = lines.items()
+    shared = shared.unsqueeze(1 if layout is StateLayout.PER_ROW else 0)
     return from_matrix(shared.expand(ctx.matrix), ctx, shape=shape)
 
 

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import Tuned
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
 from baoc.optim.checkpoint import alike
-from baoc.optim.codecs import Kept
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.rules import RULES
@@ -23,7 +21,6 @@ from baoc.optim.shards import whole
 from baoc.optim.state import (
     FIRST_BETAS,
     LiveBlock,
-    Part,
     Saved,
     Slot,
     State,
@@ -110,53 +107,36 @@ def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> tuple[Saved, dict[str, Sl
     for slot in slots:
         if (spec := saved.specs.get(slot.name)) is None:
             continue
-        if is_whole := _is_of_whole(slot, spec=spec):
-            states[slot.name] = {
-                key: whole(value).cpu() if isinstance(value, Tensor) else value
-                for key, value in states[slot.name].items()
-            }
-        kept = whole_slot(slot, spec=spec, sharded=False, device="cpu") if is_whole else slot
-        states[slot.name] = _fitted_state(kept, states[slot.name], spec=spec)
+        source, state = _source(slot, spec=spec), states[slot.name]
+        if source.shard is not slot.shard:
+            state = {key: whole(value).cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        states[slot.name] = _fitted_state(source, state, spec=spec)
     saved = replace(saved, states=states)
     return saved, {slot.name: _check(slot, saved=saved) for slot in slots}
 
 
 def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
-    own = slot_under(slot, spec=spec)
     there = whole_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
     here = whole_slot(slot, spec=spec, sharded=slot.shard is not None)
     found = dict(given)
-    held = {kept.decl: kept for kept in own.kept}
+    ours, theirs = ({part.key: part for part in side.parts} for side in (here, there))
+    held = {kept.decl: kept for kept in slot.kept}
     for kept, other in zip(here.kept, there.kept, strict=True):
-        strays = {key for _, key in kept.keys} - {key for _, key in other.keys}
-        if kept.codec.info != other.codec.info and strays.isdisjoint(given) and _are(given, other, parts=there.parts):
-            values = other.decode({key: whole(given[key]).reshape(_shape(there, key)) for _, key in other.keys})
+        keys = [key for _, key in other.keys]
+        strays = {key for _, key in kept.keys}.difference(keys)
+        given_so = all(isinstance(given.get(key), Tensor) and given[key].dtype is theirs[key].dtype for key in keys)
+        if kept.codec.info != other.codec.info and strays.isdisjoint(given) and given_so:
+            values = other.decode({key: whole(given[key]).reshape(theirs[key].shape) for key in keys})
             parts = kept.codec.allocate(kept.shape, values.device)
             kept.codec.encode_(parts, values)
             found |= {key: parts[part] for part, key in held.get(kept.decl, kept).keys}
-    alike = by_column(own)
-    for part in own.parts:
-        value, shape = found.get(part.key), _shape(here, part.key)
-        if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=_rows(slot))):
+    alike, rows = by_column(slot), slot.owner.shape[:1].numel()
+    for part in slot.parts:
+        value, shape = found.get(part.key), ours[part.key].shape
+        if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=rows)):
             shard = None if part.key in alike else slot.shard
             found[part.key] = shard.taken(value, shape=part.shape) if shard else whole(value).reshape(part.shape)
     return found
-
-
-def _rows(slot: Slot) -> int:
-    shape = slot.owner.shape
-    return shape[0] if len(shape) else 1
-
-
-def _shape(slot: Slot, key: str) -> tuple[int, ...]:
-    return next(part.shape for part in slot.parts if part.key == key)
-
-
-def _are(given: State, kept: Kept, *, parts: Iterable[Part]) -> bool:
-    """Whether the tensors that are given are what `kept` keeps."""
-    wanted = {part.key: part for part in parts}
-    keys = [key for _, key in kept.keys]
-    return all(isinstance(given.get(key), Tensor) and given[key].dtype is wanted[key].dtype for key in keys)
 
 
 def _apart(saved: Saved, *, registry: BlockRegistry, slots: Iterable[Slot]) -> Saved:
@@ -227,8 +207,7 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
     name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
-    tuned = saved.tuned.get(slot.name)
-    source = _source(slot, spec=spec, tuned=tuned)
+    source = replace(_source(slot, spec=spec), tuned=saved.tuned.get(slot.name))
     wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))
@@ -249,19 +228,14 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
     return source
 
 
-def _is_of_whole(slot: Slot, *, spec: OptimizerSpec) -> bool:
-    """Whether a tensor that is cut is converted as a whole: its spec kept what no rank has a part of, or its v becomes
-    another by sums over all rows."""
+def _source(slot: Slot, *, spec: OptimizerSpec) -> Slot:
+    """The slot under `spec`, of the whole tensor where one that is cut is converted as a whole: the spec kept what no
+    rank has a part of, or its v becomes another by sums over all rows."""
     rule = RULES[spec.rule].info
-    return slot.shard is not None and (
-        cuts_rows_of(rule, param=slot.info) or migration.needs_all_rows(rule, slot.rule.info)
-    )
-
-
-def _source(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None) -> Slot:
-    if not _is_of_whole(slot, spec=spec):
-        return slot_under(slot, spec=spec, tuned=tuned)
-    return replace(whole_slot(slot, spec=spec, sharded=False, device="cpu"), tuned=tuned)
+    as_whole = cuts_rows_of(rule, param=slot.info) or migration.needs_all_rows(rule, slot.rule.info)
+    if slot.shard is None or not as_whole:
+        return slot_under(slot, spec=spec)
+    return whole_slot(slot, spec=spec, sharded=False, device="cpu")
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
@@ -317,7 +291,7 @@ def _load_block(
     live.unseeded.clear()
     for slot in live.slots:
         state = registry.state[slot.param]
-        own = [value for key, value in state.items() if key != weights.CORRECTION]
+        own = {key: value for key, value in state.items() if key != weights.CORRECTION}
         if slot.name not in sources:
             _zero(own)
             continue
@@ -328,11 +302,12 @@ def _load_block(
         if not alike(spec, live.spec):
             origins.add(spec.name)
         if (spec.rule, spec.storage) == (live.spec.rule, live.spec.storage):
-            for key, value in state.items():  # which may be the given one itself
-                if key != weights.CORRECTION:
-                    value.copy_(given[key])
+            for key, value in own.items():  # which may be the given one itself
+                value.copy_(given[key])
         else:
-            old = _copy(given, slot=source)  # first: what is given may be the live one, filled in place
+            (old,) = allocate([source])  # its own dtype, device and strides
+            for key, value in old.items():  # first: what is given may be the live one, filled in place
+                value.copy_(given[key])
             _zero(own)
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
@@ -369,17 +344,9 @@ def _load_block(
     )
 
 
-def _zero(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
+def _zero(state: State) -> None:
+    for tensor in state.values():
         tensor.zero_()
-
-
-def _copy(state: Mapping[str, Tensor], *, slot: Slot) -> State:
-    """Saved tensors as the slot keeps them: own memory, dtype, device and strides."""
-    (copy,) = allocate([slot])
-    for key, value in copy.items():
-        value.copy_(state[key])
-    return copy
 
 
 def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, report: ConversionReport) -> None:

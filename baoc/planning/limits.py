@@ -35,19 +35,12 @@ def levels(
     peaks = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,)) for spec in specs}
     found = sorted(set(peaks.values()))
     if memory is not None:
-        least = {spec: footprint.peak_bytes(state_bytes=0, specs=(spec,), saved=most_saved) for spec in specs}
-        found = sorted({peaks[spec] for spec in specs if least[spec] <= memory}) or found[-1:]
+        over = [spec for spec in specs if peaks[spec] > memory]
+        lost = {s for s in over if footprint.peak_bytes(state_bytes=0, specs=(s,), saved=most_saved) > memory}
+        found = sorted({peaks[spec] for spec in specs if spec not in lost}) or found[-1:]
         if len(found) > MAX_LEVELS:
             found = [found[i * (len(found) - 1) // (MAX_LEVELS - 1)] for i in range(MAX_LEVELS)]
     return [(level, frozenset(spec for spec, peak in peaks.items() if peak <= level)) for level in found]
-
-
-def saved_bytes(block: Block, spec: OptimizerSpec, *, count: Savings, footprint: Footprint) -> int:
-    """Bytes that the weights format of `spec` saves on the block, counted as `count` says."""
-    less = saved(block, spec=spec)
-    if count == "copies" and footprint.intervals:
-        return footprint.saved_at_most(less)
-    return sum(less.values()) * (1 if count == "weights" else 2)
 
 
 Saved = tuple[tuple[int, ...], ...]  # bytes saved: [block][weights format]
@@ -56,12 +49,15 @@ Saved = tuple[tuple[int, ...], ...]  # bytes saved: [block][weights format]
 def savings(
     blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec], count: Savings, footprint: Footprint
 ) -> Saved:
-    """Bytes that each weights format among `specs` saves on each block."""
-    formats = _formats(specs)
-    return tuple(
-        tuple(saved_bytes(block, spec, count=count, footprint=footprint) for spec in formats.values())
-        for block in blocks
-    )
+    """Bytes that each weights format among `specs` saves on each block, counted as `count` says."""
+
+    def counted(less: Mapping[str, int]) -> int:
+        if count == "copies" and footprint.intervals:
+            return footprint.saved_at_most(less)
+        return sum(less.values()) * (1 if count == "weights" else 2)
+
+    formats = _formats(specs).values()
+    return tuple(tuple(counted(saved(block, spec=spec)) for spec in formats) for block in blocks)
 
 
 def charged(
@@ -74,8 +70,7 @@ def charged(
         made: list[Candidate] = []
         for candidate in candidates[block.name]:
             saves = by_weights[specs[candidate.spec].weights]
-            cost = replace(candidate.cost, saved_bytes=saves) if saves else candidate.cost
-            made.append(replace(candidate, cost=cost) if saves else candidate)
+            made.append(replace(candidate, cost=replace(candidate.cost, saved_bytes=saves)) if saves else candidate)
         found[block.name] = tuple(sorted(made, key=lambda c: (c.cost.charged_bytes, c.risk.total, c.cost.step_s)))
     return found
 

@@ -17,7 +17,7 @@ from baoc.core.recipes import Recipe, keys_of
 from baoc.core.statistics import LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation
-from baoc.planning.allocators.exact import ExactAllocator
+from baoc.planning.allocators.exact import EXACT
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.risk import entry_of
 from baoc.types import (
@@ -260,7 +260,7 @@ def _allocate(
     if not all(candidates.values()):
         return None
     try:
-        return dict(ExactAllocator()(candidates, limits=limits).choices)
+        return dict(EXACT(candidates, limits=limits).choices)
     except NoFeasibleAllocation:
         return None
 

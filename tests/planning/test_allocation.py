@@ -20,8 +20,7 @@ from baoc.planning.allocators import (
     possible,
     program,
 )
-from baoc.planning.allocators.base import make_problem
-from baoc.planning.allocators.exact import ExactAllocator
+from baoc.planning.allocators.base import Ints, make_problem
 from baoc.planning.allocators.recipe import RecipeAllocator, pick, recipe_bytes, recipes_within
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
@@ -137,7 +136,7 @@ def test_exact_out_of_time_falls_back_and_says_how_far_it_is(monkeypatch: pytest
         raise program.Undecided("time limit reached")
 
     monkeypatch.setattr(program, "solve", out_of_time)
-    allocation = ExactAllocator(time_limit_s=0.0)(options, limits=limits)
+    allocation = ALLOCATORS["exact"](options, limits=limits)
     assert allocation.allocator == "exact"
     assert (allocation.choices, allocation.gap) == (lagrangian.choices, lagrangian.gap)
 
@@ -146,15 +145,18 @@ def test_exact_takes_the_better_of_an_unproven_answer_and_the_lagrangian_s(monke
     options = random_candidates(1, blocks=20, specs=8)
     least, most, *_ = extremes(options)
     limits = Limits(state_bytes=(least + most) // 2)
-    proven = ALLOCATORS["exact"](options, limits=limits)
+    with monkeypatch.context() as patch:
+        patch.setattr(exact, "approximate", lambda _: pytest.fail("what is proven needs no other answer"))
+        proven = ALLOCATORS["exact"](options, limits=limits)
 
-    def poor(problem: Any, **_: Any) -> program.Solved:
-        choice = problem.least(problem.num_bytes)
-        return program.Solved(choice=choice, bound=0.5 * proven.risk)
+    def poor(problem: Any, **_: Any) -> tuple[Ints, float]:
+        choice = problem.least(problem.spent[0])
+        return choice, 0.5 * proven.risk
 
     monkeypatch.setattr(exact, "minimise", poor)
-    allocation = ALLOCATORS["exact"](options, limits=limits)
+    allocation, lagrangian = (ALLOCATORS[name](options, limits=limits) for name in OPTIMISERS)
     assert allocation.risk < 1.1 * proven.risk
+    assert (allocation.choices, allocation.gap) == (lagrangian.choices, pytest.approx(lagrangian.gap))
     assert allocation.gap is not None and (1 - allocation.gap) * allocation.risk <= proven.risk * (1 + 1e-9)
 
 
@@ -306,6 +308,15 @@ def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatc
     monkeypatch.setattr(feasible, "repair", lambda *_: None)
     solved = feasible.search(apart)
     assert solved is not None and sorted(solved.tolist()) == [0, 1]
+
+
+def test_limits_that_are_the_least_to_the_byte_are_met_and_counted():
+    """The least bytes are those of a choice that is not the quickest, nor the safest of them."""
+    options = candidates([(0.0, 2, 3.0), (1.0, 2, 1.0)], [(0.0, 2, 3.0), (0.0, 9, 1.0)])
+    found = feasible.search(make_problem(options, limits=Limits(state_bytes=4, step_s=4.0)))
+    assert found is not None and found.tolist() == [1, 0]
+    error = program.no_feasible(make_problem(options, limits=Limits(state_bytes=4, step_s=3.9)))
+    assert (error.least_state_bytes, error.least_step_s) == (11, 4.0)
 
 
 def test_mixtures_are_of_each_pair_of_limits():

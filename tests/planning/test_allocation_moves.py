@@ -7,7 +7,7 @@ import pytest
 from scipy import optimize
 
 from baoc.planning.allocators import lagrangian
-from baoc.planning.allocators.base import Floats, Problem, least_risk, make_problem
+from baoc.planning.allocators.base import Floats, Problem, least_risk, make_problem, weighted
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.lagrangian import maximise
 from baoc.planning.allocators.moves import SWAP_MOVES, SWAP_ROUNDS, fill, reduce_effort, repair, swap
@@ -110,7 +110,7 @@ def swapped(problem: Problem, choice: Choice, prices: Floats) -> Choice:
 def test_repair_fill_and_swap_make_the_moves_that_they_describe():
     made = [0, 0, 0]
     for problem in problems(48):
-        prices = maximise(problem, start=problem.least(problem.num_bytes), most_prices=4).prices
+        prices = maximise(problem, start=problem.least(problem.spent[0]), most_prices=4).prices
         start = least_risk(problem)
         for given in (prices, np.zeros(len(problem.kinds))):
             found = repair(problem, start, prices=given if given.any() else None)
@@ -121,9 +121,9 @@ def test_repair_fill_and_swap_make_the_moves_that_they_describe():
         if solved is None:
             continue
         for given in (prices, np.ones(len(problem.kinds))):
-            found = fill(problem, solved.choice, prices=None if (given == 1).all() else given)
-            assert found.tolist() == filled(problem, solved.choice.tolist(), given)
-            made[1] += found.tolist() != solved.choice.tolist()
+            found = fill(problem, solved[0], prices=None if (given == 1).all() else given)
+            assert found.tolist() == filled(problem, solved[0].tolist(), given)
+            made[1] += found.tolist() != solved[0].tolist()
         full = swap(problem, found, prices=prices)
         assert full.tolist() == swapped(problem, found.tolist(), prices)
         made[2] += full.tolist() != found.tolist()
@@ -134,7 +134,7 @@ def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.Monke
     """Of large problems, as `SMALL` has it, only the best start is improved, and without a price none is repaired."""
     told = [0, 0]
     for problem, small in product(problems(24), (True, False)):
-        if minimise(problem, objective=problem.num_bytes) is None or problem.feasible(least_risk(problem)):
+        if minimise(problem, objective=problem.spent[0]) is None or problem.feasible(least_risk(problem)):
             continue
         monkeypatch.setattr(lagrangian, "SMALL", problem.risk.size - (not small))
         start = find_feasible(problem)
@@ -172,12 +172,12 @@ def test_prices_are_those_of_the_linear_relaxation(problem: Problem):
         A_eq=(block[None] == np.arange(len(problem.names))[:, None]).astype(float),
         b_eq=np.ones(len(problem.names)),
     )
-    dual = maximise(problem, start=start.choice, most_prices=100)
+    dual = maximise(problem, start=start[0], most_prices=100)
     assert dual.bound == pytest.approx(relaxed.fun, rel=1e-6, abs=1e-9)
     assert (dual.prices >= 0).all() and not dual.prices[~limited].any()
-    for tried in (dual, maximise(problem, start=start.choice, most_prices=3)):
+    for tried in (dual, maximise(problem, start=start[0], most_prices=3)):
         if np.isfinite(tried.bound):
-            alone = problem.priced(tried.prices).min(axis=1).sum()
+            alone = (problem.risk + weighted(tried.prices, problem.spent)).min(axis=1).sum()
             assert tried.bound == pytest.approx(
                 alone - tried.prices[limited] @ problem.limits[limited], rel=1e-9, abs=1e-9
             )
@@ -213,9 +213,9 @@ def test_less_effort_is_taken_at_no_more_risk_in_any_block():
         problem = make_problem(options, limits=share_of(options, [0.5, 0.5, 1.0]))
         solved = minimise(problem, objective=-problem.effort)
         assert solved is not None
-        found, rows = reduce_effort(problem, solved.choice), np.arange(12)
+        found, rows = reduce_effort(problem, solved[0]), np.arange(12)
         assert problem.feasible(found)
-        assert (problem.risk[rows, found] <= problem.risk[rows, solved.choice]).all()
-        assert problem.effort[rows, found].sum() < problem.effort[rows, solved.choice].sum()
+        assert (problem.risk[rows, found] <= problem.risk[rows, solved[0]]).all()
+        assert problem.effort[rows, found].sum() < problem.effort[rows, solved[0]].sum()
         on_device = np.zeros(12, dtype=np.int64)
         assert reduce_effort(problem, on_device) is on_device

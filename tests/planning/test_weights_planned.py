@@ -12,7 +12,7 @@ from baoc.core.catalogue import SPECS, STORAGES
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import saved
-from baoc.planning.limits import Savings, levels, saved_bytes
+from baoc.planning.limits import Savings, levels, savings
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
@@ -177,4 +177,4 @@ def test_savings_are_those_of_the_weights_and_where_they_count_of_as_many_gradie
         spec = made.specs["adamw+split8"]
         saves = sum(saved(block, spec=spec).values())
         assert saves > 0
-        assert saved_bytes(block, spec, count=count, footprint=made.footprint) == times * saves
+        assert savings([block], specs={spec.name: spec}, count=count, footprint=made.footprint) == ((times * saves,),)

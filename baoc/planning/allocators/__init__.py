@@ -1,23 +1,16 @@
 """Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
 
 from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
-from baoc.planning.allocators.exact import ExactAllocator
+from baoc.planning.allocators.exact import EXACT
 from baoc.planning.allocators.feasible import possible
-from baoc.planning.allocators.lagrangian import LagrangianAllocator
+from baoc.planning.allocators.lagrangian import LAGRANGIAN
 from baoc.planning.allocators.program import least_bytes
 from baoc.planning.allocators.random import RandomAllocator
 from baoc.planning.allocators.recipe import RecipeAllocator
 from baoc.planning.allocators.uniform import UNIFORM
 
 ALLOCATORS: dict[str, Allocator] = {
-    allocator.name: allocator
-    for allocator in (
-        ExactAllocator(),
-        LagrangianAllocator(),
-        RandomAllocator(),
-        RecipeAllocator(),
-        *UNIFORM,
-    )
+    allocator.name: allocator for allocator in (EXACT, LAGRANGIAN, RandomAllocator(), RecipeAllocator(), *UNIFORM)
 }
 
 __all__ = ["ALLOCATORS", "Allocator", "NoFeasibleAllocation", "least_bytes", "possible"]

@@ -50,6 +50,7 @@ class AllocatorTraits:
 
 
 CHOOSES = AllocatorTraits()  # of an allocator that weighs candidates
+BASELINE = AllocatorTraits(every_candidate=True)
 
 
 class Allocator(Protocol):
@@ -96,10 +97,6 @@ class Problem:
         return np.isfinite(self.risk)
 
     @property
-    def num_bytes(self) -> Floats:
-        return self.spent[0]
-
-    @property
     def safe_limits(self) -> Floats:
         """Limits for running sums: those of seconds a hair below, as rounding may add up."""
         whole = np.array([kind.endswith("bytes") for kind in self.kinds])
@@ -136,10 +133,6 @@ class Problem:
             best = np.where(alive, key, np.inf).min(axis=1, keepdims=True)
             alive = alive & (key == best)
         return alive.argmax(axis=1)
-
-    def priced(self, prices: Floats) -> Floats:
-        """[blocks, specs]: risk, and what each candidate spends at `prices` [limits]."""
-        return self.risk + weighted(prices, self.spent)
 
 
 def weighted(prices: Floats, spent: Floats) -> Floats:
@@ -245,3 +238,21 @@ def without_choice(
     if not problem.feasible(choice):
         raise unmet(problem, problem.used(choice))
     return make_allocation(problem, choice, allocator=allocator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizingAllocator:
+    """The choice of least risk where the limits allow it, else `best`: a choice and a lower bound of any risk."""
+
+    name: str
+    description: str
+    best: Callable[[Problem], tuple[Ints, float]]
+    traits: AllocatorTraits = CHOOSES
+
+    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
+        problem = make_problem(candidates, limits=limits)
+        choice = least_risk(problem)
+        bound = problem.total_risk(choice)
+        if not problem.feasible(choice):
+            choice, bound = self.best(problem)
+        return make_allocation(problem, choice, allocator=self.name, bound=bound)

@@ -45,7 +45,7 @@ def search(problem: Problem) -> Ints | None:
         if repaired is not None:
             return repaired
     solved = minimise(problem, objective=np.zeros_like(problem.risk))
-    return None if solved is None else solved.choice
+    return None if solved is None else solved[0]
 
 
 def mixtures(problem: Problem) -> list[Floats]:

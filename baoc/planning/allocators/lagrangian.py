@@ -6,24 +6,13 @@ the choices seen on the way are repaired into the limits, filled up and improved
 closes the gap.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from baoc.planning.allocators.base import (
-    CHOOSES,
-    AllocatorTraits,
-    Floats,
-    Ints,
-    Problem,
-    least_risk,
-    make_allocation,
-    make_problem,
-)
+from baoc.planning.allocators.base import Floats, Ints, OptimizingAllocator, Problem, least_risk, weighted
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.moves import fill, reduce_effort, repair, swap
-from baoc.types import Allocation, Candidate, Limits
 
 SMALL = 5_000  # candidates
 MOST_PRICES = 100  # that are tried; each gives a valid bound
@@ -38,25 +27,8 @@ class Dual:
     choices: tuple[Ints, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LagrangianAllocator:
-    """Least risk up to a gap that it certifies."""
-
-    name: str = "lagrangian"
-    description: str = "prices for bytes and seconds, then repair: milliseconds, reports its certified gap"
-    traits: AllocatorTraits = CHOOSES
-
-    def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
-        problem = make_problem(candidates, limits=limits)
-        choice, bound = approximate(problem)
-        return make_allocation(problem, choice, allocator=self.name, bound=bound)
-
-
 def approximate(problem: Problem) -> tuple[Ints, float]:
     """(A choice within the limits, a lower bound of the risk of any). Raises NoFeasibleAllocation."""
-    choice = least_risk(problem)
-    if problem.feasible(choice):
-        return choice, problem.total_risk(choice)
     start = find_feasible(problem)
     dual = maximise(problem, start=start, most_prices=MOST_PRICES)
     return reduce_effort(problem, _round(problem, dual, start=start)), dual.bound
@@ -90,7 +62,7 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
             entering, cost, choice = np.eye(size)[1 + int(trial.argmin())], 0.0, None
         else:
             trial = np.maximum(trial, 0.0)
-            choice = problem.priced(trial * unit_risk / units[1:]).argmin(axis=1)
+            choice = (problem.risk + weighted(trial * unit_risk / units[1:], problem.spent)).argmin(axis=1)
             entering, cost = column(choice)
             lower = cost + float(trial @ entering[1:])
             if lower > bound:
@@ -134,3 +106,10 @@ def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     filled = sorted((fill(problem, choice, prices=prices) for choice in distinct.values()), key=problem.total_risk)
     swapped = [swap(problem, choice, prices=prices) for choice in (filled if small else filled[:1])]
     return fill(problem, min(swapped, key=problem.total_risk), prices=prices)
+
+
+LAGRANGIAN = OptimizingAllocator(
+    name="lagrangian",
+    description="prices for bytes and seconds, then repair: milliseconds, reports its certified gap",
+    best=approximate,
+)

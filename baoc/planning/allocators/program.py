@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from baoc.planning.allocators.base import Floats, Ints, NoFeasibleAllocation, Problem, make_problem, unmet
 from baoc.types import Candidate, Limits
 
+TIME_LIMIT_S = 60.0
 _ROW_UNITS = 1e5  # a limit in solver units: HiGHS meets rows to 1e-6, so limits to 1e-11
 _COST_UNITS = 1e3  # the widest risk difference in solver units: HiGHS stops at an absolute gap of 1e-6
 
@@ -25,17 +26,11 @@ class Undecided(Exception):
     """The solver ran out of time before it found a feasible choice or proved that none exists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    choice: Ints
-    bound: float  # lower bound of the objective
-
-
 def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:
     """The candidates of fewest charged bytes within the limits, one per block; None where nothing is within them."""
     problem = make_problem(candidates, limits=limits)
-    solved = minimise(problem, objective=problem.num_bytes)
-    return None if solved is None else problem.chosen(solved.choice)
+    solved = minimise(problem, objective=problem.spent[0])
+    return None if solved is None else problem.chosen(solved[0])
 
 
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
@@ -52,12 +47,14 @@ def _least(problem: Problem, kind: int) -> float:
     if not relaxed.feasible(choice):
         with suppress(Undecided):
             solved = minimise(relaxed, objective=values)
-            choice = choice if solved is None else solved.choice
+            choice = choice if solved is None else solved[0]
     return problem.used(choice)[kind]
 
 
-def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0) -> Solved | None:
-    """The feasible choice of least `objective` [blocks, specs]; None if there is none. Raises Undecided.
+def minimise(problem: Problem, *, objective: Floats) -> tuple[Ints, float] | None:
+    """The feasible choice of least `objective` [blocks, specs] and its lower bound; None if there is none.
+
+    Raises Undecided.
 
     If HiGHS' answer is over a limit by its tolerance, the limit is tightened by as much and the program solved again,
     while the bound stays that of the first.
@@ -65,13 +62,13 @@ def minimise(problem: Problem, *, objective: Floats, time_limit_s: float = 60.0)
     classes = _classes(problem, objective)
     tightened, bound = problem, None
     for _ in range(8):
-        counts, lower = solve(tightened, classes, objective, time_limit_s=time_limit_s)
+        counts, lower = solve(tightened, classes, objective)
         bound = lower if bound is None else bound
         if counts is None:
             return None
         choice = _spread(problem, classes, counts)
         if problem.feasible(choice):
-            return Solved(choice=choice, bound=bound)
+            return choice, bound
         over = np.maximum(problem.used(choice) - problem.limits, 0.0)
         tightened = replace(tightened, limits=tightened.limits - over)
     return None
@@ -86,9 +83,7 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
     return [np.array(blocks) for blocks in found.values()]
 
 
-def solve(
-    problem: Problem, classes: list[Ints], objective: Floats, *, time_limit_s: float
-) -> tuple[Ints | None, float]:
+def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Ints | None, float]:
     """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""
     optimize, sparse = _scipy()
     first = np.array([blocks[0] for blocks in classes])
@@ -109,7 +104,7 @@ def solve(
             integrality=np.ones(len(row)),
             bounds=optimize.Bounds(0, sizes[row]),
             constraints=constraints,
-            options={"mip_rel_gap": 1e-9, "time_limit": time_limit_s},
+            options={"mip_rel_gap": 1e-9, "time_limit": TIME_LIMIT_S},
         )
     if result.x is None:
         if result.status == 2:  # proven infeasible
@@ -152,6 +147,6 @@ def _spread(problem: Problem, classes: list[Ints], counts: Ints) -> Ints:
     """One choice per block: within a class the dearer candidates (in bytes) go to the earlier blocks."""
     choice = np.zeros(len(problem.names), dtype=np.int64)
     for blocks, count in zip(classes, counts, strict=True):
-        order = np.argsort(-problem.num_bytes[blocks[0]], kind="stable")
+        order = np.argsort(-problem.spent[0, blocks[0]], kind="stable")
         choice[blocks] = np.repeat(order, count[order])
     return choice

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.allocators.base import AllocatorTraits, without_choice
+from baoc.planning.allocators.base import BASELINE, AllocatorTraits, without_choice
 from baoc.planning.candidates import applies
 from baoc.planning.cost import state_bytes
 from baoc.types import Allocation, Block, Candidate, Limits
@@ -60,10 +60,7 @@ class RecipeAllocator:
     name: str = "recipe"
     description: str = "what recipe=NAME asks of each role"
     picks: Mapping[str, Pick] = field(default_factory=dict[str, Pick])
-
-    @property
-    def traits(self) -> AllocatorTraits:
-        return AllocatorTraits(every_candidate=True)
+    traits: AllocatorTraits = BASELINE
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         picks = {block: pick.spec for block, pick in self.picks.items()}
