@@ -12,6 +12,7 @@ told it), in place of the module's rows before. What --seconds cut short is `not
 
 import argparse
 import csv
+import fnmatch
 import gc
 import importlib
 import os
@@ -54,25 +55,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaigns", nargs="+", choices=CAMPAIGNS)
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results")
+    parser.add_argument("--only", default="*", help="mutants of these names, such as *.lagrangian.x__round_*")
     parser.add_argument("--children", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="the most for a campaign's mutants")
     parser.add_argument("--tried-in", type=Path, help=argparse.SUPPRESS)  # the copied tree: set by this file itself
     args = parser.parse_args()
     if args.tried_in:
         (name,) = args.campaigns
-        return try_all(name, children=args.children, seconds=args.seconds)
+        return try_all(name, only=args.only, children=args.children, seconds=args.seconds)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.campaigns:
         with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-            rows = campaign(name, folder=Path(folder), children=args.children, seconds=args.seconds)
-        record(rows, args.out / "mutants_all.csv")
+            rows = campaign(name, only=args.only, folder=Path(folder), children=args.children, seconds=args.seconds)
+        record(rows, args.out / "mutants_all.csv", only=args.only)
         for module in sorted({row["module"] for row in rows}):
             told = Counter(row["status"] for row in rows if row["module"] == module)
             print(f"{module}: {told.total()} mutants, {dict(told)}", flush=True)
     return 0
 
 
-def campaign(name: str, *, folder: Path, children: int, seconds: float) -> list[dict[str, str]]:
+def campaign(name: str, *, only: str, folder: Path, children: int, seconds: float) -> list[dict[str, str]]:
     sys.path.insert(0, str(ROOT))  # not where mutants are tried: there baoc is the one that they are in
     from baoc.config.environment import commit
 
@@ -91,7 +93,7 @@ def campaign(name: str, *, folder: Path, children: int, seconds: float) -> list[
     env = os.environ | {"OMP_NUM_THREADS": "1", "BAOC_CACHE": str(folder / ".cache"), "BAOC_EXAMPLES": "quick"}
     env["PYTHONPATH"] = ":".join(part for part in env.get("PYTHONPATH", "").split(":") if part != str(ROOT))
     command = [sys.executable, "experiments/benchmarks/mutants.py", name, "--tried-in", str(folder)]
-    command += ["--children", str(children), "--seconds", str(seconds)]
+    command += ["--only", only, "--children", str(children), "--seconds", str(seconds)]
     with (folder / "log.txt").open("w+") as log:
         done = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
@@ -101,7 +103,7 @@ def campaign(name: str, *, folder: Path, children: int, seconds: float) -> list[
         return [row | {"commit": now} for row in csv.DictReader(file)]
 
 
-def try_all(name: str, *, children: int, seconds: float) -> int:
+def try_all(name: str, *, only: str, children: int, seconds: float) -> int:
     """Writes the mutants of a campaign into a folder of the working directory, tries them, and leaves tried.csv."""
     from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths
     from mutmut.mutation.data import SourceFileMutationData
@@ -118,7 +120,7 @@ def try_all(name: str, *, children: int, seconds: float) -> int:
     for path in walk_mutatable_files():
         data = SourceFileMutationData(path=path)
         data.load()
-        paths |= dict.fromkeys(data.exit_code_by_key, path)
+        paths |= dict.fromkeys(fnmatch.filter(data.exit_code_by_key, only), path)
     shutil.copy("pyproject.toml", "mutants")
     os.environ["MUTANT_UNDER_TEST"] = ""
     os.chdir("mutants")
@@ -251,13 +253,17 @@ class Trial:
             tells[:] = [int(teller), *(index for index in tells if index != int(teller))][:4]
 
 
-def record(rows: list[dict[str, str]], path: Path) -> None:
-    """Writes the rows in place of the earlier ones of their modules."""
+def record(rows: list[dict[str, str]], path: Path, *, only: str) -> None:
+    """Writes the rows in place of the earlier ones of their modules, of the names that were asked for."""
     modules = {row["module"] for row in rows}
     kept: list[dict[str, str]] = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["module"] not in modules]
+            kept = [
+                row
+                for row in csv.DictReader(file)
+                if row["module"] not in modules or not fnmatch.fnmatch(row["mutant"], only)
+            ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()

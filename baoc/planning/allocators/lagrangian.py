@@ -15,6 +15,7 @@ from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.moves import fill, reduce_effort, repair, swap
 
 SMALL = 5_000  # candidates
+CLOSED_GAP = 9e-4  # of the risk: below it, swaps in a large problem are not worth their milliseconds
 MOST_PRICES = 100  # that are tried; each gives a valid bound
 
 
@@ -90,20 +91,22 @@ def _span(problem: Problem, values: Floats) -> float:
 
 
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
-    """The best feasible choice that repair, fill and swap make of `start`, of the choices at the best prices and of the
-    least risk.
+    """The best feasible choice that repair, fill and swap make of `start` and of the choices at the best prices.
 
-    Small problems, where single blocks weigh, are repaired without prices too, and every choice is improved by swaps:
-    of a large one only the best.
+    Small problems, where single blocks weigh, are also entered from the least risk and repaired without prices, and
+    every choice is improved by swaps: of a large one the best alone, where its gap is worth a millisecond.
     """
     prices, small = dual.prices, problem.risk.size <= SMALL
     entered = [
         repair(problem, choice, prices=by)
-        for choice in (*dual.choices, least_risk(problem))
+        for choice in ((*dual.choices, least_risk(problem)) if small else dual.choices)
         for by in ([prices, None] if small else [prices])
     ]
     distinct = {choice.tobytes(): choice for choice in (start, *entered) if choice is not None}
     filled = sorted((fill(problem, choice, prices=prices) for choice in distinct.values()), key=problem.total_risk)
+    least = problem.total_risk(filled[0])
+    if not small and least - dual.bound <= CLOSED_GAP * least:
+        return filled[0]
     swapped = [swap(problem, choice, prices=prices) for choice in (filled if small else filled[:1])]
     return fill(problem, min(swapped, key=problem.total_risk), prices=prices)
 
