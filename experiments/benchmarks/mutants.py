@@ -29,6 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, without their slow ones
@@ -124,6 +125,8 @@ def try_all(name: str, *, only: str, children: int, seconds: float) -> int:
     shutil.copy("pyproject.toml", "mutants")
     os.environ["MUTANT_UNDER_TEST"] = ""
     os.chdir("mutants")
+    settings.register_profile("told", phases=[Phase.explicit, Phase.generate])  # what fails is not made smaller
+    settings.load_profile("told")
     trial = Trial(paths, children=children, until=time.monotonic() + seconds)
     tests = [f"tests/{test}" for test in CAMPAIGNS[name][1].split()]
     pytest.main(["-q", "--rootdir=.", "-p", "no:cacheprovider", "-m", "not slow", *tests], plugins=[trial])
