@@ -21,13 +21,14 @@ from baoc.planning.allocators import (
     program,
 )
 from baoc.planning.allocators.base import Ints, make_problem
+from baoc.planning.allocators.moves import reduce_effort
 from baoc.planning.allocators.recipe import RecipeAllocator, pick, recipe_bytes, recipes_within
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
 from baoc.planning.risk import RISKS
 from baoc.types import Limits, Risk, Role
-from tests.support.decision import brute_force, candidates, extremes, random_candidates, transformer
+from tests.support.decision import brute_force, candidates, extremes, placed, random_candidates, transformer
 
 BLOCKS = partition(transformer())
 EVERYTHING = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
@@ -158,6 +159,26 @@ def test_exact_takes_the_better_of_an_unproven_answer_and_the_lagrangian_s(monke
     assert allocation.risk < 1.1 * proven.risk
     assert (allocation.choices, allocation.gap) == (lagrangian.choices, pytest.approx(lagrangian.gap))
     assert allocation.gap is not None and (1 - allocation.gap) * allocation.risk <= proven.risk * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("answer", [None, "worse", program.Undecided("time limit reached")])
+def test_effort_is_what_moves_leave_where_the_solver_has_nothing_better(monkeypatch: pytest.MonkeyPatch, answer: Any):
+    options = placed(3)
+    problem = make_problem(
+        options, limits=Limits(state_bytes=sum(c[0].cost.state_bytes for c in options.values()) // 2)
+    )
+    free = np.where(problem.risk == 0, -problem.effort, np.inf).argmin(axis=1)  # no risk, all beside the device
+    answers = iter([(free, 0.0), (free, 0.0) if answer == "worse" else answer])
+
+    def minimise(*_: Any, **__: Any) -> Any:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(exact, "minimise", minimise)
+    found, bound = exact.prove(problem)
+    assert found.tolist() == reduce_effort(problem, free).tolist() != free.tolist() and bound == 0
 
 
 def test_lagrangian_certifies_a_thousand_blocks_under_two_limits():
