@@ -29,7 +29,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, without their slow ones
@@ -125,8 +124,6 @@ def try_all(name: str, *, only: str, children: int, seconds: float) -> int:
     shutil.copy("pyproject.toml", "mutants")
     os.environ["MUTANT_UNDER_TEST"] = ""
     os.chdir("mutants")
-    settings.register_profile("told", phases=[Phase.explicit, Phase.generate])  # what fails is not made smaller
-    settings.load_profile("told")
     trial = Trial(paths, children=children, until=time.monotonic() + seconds)
     tests = [f"tests/{test}" for test in CAMPAIGNS[name][1].split()]
     pytest.main(["-q", "--rootdir=.", "-p", "no:cacheprovider", "-m", "not slow", *tests], plugins=[trial])
@@ -158,6 +155,14 @@ class Trial:
         self._tells: dict[str, list[int]] = defaultdict(list)  # function: tests that told its mutants, the last first
         self._running: dict[int, tuple[str, int]] = {}
         self._failed: list[pytest.TestReport] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:
+        """The tests' own profiles follow this one: an example that fails is not made smaller."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("told", phases=[Phase.explicit, Phase.generate])
+        settings.load_profile("told")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = session.items
