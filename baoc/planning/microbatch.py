@@ -401,11 +401,17 @@ def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
 
 
 def none_fits(
-    options: Sequence[Option], *, budget: Budget, axes: Axes, specs: Collection[str] = ()
+    options: Sequence[Option],
+    *,
+    budget: Budget,
+    axes: Axes,
+    specs: Collection[str] = (),
+    least_bytes: int | None = None,
 ) -> InfeasibleBudgetError:
     """The refusal where no option fits; it names the least budget, and what is pinned that could lower it.
 
-    Of an option that was to fit and ran out of memory nobody knows what it takes: the least is that of the others.
+    Of an option that was to fit and ran out of memory nobody knows what it takes: the least is that of the others, or
+    `least_bytes` where so many were found to be enough.
     """
     slow = [option for option in options if not math.isnan(option.fastest_s)]
     if slow:
@@ -427,11 +433,13 @@ def none_fits(
     takes = f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name})"
     ran_out = f"all ran out of memory when they were tried, the one that was to take least with {takes}"
     told = ran_out if least.peak_bytes <= memory else f"the least that one takes is {takes}"
+    if least_bytes is not None:
+        told = f"the least that was found to do is {format_bytes(least_bytes)}, {least_bytes} bytes"
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
         f"{format_bytes(memory)} ({memory} bytes), and {told}. What would lower it: {'; '.join(advice)}",
         budget_bytes=memory,
-        least_feasible_bytes=max(least.peak_bytes, memory + 1),
+        least_feasible_bytes=least_bytes or max(least.peak_bytes, memory + 1),
         advice=tuple(advice),
     )
 

@@ -287,7 +287,18 @@ def _training_peak(
     if not warm:
         line.reserve(meter.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
-        return first, (), ()  # gradients were neither freed nor replaced: the caller's loop drops them before forward
+        # Gradients were neither freed nor replaced: the caller's loop drops them before forward. On a card a step is
+        # laid where the one before it left room, which may take more than the first one did.
+        if meter.device.type == "cuda":
+            _drop_gradients(params)
+            meter.forget()
+            meter.reset_peak()
+            for _ in range(2):
+                _drop_gradients(params)
+                _one_micro_batch(run, params, drop=None)
+                dropped.finish()
+            first = max(first, meter.peak_bytes)
+        return first, (), ()
     intervals = line.merged("training") if thinned else tuple(line.intervals)
     second = max(interval.num_bytes for interval in line.intervals) + line.slack_bytes
     if own_backward or not named or dropped.gradients_bytes:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -579,8 +580,10 @@ class RaceRun:
             if run.stage in last and run.rate == outcome.rates.get(run.entrant)
         ]
         runs = [run for run in runs if (run / "result.json").is_file()]
-        build_report(runs, out=self.folder, show=False, race=content)
-        say(f"compare its runs in {self.folder / 'frontier.html'}; one row a run in {self.folder / records.RUNS_FILE}")
+        page = find_spec("plotly") is not None  # the run that comes after the race is not to end for want of a page
+        build_report(runs, out=self.folder, show=False, page=page, race=content)
+        where = f"compare its runs in {self.folder / 'frontier.html'}" if page else "frontier.html needs plotly"
+        say(f"{where}; one row a run in {self.folder / records.RUNS_FILE}")
 
 
 def made_of(settings: Mapping[str, Any]) -> dict[str, Any]:

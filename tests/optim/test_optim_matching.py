@@ -8,6 +8,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.optim import matching
 from baoc.optim.backends import eager
 from baoc.optim.rules import RULES
+from baoc.profiling.tracker import MemoryTracker
 from tests.support.matched import LR, copies, moved_rms
 from tests.support.optimizing import MATRICES, Gradients, build, info, make_params, one_block, run_steps, shapes_for
 
@@ -45,6 +46,22 @@ def test_later_updates_use_the_rms_of_the_step_before(spec: str) -> None:
         own.append(moved_rms(free, before[1]))
         factor = matching.DEFAULT_TARGET / (own[-2] if len(own) > 1 else own[-1])
         assert moved_rms(matched, before[0]) == pytest.approx(own[-1] * factor, rel=2e-3)
+
+
+@pytest.mark.parametrize("spec", MATCHED)
+def test_a_block_steps_with_the_temporaries_of_one_of_its_tensors(spec: str) -> None:
+    """As plans count them: the update of one tensor is gone before that of the next one is made."""
+    held: list[int] = []
+    for count in (1, 3):
+        params = make_params({f"layers.0.mlp.{n}.weight": (64, 64) for n in range(count)})
+        optimizer = one_block_optimizer(params, spec)
+        Gradients(params).give(params)
+        with MemoryTracker().prime(*params.values(), *(param.grad for param in params.values())) as tracker:
+            for _ in range(2):
+                tracker.reset_peak()
+                optimizer.step()
+            held.append(tracker.peak_bytes - tracker.current_bytes)
+    assert held[1] <= held[0] + 64 * count  # what is measured of each
 
 
 def test_fp32_and_8_bit_adamw_have_no_factor() -> None:

@@ -265,11 +265,15 @@ def stub_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_before_a_run_the_choice_and_its_rate_are_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_before_a_run_the_choice_and_its_rate_are_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(race_module, "find_spec", lambda _: None)  # a page that cannot be drawn ends no run
     words = ["model=vit", "budget=state_25", "race=1000", *ONE_STAGE, f"race.library={tmp_path / 'library'}"]
     leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
     settled = race_before(from_hydra(compose(words)), words=words, folder=tmp_path / "race", command="c", code=STUB)
     assert settled.recipe is not None and settled.recipe.name == "foam8_lean"  # the fewest bytes within the margin
+    assert "frontier.html needs plotly" in capsys.readouterr().out and not list(tmp_path.rglob("frontier.html"))
     assert settled.allocator.name == "recipe" and settled.optim.lr == pytest.approx(3e-3)
     assert settled.recipe.source.startswith("race: foam8_lean: 8.8% of AdamW's state; ")  # which its plan tells
     later = settle_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))

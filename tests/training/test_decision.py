@@ -144,6 +144,25 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
         run(tmp_path / "day" / "large", budget=parse_budget("3mb"), micro_batch=32, objective="throughput")
 
 
+def test_a_refusal_names_a_budget_within_which_an_option_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for torch's CUDA allocator, which reserves more where it may have more."""
+    caps: list[float] = []
+    given = lambda *_, budget, **__: caps.append(budget.memory_bytes)  # noqa: E731
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", given)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.bytes_may_differ", lambda *_: True)
+    within = lambda *given, **named: (more if caps[-1] > 2**20 else lambda t: t)(run_trial(*given, **named))  # noqa: E731
+    monkeypatch.setattr(Trials, "run", within)
+    with pytest.raises(InfeasibleBudgetError, match=r"of 1[4-9] options.*allows 1.00 MiB.* was found to do") as caught:
+        run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
+    first, *tried = caps
+    least = caught.value.least_feasible_bytes
+    assert first == 2**20 < tried[0] < tried[-1] == least, "what was named by one step was too little for the next one"
+    assert {int(row["peak_bytes"]) for row in rows(tmp_path / "day" / "none")} >= {int(tried[0])}, "rows are its own"
+    result = run(tmp_path / "day" / "least", budget=parse_budget(f"{least}b"))
+    assert result.num_steps == 4
+    assert json.loads((tmp_path / "day" / "least" / "deciding.json").read_text())["kept"] is True
+
+
 def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str, Any]], bool], context: bool) -> None:
     """A stand-in for CUDA's cap, within which only what `has_room` runs; or that the context alone takes the budget."""
     inside = [True]

@@ -80,6 +80,7 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
             found = advance(slot, inputs, finite=finite, store=False)
             norm, count = update_norm(_update_of(found), divisor=found.divisor, finite=finite, on_cpu=slot.on_cpu)
             measure.add(norm, factor=1.0, count=count)
+            del found  # plans count the temporaries of one tensor
         match[1] = measure.rms()[0]
         block.fresh = False
     measure = Measure()
@@ -92,6 +93,7 @@ def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
         measure.add(norm, factor=scale, count=count)
         matched = Direction(numerator=update, divisor=direction.divisor)
         apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
+        del direction, update, matched
     match[1], block.applied = measure.rms()
 
 

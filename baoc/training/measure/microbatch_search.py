@@ -5,13 +5,15 @@ budget, the best one by `objective` is tried itself, and the table of all of the
 """
 
 import gc
+import io
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -54,7 +56,14 @@ from baoc.training.measure.measurements import Measurements, Way
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.resume import decision_of, with_decision, write_decision
-from baoc.training.session import Session, SessionSettings, held_at_most, make_profiler, refuse_sharded
+from baoc.training.session import (
+    Session,
+    SessionSettings,
+    held_at_most,
+    least_planned,
+    make_profiler,
+    refuse_sharded,
+)
 from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 
@@ -107,12 +116,20 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
 
 
 def decide(
-    config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings, run_dir: Path
+    config: RunConfig,
+    *,
+    task: Task,
+    data: DataModule,
+    device: str,
+    settings: SessionSettings,
+    run_dir: Path,
+    confirm: bool = True,
 ) -> Decided:
     """Micro-batch, recomputed layers and release chosen; the network is left with its layers set that way.
 
-    Raises InfeasibleBudgetError where no option fits, with the least budget that one would need. Random numbers and
-    the network's weights are as before.
+    Raises InfeasibleBudgetError where no option fits, with the least budget that one would need: on a GPU, unless
+    `confirm` is False, one within which an option was found to fit. Random numbers and the network's weights are as
+    before.
     """
     phases = PhaseTimer()
     with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
@@ -148,7 +165,15 @@ def decide(
         own = f"; {own_s:.1f} s of it compiled what training runs" if own_s else ""
         console.say(f"the decision took {phases.summary()}{own}{how}")
         if made is None:
-            raise none_fits(options, budget=decision.budget, axes=decision.axes, specs=decision.planner.specs)
+            told_by = {"budget": decision.budget, "axes": decision.axes, "specs": decision.planner.specs}
+            refusal = none_fits(options, **told_by)
+            if not (confirm and bytes_may_differ(decision.where, refusal)):
+                raise refusal
+            del decision
+            visit.close()  # the device is as it was before
+            given: dict[str, Any] = {"task": task, "data": data, "device": device, "settings": settings}
+            least = least_planned(refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given))
+            raise refusal if least is None else none_fits(options, least_bytes=least, **told_by)
         take_option(made.chosen, task=task, data=data, name=config.model.name)
     chosen = made.chosen
     write_decision(decision_of(chosen), run_dir=run_dir)
@@ -165,6 +190,22 @@ def decide(
         option=chosen,
         footprint=made.footprint,
     )
+
+
+def bytes_may_differ(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
+    """Whether a run with the budget that a refusal names may need other bytes, as torch's allocator reserves more where
+    it may have more."""
+    other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
+    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is ALONE
+
+
+def _needed_within(config: RunConfig, num_bytes: int, **given: Any) -> int:
+    """`num_bytes`, if an option fits within so many; raises InfeasibleBudgetError. What is decided is kept, and found
+    again by a run with this budget."""
+    budget = replace(config.budget, name=f"{num_bytes}b", memory_bytes=num_bytes)
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        decide(replace(config, budget=budget), run_dir=Path(folder), confirm=False, **given)
+    return num_bytes
 
 
 def device_of(device: str) -> torch.device:
