@@ -9,9 +9,9 @@ A step with either is:
    that pass through a host buffer together (overlap). A second gradient before `step` is refused.
 3. The step of a complete unit. A backend of its own steps it at once, with masks from the finite check and without the
    backward's autocast. Options are read once, at the first gradient. On a GPU, from the second step on, blocks are
-   stepped in groups that hold at most `planning.cost.grouped_bytes` more (`together`).
-4. `increment_version` tells autograd that weights changed, because kernels write where it does not see it.
-5. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
+   stepped in groups that hold at most `grouped_bytes` more (`planning.cost.together`), because the host, which has to
+   stay ahead of the device, takes as long for a group as for a block.
+4. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
    keeps the norm. Overlap checks that gradients it used are unchanged; `step` then steps the other pieces.
 
 Release excludes what needs all gradients before the first update: accumulation, skipping a step, GradScaler, averaging
@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,7 @@ from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refuse_ranks
-from baoc.planning.cost import grouped_bytes
+from baoc.planning.cost import grouped_bytes, together
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
@@ -156,7 +157,6 @@ class BackwardStepper:
     `_reset` clears what it holds of a step. Hooks and copies hold it by weak references only.
     """
 
-    policy = ""
     late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
     stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
 
@@ -259,7 +259,6 @@ class DropGradients(BackwardStepper):
     whether the newest step had a gradient.
     """
 
-    policy = "drop_gradients"
     late_text = "with gradient release it acts from the next backward on"
     stepped_text = "with gradient release some blocks are a step ahead of what the optimizer counts. Call step() first"
 
@@ -425,16 +424,14 @@ class DropGradients(BackwardStepper):
         backward.
         """
         self._mid_step, group = True, awaited.group
-        if self._waiting and self._waiting[0].group is not group:
-            self._step_waiting()
-        self._waiting.append(awaited)
         group.num_whole += 1
+        if self._waiting and self._waiting[0].group is not group:
+            overtaken, self._waiting = self._waiting, []
+            self.step_with(overtaken)
+        self._waiting.append(awaited)
         if group.num_whole == len(group.blocks):
-            self._step_waiting()
-
-    def _step_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self.step_with(waiting)
+            whole, self._waiting = self._waiting, []
+            self.step_with(whole)
 
     @torch.no_grad()  # a backward with create_graph=True enables gradients
     def step_with(self, blocks: list[_Awaited]) -> None:
@@ -455,7 +452,7 @@ class DropGradients(BackwardStepper):
                 awaited.stepped = self._mid_step = True
             slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
             if clips:
-                self._clip_all(lives)
+                self._clip(lives)
             if self.observer is not None:
                 self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
             if any([live.unseeded for live in lives]):
@@ -527,36 +524,21 @@ class DropGradients(BackwardStepper):
 
     # -- clipping
 
-    def _clip_all(self, lives: list[LiveBlock]) -> None:
-        """Together where the previous step's norm is known and launches count, else block by block."""
+    def _clip(self, lives: list[LiveBlock]) -> None:
+        """Clips the gradients of some blocks: by the previous step's norm in few launches, in the first step each block
+        by its share."""
         by_block = [[slot.param for slot in live.slots if slot.param.grad is not None] for live in lives]
-        if self.settings.clip_norm is not None and self.norm is not None and self._on_cuda:
-            self._clip_together([param for params in by_block for param in params])
-        for params in by_block:
-            self._clip(params)
-
-    def _clip(self, params: list[Tensor]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        if self.settings.clip_norm is not None and grads and params[0] not in self._norms:
-            for param, grad in zip(params, grads, strict=True):
-                wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-                self._norms[param] = torch.linalg.vector_norm(grad, dtype=wide)
-            factor = self.norm_factor(self.settings.clip_norm, params=params)
-            for grad in grads:
-                grad.mul_(factor.to(grad.device))
-        if self.settings.clip_value is not None:
-            for grad in grads:
-                grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
-
-    def _clip_together(self, params: list[Tensor]) -> None:
-        """Clips by norm as `_clip` does, in few launches; needs the previous step's norm."""
-        assert self.settings.clip_norm is not None
-        grads = [param.grad for param in params if param.grad is not None]
-        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-        norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
-        self._norms |= zip(params, norms, strict=True)
-        factor = self.norm_factor(self.settings.clip_norm, params=params)
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+        for params in filter(None, by_block if self.norm is None else [list(chain.from_iterable(by_block))]):
+            grads = [param.grad for param in params if param.grad is not None]
+            if self.settings.clip_norm is not None:
+                wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+                norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+                self._norms |= zip(params, norms, strict=True)
+                factor = self.norm_factor(self.settings.clip_norm, params=params)
+                torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+            if self.settings.clip_value is not None:
+                for grad in grads:
+                    grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
 
     def norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
         """The factor, at most 1, for the gradients of a block. It stays on the device, so nothing waits."""
@@ -640,7 +622,8 @@ def stream_now(device: torch.device) -> StreamId:
     return torch._C._cuda_getCurrentStream(device.index)
 
 
-def in_order(streams: Set[StreamId]) -> AbstractContextManager[None]:
+@contextmanager
+def in_order(streams: Set[StreamId]) -> Iterator[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
     `streams` wait for it.
 
@@ -648,11 +631,9 @@ def in_order(streams: Set[StreamId]) -> AbstractContextManager[None]:
     of a dropped gradient goes back to its own stream, which may use it again only after the step.
     """
     now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
-    return nullcontext() if now is None or streams == {now} else _after(streams, now=now)
-
-
-@contextmanager
-def _after(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
+    if now is None or streams == {now}:
+        yield
+        return
     here, *apart = (
         torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
         for number, index, kind in (now, *(one for one in streams if one != now))
@@ -662,40 +643,6 @@ def _after(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
     yield
     for stream in apart:
         stream.wait_stream(here)
-
-
-def together(
-    order: Sequence[tuple[str, int]],
-    *,
-    left: Mapping[str, int],
-    limit: int,
-    joins: Callable[[str, str], bool],
-) -> list[tuple[str, ...]]:
-    """Groups of blocks that are stepped together.
-
-    Gradients come in `order` (block, bytes); a block has `left` of them. `joins` says whether two blocks can be in one
-    group. A group is consecutive blocks of at most `limit` bytes. At each point, the gradients held are at most the
-    larger of `limit` and the peak up to there of stepping each block alone. The peak up to there, and not of all,
-    because activations go as backward goes on: gradients at its end cost less than the same bytes at its beginning.
-    """
-    groups: list[tuple[str, ...]] = []
-    waiting: list[str] = []
-    missing, sizes = dict(left), dict.fromkeys(left, 0)
-    held = waits = alone = 0
-    most = limit
-    for name, num_bytes in order:
-        alone += num_bytes
-        most = max(most, alone)
-        if waiting and held + num_bytes > most:
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
-        if missing[name]:
-            continue
-        alone -= sizes[name]
-        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        waiting, waits = [*waiting, name], waits + sizes[name]
-    return [*groups, tuple(waiting)] if waiting else groups
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -708,7 +655,6 @@ class KeepGradients(BackwardStepper):
     holds only hooks.
     """
 
-    policy = "keep"
     late_text = "blocks that were stepped in backward take it in the next step"
     stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_NO_CHANGE}"
 

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, on_device
@@ -72,6 +72,40 @@ def grouped_bytes(gradients_bytes: int) -> int:
     took longer for a step than the device did.
     """
     return min(GROUPED_BYTES, gradients_bytes // GROUPS)
+
+
+def together(
+    order: Sequence[tuple[str, int]],
+    *,
+    left: Mapping[str, int],
+    limit: int,
+    joins: Callable[[str, str], bool],
+) -> list[tuple[str, ...]]:
+    """Groups of blocks that are stepped together.
+
+    Gradients come in `order` (block, bytes); a block has `left` of them. `joins` says whether two blocks can be in one
+    group. A group is consecutive blocks of at most `limit` bytes. At each point, the gradients held are at most the
+    larger of `limit` and the peak up to there of stepping each block alone. The peak up to there, and not of all,
+    because activations go as backward goes on: gradients at its end cost less than the same bytes at its beginning.
+    """
+    groups: list[tuple[str, ...]] = []
+    waiting: list[str] = []
+    missing, sizes = dict(left), dict.fromkeys(left, 0)
+    held = waits = alone = 0
+    most = limit
+    for name, num_bytes in order:
+        alone += num_bytes
+        most = max(most, alone)
+        if waiting and held + num_bytes > most:
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
+        if missing[name]:
+            continue
+        alone -= sizes[name]
+        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
+            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
+        waiting, waits = [*waiting, name], waits + sizes[name]
+    return [*groups, tuple(waiting)] if waiting else groups
 
 
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:

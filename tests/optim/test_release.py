@@ -10,7 +10,8 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim import backward as stepping
-from baoc.optim.backward import in_order, together
+from baoc.optim.backward import in_order
+from baoc.planning.cost import together
 from baoc.profiling.tracker import MemoryTracker
 from tests.support.optimizing import MATRICES, info, one_block, shapes_for
 from tests.support.releasing import Pair, assert_equal, backward

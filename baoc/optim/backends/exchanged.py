@@ -6,7 +6,7 @@ rank. Norms and the sums of matching are added up by a message each, before weig
 `kernels.triton.muon`. Matrices of which a rank has no rows are gathered whole by all ranks, and stepped eagerly.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from baoc.kernels import Shape, available, fits
 from baoc.kernels.triton import muon_plan
 from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.shards import Shard, local, shard_of
-from baoc.optim.state import Bucket, LiveBlock, State
+from baoc.optim.state import LiveBlock
 
 _PER_ELEMENT = 48  # bytes at most that an eager step takes for each element of a matrix
 
@@ -43,9 +43,7 @@ class ExchangedBackend(FusedBackend):
     """Nothing is captured, as ranks send messages between the kernels."""
 
     name = "exchanged"
-
-    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
-        super().__init__(buckets, state=state, graphs=False)
+    graphs = False
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:

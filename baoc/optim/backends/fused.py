@@ -75,15 +75,14 @@ class FusedBackend(Backend):
     """Blocks on NVIDIA GPUs (and on the CPU if Triton interprets), one engine per device.
 
     Non-finite elements are left out by the kernels and counted on the device; `new_bad` reads the counts as they
-    arrive. `graphs`: capture what a step launches and replay it.
+    arrive.
     """
 
     name = "fused"
     excludes_nonfinite = True
 
-    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State], graphs: bool = True):
+    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
         super().__init__(buckets, state=state)
-        self.graphs = graphs
         self._sums = _SumsOverRanks(self.buckets)
         self._units: list[_Unit] | None = None
 

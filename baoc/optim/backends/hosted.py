@@ -9,7 +9,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from baoc.optim.backends.base import Backend, StepInputs
-from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.offload.streaming import Piece, StagingPipeline
 from baoc.optim.state import State, to_buckets
 
@@ -36,8 +35,9 @@ class HostedBackend(Backend):
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
         self._pipeline = pipeline
-        extra = {"graphs": False} if build is FusedBackend else {}  # a graph for each piece would cost memory
-        self.inner = [build(to_buckets(piece.blocks), state=piece.staged, **extra) for piece in pieces]
+        self.inner = [build(to_buckets(piece.blocks), state=piece.staged) for piece in pieces]
+        for backend in self.inner:
+            backend.graphs = False  # a graph for each piece would cost memory
         self._shared: set[int] = set()
 
     def __call__(self, inputs: StepInputs) -> None:
