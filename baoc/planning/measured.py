@@ -102,24 +102,20 @@ def is_worse_than_adamw(choice: Choice, *, family: Family) -> bool:
     return adamw is not None and choice.change.mean > adamw.change.mean
 
 
-def formats(planner: BudgetedBlocks) -> list[str]:
-    """Formats of the weights that are offered, native first: others only where a recipe fits by them alone."""
-    held = {spec.weights for spec in select(planner.settings.specs).values()}
-    return sorted(held, key=list(WEIGHTS).index)
-
-
 def whole(
     planner: BudgetedBlocks, *, family: Family, weights: Sequence[str] = (), hosted: bool = False
 ) -> Iterator[Choice]:
     """Measured recipes that fit, the best first; with the first of `weights` that lets one fit, by default of those
-    that are offered. `hosted`: with their states on the host."""
+    that are offered, native first. `hosted`: with their states on the host."""
     if hosted and not planner.places:
         return
+    offered = {spec.weights for spec in select(planner.settings.specs).values()}
+    weights = weights or sorted(offered, key=list(WEIGHTS).index)
     for one in ranked(planner, family=family):
         rate = rate_here(planner, one.rate, family=family)
         recipe = at_rate(one.recipe, rate)
         recipe = streamed(recipe) if hosted else recipe
-        made = fitting(planner, recipe, weights=weights or formats(planner))
+        made = fitting(planner, recipe, weights=weights)
         if made is not None:
             recipe, plan = made
             yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
@@ -297,7 +293,7 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
         parts = [f"{other} {family.recipe(other).value:.4g}: {difference}" for other, difference in one.against.items()]
         told += f" against {', '.join(parts)}" if parts else ""
     where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
-    far = f"; not measured at {_count(num_params)}" if num_params > FAR * family.num_params else ""
+    far = f"; not measured at {num_params:,} parameters" if num_params > FAR * family.num_params else ""
     narrow = "" if recipe.weights == "native" else f"; weights {_format_told(recipe.weights, family=family)}"
     rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
     if choice.rate > 1:
@@ -341,11 +337,3 @@ def _format_told(name: str, *, family: Family) -> str:
         return f"{told}, which were not measured for {family.name}"
     changed = f"{known.mean:+.2g} +- {known.half:.2g}"
     return f"{told}, which under 8-bit Muon changed {changed} against fp32 ones, n {known.n}"
-
-
-def _count(number: int) -> str:
-    """`7.6M`, `6.7B`."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)

@@ -76,7 +76,8 @@ def proposals(
     own = replace(planner.settings, recipe=None)
     plain = planner if planner.settings.recipe is None else planner.with_settings(replace(own, allocator="exact"))
     plan = plain.propose()
-    mixed = Proposal(name="plan", plan=plan, tuning=tuning_of(plan), uniform=len(_hidden_specs(plan)) <= 1)
+    hidden = {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in _OUTER}
+    mixed = Proposal(name="plan", plan=plan, tuning=tuning_of(plan), uniform=len(hidden) <= 1)
     family = planner.family or families()["language"]  # it stands for kinds that have no nearest
     if recipes is None:
         made = _known(planner, family=family)
@@ -165,11 +166,6 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
     for one in given:
         with suppress(InfeasibleBudgetError, BadInputError):
             yield one, planner.with_settings(replace(own, allocator="recipe", recipe=one)).propose()
-
-
-def _hidden_specs(plan: Plan) -> set[str]:
-    """The specs of hidden matrices."""
-    return {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in _OUTER}
 
 
 def permuted(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:

@@ -39,12 +39,9 @@ class Measured:
     equal_seconds: bool = False
     one_rate: bool = False  # for all entrants
 
-    def epochs(self, field: Field) -> float:
-        """How often a run of these steps sees its data; 0 for a stream."""
-        return epochs(self.steps, field)
-
 
 def epochs(steps: int, field: Field) -> float:
+    """How often a run of these steps sees its data; 0 for a stream."""
     return steps * field.batch_size / field.num_train if field.num_train else 0.0
 
 

@@ -205,7 +205,7 @@ class RaceRun:
             level=race.level,
         )
         where = f"{self.config.model.name} {measured.size} ({measured.num_params:,} parameters)"
-        seen = f", {measured.epochs(self.field):.1f} epochs" if self.field.num_train else ""
+        seen = f", {epochs(measured.steps, self.field):.1f} epochs" if self.field.num_train else ""
         say(
             f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
             f"{measured.steps:,} steps{seen}, {len(rates)} rates, {race.seeds} + {race.confirm_seeds} seeds"
@@ -377,7 +377,7 @@ class RaceRun:
 
     def _repeats_more(self, measured: Measured) -> str:
         """How much more often the run sees its data than the race would; empty where it does not, or by little."""
-        run, raced = epochs(self.field.steps, self.field), measured.epochs(self.field)
+        run, raced = epochs(self.field.steps, self.field), epochs(measured.steps, self.field)
         if run <= 1 or run <= raced * EPOCHS_APART:
             return ""
         return f"sees its data {raced:.1f} times and the run {run:.1f} times"
