@@ -176,8 +176,19 @@ def recipe_planner(planner: BudgetedBlocks, recipe: Recipe) -> BudgetedBlocks | 
         sub = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
     except BadInputError:
         return None
+    return with_offered_rows(sub, planner=planner)
+
+
+def with_offered_rows(sub: BudgetedBlocks, *, planner: BudgetedBlocks) -> BudgetedBlocks | None:
+    """The planner of a recipe without the rows that `planner` is not offered, of whose steps the footprint may not
+    know; None where a block runs one. A recipe brings fallbacks that no block here runs."""
     runs = {pick.spec for pick in sub.allocator.picks.values()}  # pyright: ignore[reportAttributeAccessIssue]
-    return sub if runs <= set(planner.specs) else None
+    if not runs <= set(planner.specs):
+        return None
+    sub.specs, sub.offered = (
+        {name: spec for name, spec in of.items() if name in planner.specs} for of in (sub.specs, sub.offered)
+    )
+    return sub
 
 
 def recipe_plan(planner: BudgetedBlocks, recipe: Recipe) -> Plan | None:

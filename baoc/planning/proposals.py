@@ -14,7 +14,7 @@ from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
 from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ADAMW, best_rate, ranked, streamed
+from baoc.planning.measured import ADAMW, best_rate, ranked, streamed, with_offered_rows
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -154,7 +154,7 @@ def _what_runs(proposal: Proposal) -> object:
 
 
 def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]:
-    """The recipe as it is, with its states on the host, and with other weights, wherever that fits."""
+    """The recipe as it is, with its states on the host, and with other weights, wherever that fits and is offered."""
     own = replace(planner.settings, recipe=None)
     others = sorted({spec.weights for spec in planner.specs.values()} - {recipe.weights}, key=list(WEIGHTS).index)
     given = [recipe]
@@ -165,7 +165,9 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
         given += [*split, *hosted, *rounded]
     for one in given:
         with suppress(InfeasibleBudgetError, BadInputError):
-            yield one, planner.with_settings(replace(own, allocator="recipe", recipe=one)).propose()
+            made = planner.with_settings(replace(own, allocator="recipe", recipe=one))
+            if with_offered_rows(made, planner=planner) is not None:
+                yield one, made.propose()
 
 
 def permuted(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:

@@ -87,7 +87,9 @@ def leave_entrants(
     found = [one for one in found if asked is None or one.recipe is not None]
     missing = [recipe.name for recipe in asked or () if recipe.name not in {one.name for one in found}]
     if missing:
-        console.say(f"not raced, as the budget does not hold it: {', '.join(missing)}")
+        console.say(
+            f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(missing)}"
+        )
     if not any(one.uniform for one in found):
         raise _nothing_fits(planner, asked=asked or list(RECIPES.values()))
     steps = config.trainer.max_steps

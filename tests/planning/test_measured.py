@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import select
 from baoc.core.measured import Additivity, Change, Family, MeasuredRecipe, added, faded, families, family_of, nearest
 from baoc.core.recipes import RECIPES, tuning_of
 from baoc.errors import BadInputError
 from baoc.planning.measured import MIXED, PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.proposals import proposals
 from baoc.types import Budget, ParamInfo, Role
+from tests.support.planners import planner as made_up
 from tests.support.transformers import WIDTH, llama, within
 
 
@@ -147,6 +151,17 @@ def test_a_table_of_classes_makes_no_convolutional_net_one_for_language():
 def test_specs_that_are_not_offered_are_not_chosen():
     plan = planner(0.5, specs=("adamw*",)).propose()
     assert plan.basis is not None and plan.basis.recipe == "adamw8"
+
+
+@pytest.mark.parametrize("budget", ["1gb", "state_25", "6500000b"])
+@pytest.mark.parametrize("offered", [("*_int8",), ("muon_int8", "adamw_int8"), ("sign",), ("adamw*", "lion*")])
+def test_a_footprint_that_knows_the_rows_on_offer_alone_is_enough(offered: tuple[str, ...], budget: str):
+    rows = select(offered)
+    footprint = replace(made_up().footprint, step_temporary_bytes=dict.fromkeys(rows, 0))  # pyright: ignore
+    settings = PlannerSettings(specs=offered, risk="measured", family="auto")
+    of = Planner(llama(), budget=parse_budget(budget), settings=settings, footprint=footprint)
+    for one in proposals(of):
+        assert set(one.choices.values()) <= set(rows)
 
 
 def test_baselines_and_recipes_stay_what_they_are():

@@ -52,7 +52,10 @@ def test_entrants_are_read_as_they_were_left(tmp_path: Path):
 def test_only_the_recipes_that_were_named_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     left(tmp_path, words=("race.recipes=[foam8_lean,adamw]",))
     assert [one.name for one in read_field(tmp_path / FILE).racers] == ["foam8_lean"]
-    assert "not raced, as the budget does not hold it: adamw" in capsys.readouterr().out
+    assert (
+        "not raced, as the budget does not hold it or catalogue.specs lacks what it runs: adamw"
+        in capsys.readouterr().out
+    )
     with pytest.raises(BadInputError, match=r"there is no such recipe; did you mean muon8_lean or (?!muon8_lean )"):
         left(tmp_path, words=("race.recipes=[muon8_laen]",))
 
