@@ -166,6 +166,8 @@ class Trial:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = session.items
+        if session.testsfailed:
+            return True
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
             os._exit(self._measure(items, write))
