@@ -105,10 +105,10 @@ def campaign(name: str, *, only: str, folder: Path, children: int, seconds: floa
 
 def try_all(name: str, *, only: str, children: int, seconds: float) -> int:
     """Writes the mutants of a campaign into a folder of the working directory, tries them, and leaves tried.csv."""
-    from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths
-    from mutmut.mutation.data import SourceFileMutationData
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
-    from mutmut.utils.file_utils import walk_mutatable_files
+    from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths  # pyright: ignore[reportMissingImports]
+    from mutmut.mutation.data import SourceFileMutationData  # pyright: ignore[reportMissingImports]
+    from mutmut.mutation.diff_apply import get_diff_for_mutant  # pyright: ignore[reportMissingImports]
+    from mutmut.utils.file_utils import walk_mutatable_files  # pyright: ignore[reportMissingImports]
 
     os.environ["MUTANT_UNDER_TEST"] = "mutant_generation"
     Path("mutants").mkdir()
@@ -217,7 +217,7 @@ class Trial:
         return self._failed
 
     def _measure(self, items: list[pytest.Item], write: int) -> int:
-        from mutmut.state import state
+        from mutmut.state import state  # pyright: ignore[reportMissingImports]
 
         os.environ["MUTANT_UNDER_TEST"], here = "stats", set(sys.modules)
         for index, item in enumerate(items):
