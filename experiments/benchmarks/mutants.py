@@ -166,25 +166,10 @@ class Trial:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = session.items
-        if session.testsfailed:
+        measured = None if session.testsfailed else self._measured(items)
+        if measured is None:
             return True
-        read, write = os.pipe()
-        if (pid := os.fork()) == 0:
-            os._exit(self._measure(items, write))
-        os.close(write)
-        with os.fdopen(read) as lines:
-            *found, modules = (line.split() for line in lines)
-        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            return True
-        for module in modules:  # what tests import is imported once
-            with suppress(ImportError):
-                importlib.import_module(module)
-        gc.freeze()
-        seconds = {int(index): float(cost) for index, cost, *_ in found}
-        calls: dict[str, list[int]] = defaultdict(list)
-        for index, _, *functions in found:
-            for function in functions:
-                calls[function].append(int(index))
+        seconds, calls = measured
         told = os.open("../told.csv", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # rows as they come
         for mutant in sorted(self._mutants, key=lambda m: sum(seconds[i] for i in calls[m.partition("__mutmut_")[0]])):
             function = mutant.partition("__mutmut_")[0]
@@ -216,6 +201,26 @@ class Trial:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         return self._failed
 
+    def _measured(self, items: list[pytest.Item]) -> tuple[dict[int, float], dict[str, list[int]]] | None:
+        """(Processor seconds of each test, the tests that call each function); None where one fails by itself."""
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os._exit(self._measure(items, write))
+        os.close(write)
+        with os.fdopen(read) as lines:
+            found = [line.split() for line in lines]
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            return None
+        for module in found.pop():  # what tests import is imported once
+            with suppress(ImportError):
+                importlib.import_module(module)
+        gc.freeze()
+        calls: dict[str, list[int]] = defaultdict(list)
+        for index, _, *functions in found:
+            for function in functions:
+                calls[function].append(int(index))
+        return {int(index): float(cost) for index, cost, *_ in found}, calls
+
     def _measure(self, items: list[pytest.Item], write: int) -> int:
         from mutmut.state import state  # pyright: ignore[reportMissingImports]
 
@@ -228,7 +233,7 @@ class Trial:
             cost = time.process_time() - before
             os.write(write, f"{index} {cost} {' '.join(state()._stats)}\n".encode())
             state()._stats.clear()
-        os.write(write, " ".join(name for name in sys.modules if name not in here).encode())
+        os.write(write, " ".join(["baoc", *(name for name in sys.modules if name not in here)]).encode())
         return 0
 
     def _tell(
