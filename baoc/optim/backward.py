@@ -23,6 +23,7 @@ import logging
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -672,7 +673,7 @@ class KeepGradients(BackwardStepper):
     def _reset(self) -> None:
         super()._reset()
         self._place: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
-        self._left: dict[tuple[int, int], int] = {}  # piece -> number of parameters without a gradient yet
+        self._left: Counter[tuple[HostedBackend, int]] = Counter()  # piece -> parameters without a gradient yet
         self.versions: dict[Tensor, int] = {}  # parameter stepped in backward -> its gradient's version
 
     @property
@@ -708,7 +709,7 @@ class KeepGradients(BackwardStepper):
                 for index, piece in enumerate(backend.pieces):
                     params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]
                     self._place |= dict.fromkeys(params, (backend, index))
-                    self._left[id(backend), index] = len(params)
+        self._left = Counter(self._place.values())
         self._hook(iter(self._place))
         if self._place:
             if self.finish not in owner.before_check:
@@ -719,13 +720,13 @@ class KeepGradients(BackwardStepper):
     def _gradient_is_final(self, param: Tensor) -> None:
         if not self._on or param not in self._place or capturing():
             return
-        backend, index = self._place[param]
+        piece = self._place[param]
         self._finals.append(param)
-        self._left[id(backend), index] -= 1
-        if self._left[id(backend), index] == 0:
+        self._left[piece] -= 1
+        if self._left[piece] == 0:
             with torch.no_grad():
-                self._step(backend, index)
-        elif self._left[id(backend), index] < 0:
+                self._step(*piece)
+        elif self._left[piece] < 0:
             raise BadInputError(
                 f"{self.owner.registry.names[param]} got a second gradient inside optimizer.last_backward(): it takes "
                 "one backward, the last before step(); run those before it outside"

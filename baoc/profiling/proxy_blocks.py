@@ -17,7 +17,6 @@ from baoc.optim.backends import stand_in
 from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
-LAUNCHED = 2  # warm-up steps
 SIDE = 16  # elements of a corner per dimension at most: those of a large network are a few MiB together
 FALLBACK = "adamw"  # where a spec cannot run on a corner
 
@@ -87,8 +86,7 @@ class ProxyBlocks:
         if self._releaser is None:
             for small, grad in self._grads.items():
                 small.grad = grad
-            for _ in range(LAUNCHED):
-                self.finish()
+            self.finish()
             return
         together, self._releaser.together_bytes = self._releaser.together_bytes, 0
         for param in reversed(list(self._small)):
