@@ -408,7 +408,10 @@ class RaceRun:
                 seen.append((measured, (step_s, start_s)))
                 for racers in self._smaller_fields():
                     runs = self._runs(len(racers), rates=len(rates))
-                    predicted = sum(n * (start_s + share * measured.steps * step_s) for share, n in runs) / race.workers
+                    predicted = sum(
+                        predicted_s([round(share * measured.steps)] * n, pace=(step_s, start_s), workers=race.workers)
+                        for share, n in runs
+                    )
                     least = min(least, predicted)
                     if self.plan_s + self._ran_s() + predicted <= cap_s:
                         self.pace = (step_s, start_s)
@@ -467,8 +470,8 @@ class RaceRun:
     def _predicted_s(self, runs: Sequence[Run]) -> float:
         """Seconds of a stage."""
         raced = [(run.steps, self._seconds(at)) for at, (run, _) in enumerate(self.asked) if not is_timed(run)]
-        seconds = predicted_s([run.steps for run in runs], pace=self.pace, ran=raced)
-        return seconds / min(self.config.race.workers, max(len(runs), 1))
+        steps, workers = [run.steps for run in runs], self.config.race.workers
+        return predicted_s(steps, pace=self.pace, ran=raced, workers=workers)
 
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
         """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
@@ -601,13 +604,17 @@ def is_timed(run: Run) -> bool:
     return str(run.stage).startswith(TIMED)
 
 
-def predicted_s(steps: Sequence[int], *, pace: tuple[float, float], ran: Sequence[tuple[int, float]]) -> float:
-    """Seconds of runs in turn: by `pace`, seconds of a step and of a start, times how much slower `ran`, steps
-    and seconds of others, were than that. Runs of equal steps alone do not tell starts and steps apart."""
+def predicted_s(
+    steps: Sequence[int], *, pace: tuple[float, float], ran: Sequence[tuple[int, float]] = (), workers: int = 1
+) -> float:
+    """Seconds of runs of about equal lengths, `workers` at once, wave by wave: by `pace`, seconds of a step and of a
+    start, times how much slower `ran`, steps and seconds of others, were than that. Runs of equal steps alone do not
+    tell starts and steps apart."""
     step_s, start_s = pace
     expected = sum(start_s + step_s * many for many, _ in ran)
     slower = sum(seconds for _, seconds in ran) / expected if expected else 1.0
-    return slower * sum(start_s + step_s * many for many in steps)
+    each = sum(start_s + step_s * many for many in steps) / max(len(steps), 1)
+    return slower * each * math.ceil(len(steps) / workers)
 
 
 def show(content: Mapping[str, Any]) -> None:

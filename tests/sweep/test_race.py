@@ -223,6 +223,7 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
 def test_a_stage_is_predicted_by_starts_and_steps_apart():
     assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[]) == 12.0
     assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
+    assert predicted_s([100] * 6, pace=(0.01, 5.0), workers=4) == 12.0, "two waves"
 
 
 @pytest.mark.parametrize("mode", ["race", "train"])
