@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.config.schema import RunConfig
-from baoc.core.recipes import FALLBACK, RECIPES, Recipe, find_recipe, recipe_from_node, recipe_node
+from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning, find_recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
@@ -128,17 +128,16 @@ def leave_entrants(
 
 def recipe_of(proposal: Proposal) -> Recipe:
     """What a proposal runs, as one value; a plan by block is a recipe that names its blocks."""
-    lr = {} if proposal.tuning is None else dict(proposal.tuning.lr)
-    betas = {} if proposal.tuning is None else dict(proposal.tuning.betas)
+    tuning = proposal.tuning or Tuning()
     if proposal.recipe is not None:
-        return replace(proposal.recipe, lr=lr, betas=betas)
+        return replace(proposal.recipe, lr=tuning.lr, betas=tuning.betas)
     told = "the allocator's plan with its specs permuted" if proposal.control else "the allocator's plan"
     return Recipe(
         name=proposal.name,
         description=told,
         blocks=dict(proposal.choices),
-        lr=lr,
-        betas=betas,
+        lr=tuning.lr,
+        betas=tuning.betas,
         fallback=(FALLBACK,),
         matching=proposal.matching,
     )

@@ -85,8 +85,8 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     if (measured.size, steps) != (field.size, field.steps):
         seen = f" ({epochs(field.steps, field):.1f} epochs)" if field.num_train else ""
         beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps{seen}, which the run has"
-    left = [one.entrant for one in field.racers if one.name not in outcome.left and one.name != found.choice]
-    beside = [one.name for one in left if not one.control and one.name in outcome.scores.get(outcome.rung, {})]
+    gone = {found.choice, *outcome.left, *(one.name for one in field.racers if one.entrant.control)}
+    beside = [name for name in outcome.scores.get(outcome.rung, {}) if name not in gone]
     if found.rival is None and beside:
         return (
             f"{found.choice} was the only uniform left at {where}, and {', '.join(beside)} is not shown to beat it on "
