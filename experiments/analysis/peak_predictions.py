@@ -35,7 +35,7 @@ MOVED = "a move of states began another page of 2 MiB, which the margin has been
 EXCHANGED = (
     "not told: the peak alone was recorded of Muon's batches and messages, which the probe of a step does not run"
 )
-GAPS = "Muon's room found no place between gradients and took more pages; 288 tries after the mend are in peak_campaign_cuda.csv"
+GAPS = "Muon's room found no place between gradients and took more pages; 288 tries after are in peak_campaign_cuda.csv"
 TRACKED = "statistics of a decision made float64 copies; 25 tries after the mend are below (peak_campaign_cpu.csv)"
 # Table and commit -> why a run was above. "Below at" names a run of the same case in the same table.
 CAUSES = {
