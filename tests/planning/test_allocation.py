@@ -86,6 +86,20 @@ def test_a_limit_that_cannot_be_met_leaves_the_other_out_of_account(name: str):
     assert (error.value.least_host_bytes, error.value.least_link_s) == (0, 0.0)
 
 
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_what_weights_save_is_charged_less(name: str):
+    """s1 keeps 2 bytes and saves 3: both blocks take -2 together, and no less."""
+    options = {
+        block: [replace(c, cost=replace(c.cost, saved_bytes=3)) if c.spec == "s1" else c for c in row]
+        for block, row in TRADE.items()
+    }
+    for limit, chosen in ((-2, ["s1", "s1"]), (8, ["s1", "s1"]), (9, ["s1", "s0"]), (20, ["s0", "s0"])):
+        assert list(ALLOCATORS[name](options, limits=Limits(state_bytes=limit)).choices.values()) == chosen
+    with pytest.raises(NoFeasibleAllocation) as error:
+        ALLOCATORS[name](options, limits=Limits(state_bytes=-3))
+    assert (error.value.least_state_bytes, error.value.least_step_s) == (-2, 2.0)
+
+
 def test_equal_blocks_are_told_apart_by_their_order():
     """Of forty equal layers the earlier ones keep the dearer spec, the same ones every time."""
     layer = [(0.0, 8, 0.0), (1.0, 4, 0.0), (3.0, 1, 0.0)]
