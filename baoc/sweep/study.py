@@ -36,7 +36,7 @@ from baoc.sweep.storage import (
     setup_lock,
     storage_url,
 )
-from baoc.sweep.study_config import DEVICES, StudyConfig
+from baoc.sweep.study_config import DEVICES, StudyConfig, key_of
 from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
 from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess, preload
 from baoc.sweep.workers import WorkerRegistry
@@ -142,11 +142,6 @@ def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             + (f"'++{where}.{key}={{choices: [...]}}'" if drawn[key] == "space" else where)
         )
     return replace(config, fixed=(*config.fixed, *own))
-
-
-def key_of(word: str) -> str:
-    """The setting that an override is about."""
-    return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def _words_of(config: StudyConfig) -> list[str]:

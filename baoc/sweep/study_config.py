@@ -30,6 +30,9 @@ class Values:
 
     def __post_init__(self) -> None:
         if self.choices:
+            texts = list(map(str, self.choices))
+            if twice := next((text for text in texts if texts.count(text) > 1), None):
+                raise ValueError(f"has the choice {twice} twice: leave one out")
             return
         low, high, step = self.low, self.high, self.step
         if not low < high or (self.log and low <= 0):
@@ -164,6 +167,11 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
             f"the study sets {DEVICES}: leave it out; {PATH}.gpus_per_trial=N gives each trial N GPUs, or N processes "
             "without GPUs"
         )
+    drawn = {param.key for param in space}
+    if overruled := next((word for word in config.fixed if key_of(word) in drawn), None):
+        raise BadInputError(
+            f"{PATH}.fixed has {overruled}, which {PATH}.space.{key_of(overruled)} overrules: leave one of the two out"
+        )
     for name, direction in config.objectives.items():
         if name not in OBJECTIVES:
             raise unknown_name(name, what="objective", allowed=OBJECTIVES)
@@ -173,6 +181,11 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
     if config.sampler == "grid" and ranged is not None:
         raise BadInputError(f"the grid sampler needs choices, and {PATH}.space.{ranged} is a range")
     return config
+
+
+def key_of(word: str) -> str:
+    """The setting that an override is about."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def _space(given: object) -> tuple[Param, ...]:
@@ -222,6 +235,10 @@ def _param(key: str, spec: Any) -> Param:
     path = f"{PATH}.space.{key}"
     if not isinstance(spec, Mapping) or not ("choices" in spec or {"low", "high"} <= set(spec)):
         raise BadInputError(f"{path} is {plain_text(spec)}: give choices, or low and high")
+    if not all(key.split(".")):
+        raise BadInputError(f"{path} names no setting: give one of a run, such as optim.lr")
+    if "choices" in spec and {"low", "high"} & set(spec):
+        raise BadInputError(f"{path} has choices and a range: leave one of the two out")
     spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
     if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
         spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}
