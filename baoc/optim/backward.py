@@ -273,7 +273,7 @@ class DropGradients(BackwardStepper):
         self._told_hooks = False
         self._awaited: dict[int, _Awaited] = {}  # `id` of a parameter -> its block
         self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
-        self._on_cuda = False
+        self._device = torch.device("cpu")
         super().__init__(owner)
         if settings.clip_norm is not None:
             log.warning(
@@ -306,7 +306,7 @@ class DropGradients(BackwardStepper):
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
         fresh = {"observer": None, "before_block": None, "any_released": False, "sizes": {}}
-        return {**kept, **fresh, "_awaited": {}, "_groups": None, "_on_cuda": False}
+        return {**kept, **fresh, "_awaited": {}, "_groups": None, "_device": self._device}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
@@ -361,15 +361,16 @@ class DropGradients(BackwardStepper):
             refuse_ranks("release")
             with torch.no_grad():
                 self._begin()
-        key, awaited = id(param), self._awaited[id(param)]
+        key = id(param)
+        awaited = self._awaited[key]
         if key in self.seen or awaited.stepped:
             param.grad = None
             self._refuse_second(param)
         self.seen.add(key)
         if self._order is not None and param.grad is not None:
             self._order.append((awaited.live.block.name, self.sizes.get(param, param.grad.nbytes)))
-        if self._on_cuda:
-            awaited.group.streams.add(stream_now(param.device))
+        if self._device.type == "cuda":
+            awaited.group.streams.add(stream_now(self._device))
         if awaited.missing is None:
             awaited.missing = sum([slot.param.requires_grad for slot in awaited.live.slots])
         awaited.missing -= 1
@@ -411,7 +412,7 @@ class DropGradients(BackwardStepper):
                 f"gradient release steps parameters of one device, these are on {', '.join(sorted(map(str, devices)))}:"
                 " put the model on one, or train without release"
             )
-        self._on_cuda = any(device.type == "cuda" for device in devices)
+        self._device = next(iter(devices), self._device)
         self._groups = registry.groups
 
     def _refuse_second(self, param: Tensor) -> None:
@@ -441,7 +442,8 @@ class DropGradients(BackwardStepper):
         assert self._options is not None
         unit, lives = owner.registry.alone(group.names), [awaited.live for awaited in blocks]
         others = [] if len(blocks) == len(group.blocks) else [one.live for one in group.blocks if one not in blocks]
-        with in_order(group.streams), _set_aside(others):
+        params = [slot.param for live in lives for slot in live.slots]
+        with in_order(group.streams), _set_aside(others) if others else nullcontext():
             self.any_released = True
             if self.before_block is not None:
                 self.before_block()
@@ -451,18 +453,18 @@ class DropGradients(BackwardStepper):
             assert masks is not None, "skip_step is refused when the optimizer is built"
             for awaited in blocks:
                 awaited.stepped = self._mid_step = True
-            slots = [slot for live in lives for slot in live.slots if slot.param.grad is not None]
             if clips:
                 self._clip(lives)
             if self.observer is not None:
-                self.observer.see_part({slot.name: slot.param.grad for slot in slots})  # pyright: ignore
+                named = {slot.name: slot.param.grad for live in lives for slot in live.slots}
+                self.observer.see_part({name: grad for name, grad in named.items() if grad is not None})
             if any([live.unseeded for live in lives]):
                 owner.seed(lives)
             inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
-            with _without_autocast(slots[0].param.device.type):
+            with _without_autocast(self._device.type):
                 unit.backends[0](inputs)
-            for slot in slots:
-                slot.param.grad = None
+            for param in params:
+                param.grad = None
 
     def flush(self) -> None:
         """Steps the blocks that still have gradients: incomplete ones, and those that wait for their group."""
@@ -623,8 +625,7 @@ def stream_now(device: torch.device) -> StreamId:
     return torch._C._cuda_getCurrentStream(device.index)
 
 
-@contextmanager
-def in_order(streams: Set[StreamId]) -> Iterator[None]:
+def in_order(streams: Set[StreamId]) -> AbstractContextManager[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
     `streams` wait for it.
 
@@ -632,9 +633,11 @@ def in_order(streams: Set[StreamId]) -> Iterator[None]:
     of a dropped gradient goes back to its own stream, which may use it again only after the step.
     """
     now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
-    if now is None or streams == {now}:
-        yield
-        return
+    return nullcontext() if now is None or streams == {now} else _after(streams, now=now)
+
+
+@contextmanager
+def _after(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
     here, *apart = (
         torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
         for number, index, kind in (now, *(one for one in streams if one != now))

@@ -40,6 +40,13 @@ def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
     return known if grad is None else grad.dtype
 
 
+def _addresses(grads: Sequence[Tensor | None]) -> array:
+    try:
+        return array("q", map(_DATA_PTR, grads))  # pyright: ignore[reportArgumentType]
+    except TypeError:  # some have none
+        return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
+
+
 def _look(grad: Tensor | None) -> tuple[torch.dtype, bool] | None:
     return None if grad is None else (grad.dtype, grad.is_contiguous())
 
@@ -82,8 +89,7 @@ class Gradients:
         self._dtypes = [table.grad_dtype for table in self._owners]
         self._wanted = list(self._dtypes)  # the type that the launch of each reads
         self._seen = array("q")
-        self._few = len(self.params) <= _FEW
-        self._reader = None if self._few else grad_addresses(self.params)
+        self._reader = grad_addresses(self.params) if len(self.params) > _FEW else None
         self.layouts: dict[Hashable, _Layout] = {}
         self._layout: _Layout | None = None  # the present one, if it is remembered
         self._copies: list[Tensor] = []
@@ -91,25 +97,20 @@ class Gradients:
     def refresh(self) -> None:
         """Takes note of where the gradients are. A sparse one has no address: torch raises."""
         reader = self._reader
-        seen = self._seen_one_by_one() if reader is None or not reader.read() else reader.addresses
-        if seen != self._seen or self._few:
-            seen = seen[:]  # the next read overwrites it
-            self._recall_or_notice(seen)
+        if reader is not None and reader.read():
+            if reader.addresses != self._seen:
+                seen = reader.addresses[:]  # the next read overwrites it
+                self._recall_or_notice(seen, key=seen.tobytes())
+                self._seen = seen
+        else:
+            grads = list(map(_GRAD, self.params))
+            seen = _addresses(grads)
+            self._recall_or_notice(seen, key=(seen.tobytes(), *map(_look, grads)))
             self._seen = seen
         if self.copied:
             self._copy()
 
-    def _seen_one_by_one(self) -> array:
-        grads = list(map(_GRAD, self.params))
-        try:
-            return array("q", map(_DATA_PTR, grads))
-        except TypeError:  # some have none
-            return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
-
-    def _recall_or_notice(self, seen: array) -> None:
-        key: Hashable = seen.tobytes()
-        if self._few:
-            key = (key, *map(_look, map(_GRAD, self.params)))
+    def _recall_or_notice(self, seen: array, *, key: Hashable) -> None:
         now, layout = self._layout, self.layouts.get(key)
         if layout is not None and layout is now:
             return
