@@ -1,7 +1,7 @@
 """Seconds that planning spends, by phase: written to the run folder and shown on the console."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 
 
@@ -24,32 +24,6 @@ class PhaseTimer:
             took = self._clock() - began
             self.seconds[name] += took - self._nested_s.pop()
             self._nested_s[-1] += took
-
-    @contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
-        """Inside, what torch.compile does is a phase called `name`, whatever it interrupts."""
-        from torch._dynamo.callback import callback_handler
-
-        begun: list[AbstractContextManager[None]] = []
-
-        def start(_: object) -> None:
-            begun.append(self(name))
-            begun[-1].__enter__()
-
-        def end(_: object) -> None:
-            begun.pop().__exit__(None, None, None)
-
-        callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(end)
-        try:
-            yield
-        finally:
-            for remove, callback in (
-                (callback_handler.remove_start_callback, start),
-                (callback_handler.remove_end_callback, end),
-            ):
-                with suppress(ValueError):  # torch.compiler.reset() has removed all
-                    remove(callback)
 
     @property
     def total_s(self) -> float:

@@ -186,7 +186,8 @@ def forward_flops(task: Any, data: Any) -> int:
     from baoc.training.measure.probe import silent
 
     batch = task.transfer_batch_to_device(resized(next(iter(data.val_dataloader())), 1), task.device, 0)
-    with silent(task), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    autocast = torch.autocast(task.device.type, torch.bfloat16)  # some weights may have 16 bits
+    with silent(task), torch.no_grad(), autocast, FlopCounterMode(display=False) as counter:
         task.eval().training_step(batch, 0)
     return counter.get_total_flops()
 

@@ -25,7 +25,7 @@ from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
 KEPT_SHARE = 0.75  # of a micro-batch with three forwards' work and one more, where nothing is computed again
-COMPILED_BYTES = 0.3  # of what layers keep for backward, where compiled: .25 to .29 of ViT-L, DiT-XL and Llama
+COMPILED_BYTES = 0.6  # of what layers keep of a sample for backward, where compiled: about half of ViT-L's and DiT-XL's
 Way = tuple[int, int, bool]
 
 
@@ -351,9 +351,10 @@ class Measurements:
 
         def tried(in_bf16: bool) -> None:
             trial = self.run(way, blocks=blocks, in_bf16=in_bf16)
-            self.rehearse(way, blocks=blocks, specs=specs)
-            seconds = self.rehearsed[way] * way[0] / self.config.batch_size
-            self._keep(way, replace(trial, seconds=seconds))
+            if self._may_fit(trial.footprint):  # else its seconds are nobody's
+                self.rehearse(way, blocks=blocks, specs=specs)
+                trial = replace(trial, seconds=self.rehearsed[way] * way[0] / self.config.batch_size)
+            self._keep(way, trial)
             self.measured_outside_cap.discard(way)
 
         self._in_room(way, tried)
@@ -369,8 +370,10 @@ class Measurements:
         _, recomputed, _ = way
         self.switch(recomputed, compiled=self.compiled)
         known_in_bf16 = self._is_in_bf16(recomputed) or way in self.in_16_bits
+        # Weights of 16 bits are compiled apart, and more layers can be recomputed without.
+        more = self.compiled and recomputed < max(self.tried, default=0)
         for in_bf16 in (True,) if known_in_bf16 else (False, True):
-            if in_bf16 and not self.bf16_savings:
+            if in_bf16 and not (self.bf16_savings and (known_in_bf16 or not more)):
                 break
             look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
             with suppress(torch.OutOfMemoryError), look:

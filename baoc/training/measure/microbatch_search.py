@@ -140,8 +140,6 @@ def decide(
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
-        if config.model.compile is True:
-            visit.enter_context(phases.compiling("compiling"))
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         with phases("the key"):
             key = decision.key()
@@ -320,16 +318,7 @@ class Decision:
             why = f"compiled layers fail: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
         clear_cache(self.where)
         console.say(f"{why}; layers run as they are")
-        size = self.axes.micro_batches[0]
-        return Option(
-            micro_batch=size,
-            accumulation=self.config.batch_size // size,
-            recomputed=0,
-            num_layers=self.axes.num_layers,
-            release=False,
-            why=why,
-            compiled=True,
-        )
+        return self._unplanned((self.axes.micro_batches[0], 0, False), why=why)
 
     def may_compile(self, chosen: Option) -> bool:
         """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
@@ -579,20 +568,23 @@ class Decision:
 
     def _too_slow(self, way: Way, *, than: Collection[Option]) -> Option | None:
         """This way without a plan where the rate alone counts and it cannot be the best, as far as promises may err."""
-        seconds, size = self.measurements.seconds(way), way[0]
+        seconds = self.measurements.seconds(way)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
-        if counts or way in self.measurements.rehearsed or not (1 - PROMISED) * seconds > (1 + PROMISED) * fitting_s:
+        if counts or way in self.measurements.rehearsed or (1 - PROMISED) * seconds <= (1 + PROMISED) * fitting_s:
             return None
+        return self._unplanned(way, why="not planned: too slow by its promise", seconds=seconds)
+
+    def _unplanned(self, way: Way, *, why: str, seconds: float = math.nan) -> Option:
         return Option(
-            micro_batch=size,
-            accumulation=self.config.batch_size // size,
+            micro_batch=way[0],
+            accumulation=self.config.batch_size // way[0],
             recomputed=way[1],
             num_layers=self.axes.num_layers,
             release=way[2],
             samples_per_s=self.config.batch_size / seconds,
             step_s=seconds,
-            why="not planned: too slow by its promise",
+            why=why,
             compiled=self.measurements.compiled,
         )
 
