@@ -145,7 +145,7 @@ def warm(part: int, parts: int) -> None:
     for spec in SPECS[part::parts]:
         for shapes in MODELS.values():
             engine = make_engine(spec, list(dict.fromkeys(shape for shape in shapes if prod(shape) < 2**25)))
-            engine.stage((Options(lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),), thresholds=[0.5] * 32)
+            engine.stage((Options(lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),), thresholds=kernel_lanes(1))
             engine.run(matched=any(table.matches[0] is not None for table in engine.tables))
             torch.cuda.synchronize()
 

@@ -7,12 +7,13 @@ buffers that never move: it can be captured in a CUDA graph and replayed after e
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from baoc.kernels import Call, FusedTable
 from baoc.kernels.triton import engine
 from baoc.kernels.triton.engine import Engine
-from baoc.kernels.triton.kinds import Options
+from baoc.kernels.triton.kinds import Options, lanes_for
 
 Mode = Literal["step", "measure", "repair"]
 
@@ -52,7 +53,8 @@ def prepare(
     advance: bool = True,
 ) -> None:
     """Brings addresses and settings up to date and, unless told otherwise, counts the step."""
-    engine_of(table).stage(options, thresholds=thresholds, phase=phase, advance=advance)
+    lanes = None if thresholds is None else lanes_for(torch.tensor([list(thresholds)]))[0].numpy().data
+    engine_of(table).stage(options, thresholds=lanes, phase=phase, advance=advance)
 
 
 def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **call: bool) -> Tensor | None:

@@ -22,7 +22,6 @@ import ctypes
 import gc
 import logging
 import struct
-from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -34,7 +33,7 @@ from torch import Tensor
 from triton import knobs
 
 from baoc.cache import keep_private
-from baoc.kernels.triton.kinds import NUM_LANES, Call, Options, lanes_for
+from baoc.kernels.triton.kinds import NUM_LANES, Call, Options
 from baoc.kernels.triton.marks import Marks, mark_strided_
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
 from baoc.kernels.triton.table import WIDTH, FusedTable
@@ -157,15 +156,15 @@ class Engine:
         self,
         options: Sequence[Options],
         *,
-        thresholds: Iterable[float] | None = None,
+        thresholds: memoryview | None = None,
         phase: int = 0,
         advance: bool = True,
         send: bool = True,
     ) -> None:
         """Prepares addresses and settings of the coming step and, unless told otherwise, counts it.
 
-        `phase` is that of the step, `thresholds` (fp32 [32]) the codecs' lanes of it, or, which costs nothing, a
-        memoryview of what `lanes_for` makes of them. `send` False leaves it to `run` to send them.
+        `phase` is that of the step, `thresholds` what `lanes_for` makes of the codecs' lanes of it. `send` False leaves
+        it to `run` to send them.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
@@ -174,7 +173,7 @@ class Engine:
         _, settings, shared = self._staging[self._place()]
         self.settings.fill(options, gradients=self.gradients, out=settings)
         if self._needs_thresholds and thresholds is not None:
-            shared[:NUM_LANES] = thresholds if isinstance(thresholds, memoryview) else _prepared(thresholds)
+            shared[:NUM_LANES] = thresholds
             struct.pack_into("I", shared, 4 * NUM_LANES, phase * _PER_PHASE % 2**32)
         self._staged = not send
         if send:
@@ -355,10 +354,6 @@ class Engine:
     def read_num_bad(self) -> None:
         """Brings `num_bad_host` up to date, waiting for the device."""
         self._upload.read_back()
-
-
-def _prepared(lanes: Iterable[float]) -> memoryview:
-    return memoryview(array("f", lanes_for(torch.tensor([list(lanes)], dtype=torch.float32, device="cpu"))[0].tolist()))
 
 
 def _padded_ends(lengths: Iterable[int]) -> list[int]:
