@@ -84,7 +84,7 @@ def decides_for_itself(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def leaves_torch_as_it_was() -> Iterator[None]:
-    """A whole run flushes denormals for its process (tasks/cpu.py), which the tests after it must not inherit. A
+    """A whole run flushes denormals for its process (training/run.py), which the tests after it must not inherit. A
     dispatch mode that stays on would see every operation of theirs: it ends, and the test that left it fails."""
     yield
     if "torch" in sys.modules:

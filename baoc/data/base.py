@@ -4,30 +4,21 @@ Subclasses make the loaders; this class resumes them at the next sample.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from baoc.data.loader import SequentialLoader, ShuffledLoader
-from baoc.data.sources import Batch, Source, Transform
+from baoc.data.sources import Source, Transform
+from baoc.data.stream import StreamLoader
 from baoc.errors import BadInputError
 from baoc.types import DataSpec
 
-
-class TrainLoader(Protocol):
-    """Batches of training samples with a position to resume from: a ShuffledLoader or StreamLoader."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+TrainLoader = ShuffledLoader | StreamLoader
 
 
 class DataModule(L.LightningDataModule):

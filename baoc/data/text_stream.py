@@ -174,7 +174,7 @@ class Documents:
 
 
 class PackedStream:
-    """A `Stream` for `StreamLoader`: documents packed into sequences of (T + 1,) tokens, which overlap by one token.
+    """What a `StreamLoader` reads: documents packed into sequences of (T + 1,) tokens, which overlap by one token.
 
     Its state is `{"documents": the library's state before a batch of documents, "skip": number of tokens from there on
     that belong to earlier sequences}`.

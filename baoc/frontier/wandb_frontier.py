@@ -4,7 +4,6 @@ Logged if a run of the study or multirun logged to W&B, with the same settings a
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import yaml
@@ -24,9 +23,8 @@ def log_frontier(folder: Path, built: SweepFrontier) -> bool:
     if settings is None or not any(frontier.points for frontier in built.frontiers):
         return False
     group = read_study_file(folder).get("name", folder.name)
-    own: Any = SimpleNamespace(project=settings["project"], entity=settings["entity"], mode=settings["mode"])
     logger = open_run(
-        own,
+        **settings,
         run_dir=folder,
         name=f"frontier of {group}",
         config={
@@ -60,5 +58,5 @@ def _wandb_settings(folder: Path) -> dict[str, Any] | None:
     for file in sorted(folder.rglob(CONFIG)):
         logger = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("logger", {})
         if isinstance(logger, dict) and "wandb" in (logger.get("names") or ()):
-            return dict(logger["wandb"])
+            return {key: logger["wandb"][key] for key in ("project", "entity", "mode")}
     return None

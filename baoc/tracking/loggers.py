@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from baoc.errors import unknown_name
 from baoc.tracking.console import say
 from baoc.tracking.files import REALLOCATIONS_FILE, read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.rows import plan_rows
-from baoc.tracking.wandb_run import WandbRunLogger, WandbSettings, open_run
+from baoc.tracking.wandb_run import WandbRunLogger, open_run
 from baoc.types import Plan, RunResult
 from baoc.units import gib
 
-NAMES = ("jsonl", "csv", "wandb")
 CSV_EVERY_S = 10.0
 REALLOCATION_COLUMNS = (
     *("step", "trigger", "risk_before", "risk_after", "block", "from", "to", "states"),
@@ -29,18 +27,10 @@ REALLOCATION_COLUMNS = (
 )
 
 
-class LoggerSettings(Protocol):
-    """The part of conf/logger that `make_loggers` reads."""
-
-    @property
-    def names(self) -> Sequence[str] | None: ...
-    @property
-    def wandb(self) -> WandbSettings: ...
-
-
 def make_loggers(
-    settings: LoggerSettings,
+    names: Sequence[str],
     *,
+    wandb: Mapping[str, Any],
     run_dir: str | Path,
     name: str,
     config: Mapping[str, Any],
@@ -49,26 +39,18 @@ def make_loggers(
     tags: Sequence[str] = (),
     say: Callable[[str], None] = say,
 ) -> list[Logger]:
-    """Loggers for a Lightning Trainer, `metrics.jsonl` first; W&B gets `config`, which holds plain containers. Raises
-    BadInputError for an unknown name, before anything is opened."""
-    names = tuple(settings.names or ())
-    for given in names:
-        if given not in NAMES:
-            raise unknown_name(given, what="logger", allowed=NAMES)
+    """Loggers for a Lightning Trainer, `metrics.jsonl` first; W&B gets `config`, which holds plain containers.
+
+    Args:
+        names: of csv and wandb those that are wanted.
+        wandb: project, entity and mode of W&B.
+    """
     run_dir = Path(run_dir)
     csv_every_s = CSV_EVERY_S if "csv" in names else None
     loggers: list[Logger] = [JsonlLogger(run_dir, name=name, csv_every_s=csv_every_s)]
     if "wandb" in names:
-        run = open_run(
-            settings.wandb,
-            run_dir=run_dir,
-            name=name,
-            config=config,
-            group=group,
-            job_type=job_type,
-            tags=tags,
-            say=say,
-        )
+        about: dict[str, Any] = {"config": config, "group": group, "job_type": job_type, "tags": tags}
+        run = open_run(**wandb, run_dir=run_dir, name=name, say=say, **about)
         loggers += [run] if run is not None else []
     return loggers
 

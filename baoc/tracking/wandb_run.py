@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import WandbLogger
@@ -27,18 +27,6 @@ CLOSE_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 60.0  # data not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
 _TAKEN_IDS: set[str] = set()  # of WANDB_RUN_ID, that a run of this process has
-MODES = ("auto", "online", "offline", "disabled")
-
-
-class WandbSettings(Protocol):
-    """The W&B part of conf/logger."""
-
-    @property
-    def project(self) -> str: ...
-    @property
-    def entity(self) -> str | None: ...
-    @property
-    def mode(self) -> str: ...
 
 
 class WandbRunLogger(WandbLogger):
@@ -130,8 +118,10 @@ def close_wandb(run: Any = None) -> None:
 
 
 def open_run(
-    settings: WandbSettings,
     *,
+    project: str,
+    entity: str | None,
+    mode: str,
     run_dir: Path,
     name: str,
     config: Mapping[str, Any],
@@ -141,15 +131,15 @@ def open_run(
     say: Callable[[str], None],
 ) -> WandbRunLogger | None:
     """Opens the run of one job and prints its address; None if W&B is disabled or cannot start."""
-    mode, why = choose_mode(settings.mode)
+    mode, why = choose_mode(mode)
     if mode == "disabled":
         return None
     import wandb
 
     run_dir.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {
-        "project": settings.project,
-        "entity": settings.entity,
+        "project": project,
+        "entity": entity,
         "name": name,
         "group": os.environ.get("WANDB_RUN_GROUP") or group,  # set by a study for its trials
         "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
@@ -182,7 +172,7 @@ def open_run(
         say(f"W&B: online, {run.url}")
     else:
         say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
-    return WandbRunLogger(run, project=settings.project, run_dir=run_dir, say=say)
+    return WandbRunLogger(run, project=project, run_dir=run_dir, say=say)
 
 
 def own_id() -> str | None:
@@ -199,10 +189,7 @@ def own_id() -> str | None:
 
 def choose_mode(setting: str) -> tuple[str, str]:
     """(`online` | `offline` | `disabled`, reason). `auto` follows WANDB_MODE, then checks for a key and a network.
-    Raises BadInputError for an unknown mode, and for `online` without a key, since wandb would ask for one on the
-    terminal."""
-    if setting not in MODES:
-        raise BadInputError(f"logger.wandb.mode={setting!r} is not allowed: choose one of {', '.join(MODES)}")
+    Raises BadInputError for `online` without a key, since wandb would ask for one on the terminal."""
     environment_mode = {"dryrun": "offline"}.get(variable := os.environ.get("WANDB_MODE", ""), variable)
     if environment_mode not in ("", "online", "offline", "disabled", "run", "shared"):
         raise BadInputError(

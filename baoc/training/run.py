@@ -36,7 +36,6 @@ from baoc.profiling import free_bytes
 from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
-from baoc.tasks.cpu import prepare_cpu
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, plan_for, stored_profile, write_plan_line
@@ -70,7 +69,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     device = choose_device(config.device)
     checkpoint = group.from_first(lambda: find_checkpoint(config, run_dir=run_dir))
     if device == "cpu":
-        prepare_cpu()
+        # A run that diverged to chance level fills its states with denormals, and its steps then take 6 to 8 times as
+        # long. Of this thread and of those that it starts.
+        torch.set_flush_denormal(True)
     L.seed_everything(config.seed, workers=True, verbose=False)
     choice = group.from_first(lambda: saved_decision(config, checkpoint=checkpoint))
     latency = group.from_first(lambda: saved_latency(config, checkpoint=checkpoint)) if choice else None
@@ -86,7 +87,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         decided = decide_together(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency
     loggers = make_loggers(
-        config.logger,
+        config.logger.names,
+        wandb=to_plain(config.logger.wandb),
         run_dir=run_dir,
         name=config.name,
         config=to_plain(config),

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from baoc.tracking.files import append_jsonl
@@ -51,10 +50,9 @@ PLACES = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", 
 
 
 def job(folder: Path, name: str, module: TinyModule) -> None:
-    wandb = SimpleNamespace(project="p", entity=None, mode="offline")
-    settings: Any = SimpleNamespace(names=("wandb",), wandb=wandb)
-    config = {"name": name, "optim": {"betas": [0.9, 0.99]}}
-    loggers = make_loggers(settings, run_dir=folder / name, name=name, config=config, group="study", tags=["a"])
+    about = {"name": name, "config": {"name": name, "optim": {"betas": [0.9, 0.99]}}, "group": "study", "tags": ["a"]}
+    wandb = {"project": "p", "entity": None, "mode": "offline"}
+    loggers = make_loggers(["wandb"], wandb=wandb, run_dir=folder / name, **about)
     with finishing(loggers):
         log_plan(loggers, plan=make_plan())
         log_reallocations(loggers, run_dir=folder / name)  # nothing was decided yet

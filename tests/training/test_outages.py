@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ign
 JOBS = """
 import os, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
 from baoc.tracking.loggers import finishing, log_plan, log_summary, make_loggers
 from tests.support.processes import At, descendants
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
@@ -36,8 +35,8 @@ from tests.support.values import make_plan, make_result
 
 def job(folder, kill):
     before = descendants()
-    settings = SimpleNamespace(names=("wandb",), wandb=SimpleNamespace(project="p", entity=None, mode="offline"))
-    loggers = make_loggers(settings, run_dir=folder, name="a", config={}, say=lambda text: print(text, flush=True))
+    given = {"wandb": {"project": "p", "entity": None, "mode": "offline"}, "run_dir": folder, "name": "a", "config": {}}
+    loggers = make_loggers(["wandb"], **given, say=lambda text: print(text, flush=True))
     service = [pid for pid in descendants() if pid not in before]
     assert service, "wandb runs in a process of its own"
     callbacks = [At(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in service])] if kill else []
