@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import monotonic, time
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import lightning as L
 import torch
@@ -29,7 +29,7 @@ from baoc.callbacks.trainer_state import (
     values_to_log,
 )
 from baoc.callbacks.vote import StepVote, ranks_of
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import CheckpointError
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
@@ -97,13 +97,11 @@ class SafeCheckpoint(Checkpoint):
         every_minutes: float | None = None,
         keep: int = 1,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         meta: Mapping[str, Any] | None = None,
         track: Callable[[str], AbstractContextManager[Any]] | None = None,
         vote: StepVote | None = None,
     ):
-        if mode not in ("min", "max"):
-            raise BadInputError(f"mode={mode!r} of a checkpoint is not allowed: choose min or max")
         self.folder = Path(run_dir) / FOLDER
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes

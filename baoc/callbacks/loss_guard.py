@@ -6,7 +6,7 @@ Gradients that hold some non-finite elements under a finite loss are the optimiz
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.trainer_state import accumulating
 from baoc.callbacks.vote import StepVote, ranks_of
-from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
+from baoc.errors import CheckpointError, DivergedError, TrainingFailedError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.console import say
 
 KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; of several ranks' the last one counts
-POLICIES = ("skip", "rewind", "stop")
 REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of that step"
 
 
@@ -42,15 +41,13 @@ class LossGuard(L.Callback):
     def __init__(
         self,
         *,
-        nonfinite_loss: str = "skip",
+        nonfinite_loss: Literal["skip", "rewind", "stop"] = "skip",
         patience: int = 20,
         max_rewinds: int = 3,
         checkpoint: SafeCheckpoint | None = None,
         check: Callable[[Mapping[str, Any]], object] = lambda content: None,
         vote: StepVote | None = None,
     ):
-        if nonfinite_loss not in POLICIES:
-            raise BadInputError(f"nonfinite_loss={nonfinite_loss!r}: choose one of {', '.join(POLICIES)}")
         self.policy = nonfinite_loss
         self.patience = patience
         self.max_rewinds = max_rewinds

@@ -51,9 +51,7 @@ def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
-    if path.is_dir():
-        raise BadInputError(f"dataset.path={path} is a folder; folders of images cannot be read yet: {_HOW}")
-    if path.suffix != ".npz":
+    if path.suffix != ".npz" or path.is_dir():
         raise BadInputError(f"dataset.path={path} is not a .npz file: {_HOW}")
     try:
         with zipfile.ZipFile(path) as archive:

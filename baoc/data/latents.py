@@ -62,12 +62,8 @@ def build_latents(path: str, **settings: Any) -> "LatentDataModule":
     return LatentDataModule(read_latents(path), **settings)
 
 
-def build_random_latents(
-    *, num_samples: int, num_classes: int, path: str | None = None, **settings: Any
-) -> "LatentDataModule":
+def build_random_latents(*, num_samples: int, num_classes: int, **settings: Any) -> "LatentDataModule":
     """Standard normal noise in the shape of Stable Diffusion's latents of 256 x 256 images, for benchmarks."""
-    if path is not None:
-        raise BadInputError(f"dataset random_latents reads no dataset.path={path}: use dataset=latents for your own")
     if num_samples < 2 or num_classes < 1:
         raise BadInputError(
             f"dataset.num_samples={num_samples} and dataset.num_classes={num_classes}: give 2 or more samples, and 1 "

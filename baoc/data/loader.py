@@ -36,8 +36,6 @@ class SequentialLoader:
         transform: Transform | None = None,
         workers: int = 0,
     ):
-        if batch_size < 1:
-            raise BadInputError(f"batch_size must be at least 1, not {batch_size}")
         rows = TensorRows(source) if isinstance(source, Mapping) else source
         self.batch_size = batch_size
         self._indices = torch.arange(len(rows)) if indices is None else indices
@@ -81,8 +79,6 @@ class ShuffledLoader(SequentialLoader):
     ):
         """`settings`: indices, transform and workers, as SequentialLoader takes them."""
         super().__init__(source, batch_size=batch_size, **settings)
-        if accumulate < 1:
-            raise BadInputError(f"accumulation must be at least 1 micro-batch, not {accumulate}")
         assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
         num_rows = len(self._indices)
         if num_rows < batch_size * num_ranks * accumulate:

@@ -100,8 +100,6 @@ class WorkerPool:
     """
 
     def __init__(self, make: BatchMaker, *, workers: int):
-        if workers < 1:
-            raise BadInputError(f"workers must be 0 (none) or more, not {workers}")
         self._requests: list[BatchRequest] = []  # of the pass that has the workers
         self._pass = 0
         self._make, self._workers = make, workers

@@ -9,26 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from baoc.data.loader import check_position, generator_of, seed_from_numbers
 from baoc.data.sources import Batch
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import CheckpointError
 from baoc.parallel import ranks
 
 _AHEAD = 3  # batches that are made in advance
-
-
-class Stream(Protocol):
-    """Samples in order with a position that can be saved and restored, as `datasets.IterableDataset`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -44,7 +34,8 @@ class StreamLoader:
     """Shuffled batches of a stream. Passes and resuming work as in ShuffledLoader, but there is no length.
 
     Args:
-        open_stream: epoch -> this rank's share of the stream.
+        open_stream: epoch -> this rank's share of the stream: samples in order with a position that `state_dict` saves
+            and `load_state_dict` restores, as `datasets.IterableDataset` has them.
         make: (`batch_size` samples, generator) -> batch; runs on `threads`.
         buffer: samples of a block, rounded up to whole steps of `accumulate` batches. Samples at the end of an epoch
             that do not fill a step are left out.
@@ -52,7 +43,7 @@ class StreamLoader:
 
     def __init__(
         self,
-        open_stream: Callable[[int], Stream],
+        open_stream: Callable[[int], Any],
         *,
         make: Callable[[list[Any], torch.Generator], Batch],
         batch_size: int,
@@ -62,10 +53,6 @@ class StreamLoader:
         threads: int = 4,
         rank: int = 0,
     ):
-        if batch_size < 1 or accumulate < 1 or buffer < 1:
-            raise BadInputError(
-                f"batch_size, accumulation and buffer must be at least 1, not {batch_size}, {accumulate}, {buffer}"
-            )
         per_step = batch_size * accumulate
         self.batch_size = batch_size
         self._per_step = per_step

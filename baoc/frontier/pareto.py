@@ -9,7 +9,6 @@ from math import isfinite, log2
 from statistics import fmean, stdev
 from typing import Any
 
-from baoc.errors import BadInputError
 from baoc.types import FrontierPoint
 
 _VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
@@ -23,10 +22,6 @@ class Objective:
 
     name: str
     higher_is_better: bool = False
-
-    def __post_init__(self) -> None:
-        if self.name not in _VALUES:
-            raise BadInputError(f"{self.name!r} is no objective of a frontier: choose from {', '.join(_VALUES)}")
 
     def cost(self, point: FrontierPoint) -> float:
         """The value to be minimised."""
@@ -70,14 +65,7 @@ def build_frontier(
 
     Args:
         reference: the worst finite value of each objective by default. Hypervolumes compare only for the same one.
-
-    Raises BadInputError for points of several tasks or models.
     """
-    kinds = sorted({f"{point.task}/{point.model}" for point in points})
-    if len(kinds) > 1:
-        raise BadInputError(f"one frontier holds one task and model, got {', '.join(kinds)}: make one for each")
-    if not objectives:
-        raise BadInputError(f"a frontier needs at least one objective out of {', '.join(_VALUES)}")
     costs = [tuple(objective.cost(point) for objective in objectives) for point in points]
     finite = [all(isfinite(value) for value in cost) for cost in costs]
     alive = [cost for cost, ok in zip(costs, finite, strict=True) if ok]

@@ -216,8 +216,8 @@ def build_model(
     """Builds a freshly initialised float32 network for the data that `spec` describes.
 
     With a `seed`, the weights depend on it alone and the global random state is unchanged. `device` only selects the
-    size for `auto`. Under `torch.device("meta")` nothing is allocated. Raises BadInputError for unknown names and
-    options, and for what the user's own code does wrong.
+    size for `auto`. Under `torch.device("meta")` nothing is allocated. Raises BadInputError for unknown names,
+    and for what the user's own code does wrong.
     """
     family = family_of(name)
     choice = choose_size(name, size=size, device=device)
@@ -226,9 +226,6 @@ def build_model(
     with float32_and_seed(seed):
         if family.is_own:
             return build_own(name, spec=spec, options=options)
-        loaded = {"pretrained", "new_head"} if family.loads else set[str]()
-        for key in options.keys() - family.options.keys() - loaded:
-            raise unknown_name(key, what=f"option of model {name}", allowed=family.options)
         return import_module(family.module).build(choice.size.settings, spec=spec, **{**family.options, **options})
 
 

@@ -101,15 +101,13 @@ def build_task(
 ) -> "Task":
     """Builds the LightningModule `name` around `model`, for the data that `spec` describes (see `Task`).
 
-    `seed` determines the task's randomness. Raises BadInputError for an unknown name or option.
+    `seed` determines the task's randomness. Raises BadInputError for an unknown name.
     """
     row, settings = task_row(name), optimizer or OptimizerSettings()
     if row.is_own:
         from baoc.tasks.own import build_own
 
         return build_own(name, model=model, spec=spec, optimizer=settings, options=options)
-    for key in options.keys() - row.options.keys():
-        raise unknown_name(key, what=f"option of task {name}", allowed=row.options)
     given = {**row.options, **options}
     if row.seeded is not None and given[row.seeded] is None:
         given[row.seeded] = seed

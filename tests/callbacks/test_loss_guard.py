@@ -15,7 +15,7 @@ from baoc import BaocStrategy
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint
 from baoc.callbacks.loss_guard import LossGuard
 from baoc.config.schema import ReallocationConfig
-from baoc.errors import BadInputError, CheckpointError, DivergedError, TrainingFailedError
+from baoc.errors import CheckpointError, DivergedError, TrainingFailedError
 from baoc.tasks.ema import EmaWeights
 from baoc.tracking.checkpoints import load_checked
 from baoc.training import trainer as training
@@ -182,8 +182,3 @@ def test_rewinding_has_an_end_and_needs_a_checkpoint(tmp_path: Path) -> None:
         fit(Poisoned([4, 5, 6]), tmp_path / "a", nonfinite_loss="rewind", every=4, max_rewinds=2)
     with pytest.raises(TrainingFailedError, match=r"no checkpoint to rewind to: set checkpoint.every_n_steps"):
         fit(Poisoned([1]), tmp_path / "b", nonfinite_loss="rewind")
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(BadInputError, match="choose one of skip, rewind, stop"):
-        LossGuard(nonfinite_loss="ignore")

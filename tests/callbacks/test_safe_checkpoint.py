@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint, unplain
-from baoc.errors import BadInputError, CheckpointError, OutputError
+from baoc.errors import CheckpointError, OutputError
 from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.files import read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
@@ -179,11 +179,6 @@ def test_objects_that_a_safe_load_refuses_are_named_when_saving(
     fit(SafeCheckpoint(tmp_path), module=module, max_steps=1)
     assert "the checkpoint holds hyper_parameters/root (PosixPath), which a safe load refuses" in caplog.text
     assert unplain({"a": [1, {"b": (None, torch.zeros(1))}]}) == []
-
-
-def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="mode='lowest' of a checkpoint is not allowed: choose min or max"):
-        SafeCheckpoint(tmp_path, mode="lowest")
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from baoc.errors import BadInputError
 from baoc.frontier.pareto import (
     Objective,
     average_seeds,
@@ -76,15 +75,6 @@ def test_the_default_reference_is_the_worst_of_each():
     assert frontier.reference == (0.3, 5.0)
     lost = build_frontier([point("nan", math.nan, 1)], objectives=[LOSS, STATE])
     assert (lost.hypervolume, lost.best) == (0.0, ())
-
-
-def test_what_does_not_belong_on_one_frontier_is_refused():
-    with pytest.raises(BadInputError, match="one task and model, got language/vit, vision/vit"):
-        build_frontier([point("a", 1, 1), point("b", 1, 1, task="language")], objectives=[LOSS])
-    with pytest.raises(BadInputError, match="'speed' is no objective of a frontier: choose from quality"):
-        Objective(name="speed")
-    with pytest.raises(BadInputError, match="needs at least one objective"):
-        build_frontier([point("a", 1, 1)], objectives=[])
 
 
 def test_seeds_become_one_point_with_its_spread():
