@@ -55,7 +55,7 @@ class RngState(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._pending is not None:
-            restore_rng(own_of(self._pending, rank=self._ranks.rank))
+            restore_rng(self._pending, rank=self._ranks.rank)
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,28 +90,6 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def own_of(state: dict[str, Any], *, rank: int) -> dict[str, Any]:
-    """What `capture_rng` took on this rank, or a state that follows from rank 0's."""
-    first, others = {key: value for key, value in state.items() if key != "others"}, state.get("others", [])
-    if rank == 0 or rank <= len(others):
-        return first if rank == 0 else others[rank - 1]
-    seed = seed_from_numbers(rank, *_bytes(first["torch"])[:16].tolist())
-    generator = torch.Generator().manual_seed(seed)
-    made = {**first, "torch": generator.get_state()}
-    made["python"] = {**first["python"], "words": _drawn(first["python"]["words"], generator)}
-    made["numpy"] = {**first["numpy"], "keys": _drawn(first["numpy"]["keys"], generator)}
-    if "cuda" in first:
-        made["cuda"] = torch.cat([torch.tensor([seed]).view(torch.uint8), torch.zeros(8, dtype=torch.uint8)])
-    return made
-
-
-def _drawn(words: Tensor, generator: torch.Generator) -> Tensor:
-    """As many 32-bit words of a Mersenne twister; what follows them, a position, as it is."""
-    drawn = words.clone()
-    drawn[:624] = torch.randint(0, 2**32, (624,), generator=generator)
-    return drawn
-
-
 def check_rng(state: Mapping[str, Any]) -> None:
     """Raises what generators raise for a state that is none, without touching those of the process."""
     _set(state, python=random.Random(), numpy=np.random.RandomState(), torch_=torch.Generator())
@@ -128,8 +106,17 @@ def _set(state: Mapping[str, Any], *, python: Any, numpy: Any, torch_: torch.Gen
     torch_.set_state(_bytes(state["torch"]))
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Puts back what `capture_rng` took; a CUDA state is left out where there is no such device."""
+def restore_rng(state: Mapping[str, Any], *, rank: int = 0) -> None:
+    """Puts back what `capture_rng` took on this rank; a CUDA state is left out where there is no such device. A rank of
+    which there is no state gets a seed that follows from its number and rank 0's state."""
+    others = state.get("others", [])
+    if rank > len(others):
+        seed = seed_from_numbers(rank, *_bytes(state["torch"])[:16].tolist())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)  # CUDA's too
+        return
+    state = others[rank - 1] if rank else state
     _set(state, python=random, numpy=np.random, torch_=torch.default_generator)
     if "cuda" in state and state["cuda_device"] < torch.cuda.device_count():
         torch.cuda.set_rng_state(_bytes(state["cuda"]), state["cuda_device"])

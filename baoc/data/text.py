@@ -4,7 +4,6 @@ Batches are `{"tokens": (B, T), "targets": (B, T)}`, int64; targets are the toke
 concatenated and each sequence begins where the last one ended, so every token is predicted once per epoch.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from baoc.data.base import DataModule, NumberedDataModule, check_fraction
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import HeldText, TextChunk, TextFiles, after_cut, before_cut, find, measure
+from baoc.data.text_files import HeldText, TextFiles, between, find, measure
 from baoc.data.text_stream import build_stream
 from baoc.data.token_arrays import Encoded, PackedTokens, check_sizes, encode
 from baoc.data.tokens import load_tokenizer
@@ -65,7 +64,7 @@ class TextDataModule(NumberedDataModule):
         content = measure(source)
         cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
         key = f"{content.key} {cut}"
-        train, val = (_part(source, side, cut) for side in (before_cut, after_cut))
+        train, val = (lambda: between(source.chunks(), end=cut)), (lambda: between(source.chunks(), start=cut))
         library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
         trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
         held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
@@ -91,10 +90,6 @@ def spread(count: int, *, at_most: int | None) -> Tensor:
     """Indices below `count`: all, or `at_most` of them evenly spaced."""
     kept = count if at_most is None else min(count, at_most)
     return torch.arange(kept) * count // kept
-
-
-def _part(source: TextFiles, side: Callable[..., Iterator[TextChunk]], cut: int) -> Callable[[], Iterator[TextChunk]]:
-    return lambda: side(source.chunks(), cut)
 
 
 def _packed(encoded: Encoded, *, length: int, name: str, part: str) -> PackedTokens:

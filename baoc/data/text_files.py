@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import logging
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -139,41 +140,23 @@ def measure(source: TextFiles) -> Content:
     return Content(num_bytes=num_bytes, sha256=content.hexdigest(), key=boundaries.hexdigest())
 
 
-def before_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[TextChunk]:
-    """The text before byte `cut`, up to the next end of a character."""
-    for chunk, at in _with_cut(chunks, cut):
-        if at is None:
-            yield chunk
-        else:
-            if at:
-                yield TextChunk(text=chunk.text[:at], ends=chunk.ends and at == len(chunk.text))
+def between(chunks: Iterable[TextChunk], *, start: int = 0, end: int = sys.maxsize) -> Iterator[TextChunk]:
+    """The text from byte `start` to byte `end`, each moved on to the next beginning of a character."""
+    at = 0
+    for chunk in chunks:
+        low, high = (_character_from(chunk.text, bound - at) for bound in (start, end))
+        if low < high:
+            yield TextChunk(text=chunk.text[low:high], ends=chunk.ends and high == len(chunk.text))
+        at += len(chunk.text)
+        if at >= end:
             return
 
 
-def after_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[TextChunk]:
-    """The text after `before_cut`: together they hold every byte once."""
-    found = False
-    for chunk, at in _with_cut(chunks, cut):
-        if found:
-            yield chunk
-        elif at is not None:
-            found = True
-            if chunk.text[at:]:
-                yield TextChunk(text=chunk.text[at:], ends=chunk.ends)
-
-
-def _with_cut(chunks: Iterable[TextChunk], cut: int) -> Iterator[tuple[TextChunk, int | None]]:
-    """Each chunk with the offset of the cut in it; None if it is in another chunk."""
-    start = 0
-    for chunk in chunks:
-        size = len(chunk.text)
-        at = None
-        if start <= cut < start + size:
-            at = cut - start
-            while at < size and chunk.text[at] & 0xC0 == 0x80:  # inside a UTF-8 character
-                at += 1
-        start += size
-        yield chunk, at
+def _character_from(text: bytes, offset: int) -> int:
+    at = min(max(offset, 0), len(text))
+    while at < len(text) and text[at] & 0xC0 == 0x80:  # inside a UTF-8 character
+        at += 1
+    return at
 
 
 # -- kinds of files ---------------------------------------------------------------------------------------------------

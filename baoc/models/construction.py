@@ -1,6 +1,6 @@
 """Makes building a network independent of the caller's default dtype and random state, and builds the user's own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +31,16 @@ def seeded(seed: int | None) -> Iterator[None]:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         yield
+
+
+def by_block(model: nn.Module, block_of: Callable[[str, int], str]) -> dict[str, tuple[str, ...]]:
+    """Block name -> names of its parameters, each exactly once, by `block_of` a name and a number of dimensions. The
+    vectors of a layer (biases, norms) form its norm block, so that other blocks hold matrices only and rules by row or
+    column apply to them."""
+    blocks: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        blocks.setdefault(block_of(name, parameter.ndim), []).append(name)
+    return {block: tuple(names) for block, names in blocks.items()}
 
 
 def build_own(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:

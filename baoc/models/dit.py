@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
+from baoc.models.construction import by_block
 from baoc.types import ImageDataSpec
 
 FREQUENCIES = 256  # values of the sinusoidal embedding of a timestep
@@ -83,15 +84,8 @@ class DiffusionTransformer(nn.Module):
         return self.unpatchify(self.final(tokens, condition))
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """Block name -> names of its parameters, each exactly once: attention, mlp, modulation and norm of `layers.N`.
-
-        The vectors of a layer (biases, as norms have no weights) form its norm block, so that all other blocks hold
-        matrices only and rules by row or column apply to them.
-        """
-        blocks: dict[str, list[str]] = {}
-        for name, parameter in self.named_parameters():
-            blocks.setdefault(_block_of(name, num_dims=parameter.ndim), []).append(name)
-        return {block: tuple(names) for block, names in blocks.items()}
+        """See `by_block`: attention, mlp, modulation and norm of `layers.N`; norms have no weights here."""
+        return by_block(self, _block_of)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """(B, grid * grid, patch * patch * channels) -> (B, channels, image_size, image_size)."""
@@ -202,7 +196,7 @@ def grid_positions(grid: int, *, width: int) -> Tensor:
     return torch.cat([sinusoids(part.flatten(), width=width // 2) for part in (columns, rows)], dim=-1)
 
 
-def _block_of(name: str, *, num_dims: int) -> str:
+def _block_of(name: str, num_dims: int) -> str:
     layer = _LAYER.match(name)
     if layer is not None:
         return f"layers.{layer.group(1)}.{'norm' if num_dims < 2 else layer.group(2)}"

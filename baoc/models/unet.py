@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
+from baoc.models.construction import by_block
 from baoc.types import ImageDataSpec
 
 _PART = re.compile(r"^net\.(down|up|mid)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
@@ -90,18 +91,14 @@ class UNet(nn.Module):
         return self.net(images, timesteps, class_labels=labels, return_dict=False)[0]
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """Block name -> names of its parameters, each exactly once: conv, attention, modulation and norm by layer.
+        """See `by_block`: conv, attention, modulation and norm by layer.
 
-        A layer is a residual module with the attention after it, such as `down.1.0`; resampling is a layer of its own.
-        The vectors of a layer (norms, biases) form its norm block, so that other blocks hold matrices only.
+        A layer is a residual module with the attention after it, such as `down.1.0`; resampling is one of its own.
         """
-        blocks: dict[str, list[str]] = {}
-        for name, parameter in self.named_parameters():
-            blocks.setdefault(_block_of(name, num_dims=parameter.ndim), []).append(name)
-        return {block: tuple(names) for block, names in blocks.items()}
+        return by_block(self, _block_of)
 
 
-def _block_of(name: str, *, num_dims: int) -> str:
+def _block_of(name: str, num_dims: int) -> str:
     part = _PART.match(name)
     if part is None:
         if num_dims < 2:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
+from baoc.models.construction import by_block
 from baoc.types import ImageDataSpec
 
 _LAYER = re.compile(r"\b(?:layers?)\.(\d+)\.")
@@ -95,15 +96,8 @@ class VisionTransformer(ImageClassifier):
         self._initialise()
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """Block name -> names of its parameters, each exactly once; `layers.N.attention`, `.mlp`, `.norm` by layer.
-
-        Vectors (biases, norms) form a norm block, so that other blocks hold matrices only and rules by row or column
-        apply to them.
-        """
-        blocks: dict[str, list[str]] = {}
-        for name, parameter in self.named_parameters():
-            blocks.setdefault(_block_of(name, num_dims=parameter.ndim), []).append(name)
-        return {block: tuple(names) for block, names in blocks.items()}
+        """See `by_block`: `layers.N.attention`, `.mlp`, `.norm` by layer."""
+        return by_block(self, _block_of)
 
     def _initialise(self) -> None:
         """Xavier initialisation of every matrix; positions and class token keep the library's truncated normal of 0.02.
@@ -117,7 +111,7 @@ class VisionTransformer(ImageClassifier):
                     nn.init.zeros_(module.bias)
 
 
-def _block_of(name: str, *, num_dims: int) -> str:
+def _block_of(name: str, num_dims: int) -> str:
     layer = _LAYER.search(name)
     if layer is not None:
         prefix = f"layers.{layer.group(1)}."

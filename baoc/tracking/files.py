@@ -125,23 +125,16 @@ class FolderGuard:
         self._descriptor = -1
         with suppress(OSError):  # folders cannot be opened on Windows, where one in use cannot be removed either
             self._descriptor = os.open(self.folder, os.O_RDONLY)
-        self._counts_links = self._num_links() != 0
 
     def check(self) -> None:
-        """Raises OutputError unless the folder is still there."""
-        if self._descriptor < 0 or (self.folder.is_dir() and (self._num_links() or not self._counts_links)):
-            return
+        """Raises OutputError unless the folder is still there. While it is open, no other folder gets its number."""
+        with suppress(OSError):
+            if self._descriptor < 0 or os.path.samestat(self.folder.stat(), os.fstat(self._descriptor)):
+                return
         raise OutputError(
             f"the run folder {self.folder} was removed or moved while the run wrote into it, so what was written is "
             "not there any more: leave it in place until the run ends, and start the run again"
         )
-
-    def _num_links(self) -> int:
-        """0 once the folder is removed, whatever has come in its place."""
-        try:
-            return os.fstat(self._descriptor).st_nlink
-        except OSError:
-            return 0
 
     def close(self) -> None:
         if self._descriptor >= 0:

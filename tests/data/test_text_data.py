@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from baoc.data import build_data, text_files, token_arrays
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import TextChunk, TextFiles, after_cut, before_cut, find, measure
+from baoc.data.text_files import TextChunk, TextFiles, between, find, measure
 from baoc.errors import BadInputError
 
 STORY = "Zoë läuft über die Straße. 雨が降る。\n" * 60  # 2 to 3 bytes in many characters
@@ -79,7 +79,7 @@ def test_split_never_cuts_a_character_and_loses_no_byte():
     ]
     whole = joined(chunks)
     for cut in range(len(whole) + 1):
-        first, second = list(before_cut(chunks, cut)), list(after_cut(chunks, cut))
+        first, second = list(between(chunks, end=cut)), list(between(chunks, start=cut))
         assert joined(first) + joined(second) == whole
         joined(first).decode()
         joined(second).decode()
