@@ -200,15 +200,3 @@ def test_weights_that_are_no_better_are_not_written():
     mixed = made(seeds=2, budgets=2, truth={"drop_m": 1.0}, noise=0.1)
     with pytest.raises(BadInputError, match="of one risk model, and these have prior, statistics"):
         fitted_file([replace(mixed[0], risk_model="prior"), *mixed[1:]])
-
-
-@pytest.mark.parametrize(
-    ("module", "instead"),
-    [
-        ("calibrate", "python -m experiments.analysis.calibrate FOLDER..."),
-        ("dashboard", "with logger=wandb a study adds"),
-    ],
-)
-def test_an_old_command_says_where_it_went(run_python, module: str, instead: str):
-    done = run_python("-m", f"baoc.sweep.{module}", "FOLDER")
-    assert done.returncode == 2 and instead in done.stderr
