@@ -25,11 +25,6 @@ from baoc.tracking.console import attach_live, detach_live, make_console, say
 SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 
 
-def progress_bar(*, enabled: bool | None = None) -> ProgressBar | None:
-    """The callback to give to the Trainer; None if `enabled` is False (then pass enable_progress_bar=False as well)."""
-    return None if enabled is False else RunProgress()
-
-
 class RunProgress(ProgressBar):
     """Steps done of all steps, time, and the newest values of SHOWN, as far as they are logged.
 

@@ -123,16 +123,10 @@ def build(cls: type[T], given: object, *, path: str = "", complete: bool = False
         path: key of the mapping, as in `optim`.
         complete: absent fields are errors instead of taking their default.
     """
-    from pydantic import ValidationError
-
-    refuse_unwritable(given, key=path)
-    try:
-        made = _adapter(cls).validate_json(_json(given))
-    except ValidationError as error:
-        raise _refusal(error, given, hint=cls, path=path) from None
+    made = convert(given, cls, key=path)
     if complete and (absent := _first_absent(cls, given, path=path)):
         raise BadInputError(f"{absent} is missing: it was removed from the configuration, but every run needs it")
-    return cast(T, made)
+    return made
 
 
 def convert(value: object, hint: Any, *, key: str) -> Any:

@@ -17,6 +17,8 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from baoc.sweep.early_stopping import violates_constraint
+
 BUDGET = "budget"  # the setting that is drawn evenly
 QUALITY = "quality"
 STARTUP = 3  # random trials before TPE starts, not counting baselines
@@ -111,7 +113,7 @@ def quality_objective(objectives: Sequence[tuple[str, str]]) -> tuple[int, float
 
 def is_feasible(trial: FrozenTrial) -> bool:
     """Whether a trial has values and met its constraints."""
-    return trial.state is TrialState.COMPLETE and not any(value > 0 for value in trial.constraints.values())
+    return trial.state is TrialState.COMPLETE and not violates_constraint(trial)
 
 
 def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence[tuple[str, str]]) -> list[float]:

@@ -20,7 +20,7 @@ from baoc.core.commands import Arguments, command
 from baoc.errors import BadInputError, first_line
 from baoc.frontier.pareto import pareto
 from baoc.frontier.runs import STUDY_FILE
-from baoc.sweep.early_stopping import violates_constraint
+from baoc.sweep.frontier_sampler import is_feasible
 from baoc.sweep.storage import open_storage
 from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import make_console, say
@@ -68,7 +68,7 @@ def status_of(
     as run now if these are more, as those of other machines."""
     states = Counter(trial.state for trial in trials)
     ended = [trial for trial in trials if trial.state.is_finished()]
-    good = [t for t in ended if t.state is TrialState.COMPLETE and not violates_constraint(t)]
+    good = [trial for trial in ended if is_feasible(trial)]
     num_parallel = max(workers or 0, states[TrialState.RUNNING])
     times = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
     rest = max(total - len(ended), 0)

@@ -37,7 +37,7 @@ from baoc.sweep.storage import (
     storage_url,
 )
 from baoc.sweep.study_config import DEVICES, StudyConfig, key_of
-from baoc.sweep.trial_outcome import TrialOutcome, is_infeasible, trial_outcome
+from baoc.sweep.trial_outcome import TrialOutcome, trial_outcome
 from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess, preload
 from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import say
@@ -360,7 +360,7 @@ class _Worker:
             return
         running.outcomes.append(outcome)
         num_runs = len(self.config.repeats) or 1
-        if outcome.is_conclusive and not is_infeasible(outcome) and len(running.outcomes) < num_runs:
+        if outcome.is_conclusive and not outcome.is_infeasible and len(running.outcomes) < num_runs:
             self._start_process(running)
             return
         self._tell(running, trial_outcome(running.outcomes, objectives=self.config.objectives))

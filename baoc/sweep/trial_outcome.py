@@ -22,11 +22,6 @@ class TrialOutcome:
     constraints: Mapping[str, float] = field(default_factory=dict)
 
 
-def is_infeasible(outcome: RunOutcome) -> bool:
-    """Whether the run ended because of its settings: over its budget, out of memory, or diverged."""
-    return outcome.violation > 0 or outcome.diverged
-
-
 def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, str]) -> TrialOutcome:
     """The outcome of a trial from those of its runs, in order; the last run decides whether it failed. Quality and
     throughput are means over the runs, bytes their maximum, as on a frontier. A diverged run violates a constraint, as

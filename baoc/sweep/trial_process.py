@@ -57,9 +57,14 @@ class RunOutcome:
         return float(self.exit_code in (INFEASIBLE, BREACHED))
 
     @property
+    def is_infeasible(self) -> bool:
+        """Whether the run ended because of its settings: over its budget, out of memory, or diverged."""
+        return self.violation > 0 or self.diverged
+
+    @property
     def is_conclusive(self) -> bool:
         """Whether the outcome says something about the settings; a bad input, a bug or a kill does not."""
-        return self.result is not None or self.violation > 0 or self.diverged
+        return self.result is not None or self.is_infeasible
 
     @property
     def should_retry(self) -> bool:

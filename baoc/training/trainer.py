@@ -21,7 +21,7 @@ from baoc.callbacks.loss_guard import LossGuard
 from baoc.callbacks.memory import TRACKED_STEPS, MemoryMonitor
 from baoc.callbacks.pictures import FinalPictures
 from baoc.callbacks.preemption import Preemption
-from baoc.callbacks.progress import progress_bar
+from baoc.callbacks.progress import RunProgress
 from baoc.callbacks.sources import Sources
 from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.vote import StepVote
@@ -187,7 +187,6 @@ def assemble_trainer(
     )
     validated = ValidatedAt()
     preemption = Preemption(checkpoint, vote=vote)
-    bar = progress_bar(enabled=config.trainer.enable_progress_bar)
     callbacks: list[L.Callback] = [
         RngState(),
         Sources(sources or {}),
@@ -200,7 +199,7 @@ def assemble_trainer(
         validated,
         FinalPictures(run_dir, track=memory.track),
         checkpoint,
-        *([bar] if bar is not None else []),
+        *([] if config.trainer.enable_progress_bar is False else [RunProgress()]),
     ]
     trainer = L.Trainer(
         strategy=strategy,
