@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from baoc.callbacks.progress import RunProgress, progress_bar
+from baoc.callbacks.progress import RunProgress
 from baoc.tracking.console import make_console
 from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
@@ -27,7 +27,7 @@ def fit(bar: Any, *others: L.Callback, module: TinyModule | None = None, **optio
 
 
 def test_plain_output_has_a_line_each_tenth_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(progress_bar(), max_steps=20)
+    fit(RunProgress(), max_steps=20)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"step {step}/20" for step in range(2, 21, 2)]
     # the line of step 20 is written before that epoch of 2 batches is validated
@@ -81,7 +81,6 @@ def test_a_failure_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
-    assert progress_bar(enabled=False) is None
     bar = RunProgress()
     bar.disable()
     fit(bar)

@@ -62,15 +62,11 @@ def test_shell_completion_completes(run_python):
         assert code == 0 and set(expected) <= set(out.split()), out + err
 
 
-NO_MODEL = "baoc: error: model=vitt: there is no such model; did you mean vit?"
 REFUSALS = [
     (["budget=8gbb"], "baoc: error: cannot read budget=8gbb: it takes a preset (2gb, 4gb"),
     (["budget=0gb"], "baoc: error: a memory size of '0gb' holds nothing"),
-    (["budget=-1gb"], "baoc: error: cannot read budget=-1gb"),
     (["-m", "budget=8gb,lots"], "baoc: error: cannot read budget=lots"),
-    (["-m", "model=vit,vitt"], NO_MODEL),
-    (["model=vitt"], f"{NO_MODEL}\nallowed: dit, hf, llama, unet, vit"),
-    (["trainer.max_stps=1"], "baoc: error: unknown key trainer.max_stps; did you mean trainer.max_steps"),
+    (["-m", "model=vit,vitt"], "baoc: error: model=vitt: there is no such model; did you mean vit?"),
     (["--list", "specz"], "error: --list specz: there is no such list; did you mean specs?\nallowed: specs"),
     (["--list"], "baoc: error: --list of what? allowed: specs, models"),
     (["-m", "--cfg", "hydra"], "error: of -m, -r, --cfg, --info and --shell-completion one can be given"),
@@ -98,16 +94,6 @@ def test_too_little_address_space_is_said_before_imports_fail_or_wait(run_python
 def test_run_py_is_the_same_command(run_python):
     done = run_python("run.py", "--version")
     assert (done.returncode, done.stdout) == (0, "baoc 0.1.0\n")
-    assert run_python("run.py", "budget=lots").returncode == 2
-
-
-def test_a_reader_that_goes_away_is_no_bug(run_python):
-    code = (
-        "import os, sys\nfrom baoc.cli.main import main\n"
-        "reading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)\nsys.exit(main(['--list', 'specs']))"
-    )
-    done = run_python(code)
-    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -80,8 +80,3 @@ def test_both_doors_work_without_the_extras_and_the_command_says_what_it_lacks(
     assert "plan for budget state_25" in done.stdout and "BaocStrategy: 2 steps" in done.stdout, done.stderr
     assert done.returncode == 2
     assert "the command needs hydra, which is not installed: pip install 'baoc[all]'" in done.stderr
-
-
-def test_the_package_is_the_command(run_python: Callable[..., CompletedProcess[str]]):
-    done = run_python("-m", "baoc", "--list", "budgets")
-    assert done.returncode == 0 and "state_25" in done.stdout, done.stderr

@@ -79,27 +79,25 @@ POINTS = {
 }
 
 
-# each limit at two points, each point under two limits or more
-PAIRS = [(limits, list(POINTS)[(at + more) % len(POINTS)]) for at, limits in enumerate(LIMITS) for more in (0, 2)]
-
-
-@pytest.mark.parametrize(("limits", "point"), PAIRS)
-def test_resumed_run_sees_the_batches_of_an_uninterrupted_one(limits, point, tmp_path):
-    hook, step = POINTS[point]
-    if limits == "part of the data":
-        step = {"first batch": 1, "inside an epoch": 5}.get(point, 6)
-    if "validation inside" in limits and point == "after validation":
-        step = 9  # both validate there
-    save = SaveAt(hook, step=step, path=tmp_path / "saved.ckpt")
+@pytest.mark.parametrize(("at", "limits"), enumerate(LIMITS))
+def test_resumed_run_sees_the_batches_of_an_uninterrupted_one(at, limits, tmp_path):
+    """Each limit at two points, each point under two limits or more."""
+    saves = []
+    for point in (list(POINTS)[(at + more) % len(POINTS)] for more in (0, 2)):
+        hook, step = POINTS[point]
+        if limits == "part of the data":
+            step = {"first batch": 1, "inside an epoch": 5}.get(point, 6)
+        if "validation inside" in limits and point == "after validation":
+            step = 9  # both validate there
+        saves.append(SaveAt(hook, step=step, path=tmp_path / f"{point}.ckpt"))
     whole = RecordingTask()
-    trainer(save, **LIMITS[limits]).fit(whole, digits())
-    assert save.path.exists(), "the run was not saved where the test meant to"
-
-    resumed = fit(digits(), resume=save.path, **LIMITS[limits])
-
-    assert resumed.seen == whole.seen[step:]
-    for after, uninterrupted in zip(resumed.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(after, uninterrupted)
+    trainer(*saves, **LIMITS[limits]).fit(whole, digits())
+    for save in saves:
+        assert save.path.exists(), "the run was not saved where the test meant to"
+        resumed = fit(digits(), resume=save.path, **LIMITS[limits])
+        assert resumed.seen == whole.seen[save.step :]
+        for after, uninterrupted in zip(resumed.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(after, uninterrupted)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

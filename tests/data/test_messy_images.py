@@ -13,7 +13,7 @@ from baoc.data.decode import open_image
 from baoc.data.parts import is_hidden, role_of, role_of_path
 from baoc.data.tables import parquet_files, split_of
 from baoc.errors import BadInputError, BaocError
-from tests.support.images import encoded, idx_bytes, picture, write_folder, write_parquet
+from tests.support.images import encoded, picture, write_folder, write_parquet
 
 SIXTEEN = np.array([[0, 257, 32896], [65535, 400, 60000], [5, 1000, 30000]], dtype=np.uint16)
 EIGHT = [[0, 1, 128], [255, 2, 233], [0, 4, 117]]
@@ -290,14 +290,6 @@ def test_every_reader_refuses_the_same_labels(tmp_path: Path, case: str, reader:
             ]
             write_parquet(tmp_path / "x.parquet", rows=rows)
             images(tmp_path / "x.parquet", streaming=reader == "stream")
-
-
-def test_idx_files_of_one_class_too(tmp_path: Path) -> None:
-    images, labels = np.zeros((4, 28, 28)), np.full(4, 3)
-    for name, array in (("train-images-idx3-ubyte", images), ("train-labels-idx1-ubyte", labels)):
-        (tmp_path / name).write_bytes(idx_bytes(array))
-    with pytest.raises(BadInputError, match=r"every label of .* is 3"):
-        build_data("fashion_mnist", task="vision", batch_size=2, path=str(tmp_path))
 
 
 @pytest.mark.parametrize("form", ["flat", "one folder", "npz", "parquet"])

@@ -31,32 +31,27 @@ def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.Captu
     assert {(0x0B, 0x6B, 0xCB), (0xD1, 0x70, 0x0F), (0x7A, 0x7F, 0x87)} <= colours  # points of all three families
 
 
-def test_a_figure_offers_a_picture_and_no_cloud(tmp_path: Path):
-    """In a browser, with texts that would blank a page whose data were not inert."""
-    three_families(tmp_path)
-    error(tmp_path / "odd", exit_code=4, message="<!--<script")
-    shown = re.sub(r"<script.*?</script>", "", body_of(tmp_path, act=""), flags=re.DOTALL)
-    assert 'data-ready="yes"' in shown and "&lt;!--&lt;script" in shown
-    assert 'data-title="Download plot as a PNG"' in shown
-    assert "cloud" not in shown.lower()
-
-
-def test_rows_are_sorted_filtered_and_opened(tmp_path: Path):
-    """By clicks, keys and words, as a reader does it."""
-    three_families(tmp_path)
-    told = acted(
-        tmp_path,
-        """
-        const heads = () => [...document.querySelectorAll("#points th button")];
-        const head = (name) => heads().find((own) => own.textContent.startsWith(name));
-        const rows = () => [...document.querySelectorAll("#points tbody tr[data-label]")];
-        const column = (at) => rows().map((row) => row.cells[at].textContent);
-        const query = async (text) => {
-          byId("query").value = text;
-          byId("query").dispatchEvent(new Event("input"));
-          await wait(300);
-          return column(0);
-        };
+READER = """
+    const heads = () => [...document.querySelectorAll("#points th button")];
+    const head = (name) => heads().find((own) => own.textContent.startsWith(name));
+    const rows = () => [...document.querySelectorAll("#points tr[data-label]")];
+    const labels = () => rows().map((row) => row.dataset.label);
+    const column = (at) => rows().map((row) => row.cells[at].textContent);
+    const ground = () => getComputedStyle(document.body).backgroundColor;
+    const look = () => [ground(), byId("scatter").layout.paper_bgcolor, byId("theme").textContent];
+    const seen = () => [labels(), byId("axis").value, byId("query").value, state.sort, state.descending, state.open];
+    const take = (hash) => { location.hash = hash; takeView(); return seen(); };
+    const query = async (text) => {
+      byId("query").value = text;
+      byId("query").dispatchEvent(new Event("input"));
+      await wait(300);
+      return column(0);
+    };
+"""
+ACTS = {
+    "table": """
+        told.look = look();
+        told.plain = location.hash;
         told.first = column(2);
         head("val/loss").click();
         told.up = [column(2), head("val/loss").parentElement.ariaSort];
@@ -76,51 +71,92 @@ def test_rows_are_sorted_filtered_and_opened(tmp_path: Path):
         one.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
         told.open = document.querySelector("#points tr.more").textContent;
         told.csv = await (await fetch(save(view(whole())).href)).text();
-        """,
+    """,
+    "brush": """
+        const label = "allocator=random";
+        byId("scatter").emit("plotly_selected", {points: [{customdata: label}]});
+        const families = byId("scatter").data.filter((own) => own.customdata);
+        const drawn = byId("parallel").data[0].line.color.length;
+        told.brushed = [labels(), drawn, families.map((own) => own.selectedpoints)];
+        byId("all").click();
+        told.all = rows().length;
+        const loss = byId("parallel").keys.indexOf("quality");
+        await Plotly.restyle("parallel", {[`dimensions[${loss}].constraintrange`]: [[0.25, 0.6]]});
+        told.ranged = labels();
+        byId("all").click();
+        byId("scatter").emit("plotly_click", {points: [{customdata: label}]});
+        told.clicked = document.querySelector("#points tr.open").dataset.label;
+    """,
+    "address": """
+        take("#view");
+        byId("axis").value = "peak_mib";
+        byId("query").value = "seeds=1";
+        document.querySelector("#families input[value=uniform]").checked = false;
+        Object.assign(state, {sort: "quality", descending: true});
+        draw();
+        open("allocator=random");
+        told.link = document.querySelector("#points a.open").getAttribute("href");
+        told.seen = seen();
+        const hash = location.hash;
+        told.foreign = take("#sort=-none&axis=none&off=x&kind=x");
+        told.again = take(hash);
+        told.lists = ["x", '"uniform"', null, '["uniform"]'].map(listOf);
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """A folder, the body of its page, and what each of ACTS noted, by clicks, keys and words as a reader's.
+
+    A text in it would blank a page whose data were not inert.
+    """
+    folder = tmp_path_factory.mktemp("page")
+    three_families(folder)
+    (folder / "random").rename(folder / "random #1?")
+    error(folder / "odd", exit_code=4, message="<!--<script")
+    acts = "".join(
+        f"all.{name} = await (async (told) => {{ {act} return told; }})({{}});" for name, act in ACTS.items()
     )
+    body = body_of(folder, act=f"{READER} const all = {{}}; {acts} Object.assign(told, all);")
+    return folder, body, told_in(body)
+
+
+def test_a_figure_offers_a_picture_and_no_cloud(read: tuple[Path, str, dict[str, Any]]):
+    shown = re.sub(r"<script.*?</script>", "", read[1], flags=re.DOTALL)
+    assert 'data-ready="yes"' in shown and "&lt;!--&lt;script" in shown
+    assert 'data-title="Download plot as a PNG"' in shown
+    assert "cloud" not in shown.lower()
+
+
+def test_rows_are_sorted_filtered_and_opened(read: tuple[Path, str, dict[str, Any]]):
+    told = read[2]["table"]
+    assert told["look"] == [*GROUNDS["light"], "colours: auto"] and told["plain"] == ""
     assert told["first"] == told["again"] == ["0.1500", "0.2000", "0.3000", "0.5000"]
     assert told["up"] == [["0.1500", "0.2000", "0.3000", "0.5000"], "ascending"]
     assert told["down"] == [["0.5000", "0.3000", "0.2000", "0.1500"], "descending", "val/loss ▼"]
     assert told["words"] == ["adamw"] and told["compared"] == ["sign", "random"]
     assert told["summary"].startswith("2 of 4 points") and told["all"] == 4 and told["moved"]
-    assert "python run.py" in told["open"] and str(tmp_path / "exact_1") in told["open"], (
-        "command and folders of all seeds"
-    )
+    assert "python run.py" in told["open"] and str(read[0] / "exact_1") in told["open"], "command, folders of all seeds"
     rows = list(csv.DictReader(told["csv"].splitlines()))
     assert [float(row["quality"]) for row in rows] == pytest.approx([0.15, 0.2, 0.3, 0.5])
     assert float(rows[0]["interval"]) == pytest.approx(12.706 * 0.0707 / 2**0.5, rel=1e-3), "Student's, of two seeds"
 
 
-def test_a_view_is_in_the_address_and_comes_back_from_it(tmp_path: Path):
-    three_families(tmp_path)
-    (tmp_path / "random").rename(tmp_path / "random #1?")
-    tell = """
-        const rows = () => [...document.querySelectorAll("#points tr[data-label]")].map((row) => row.dataset.label);
-        const seen = () => [rows(), byId("axis").value, byId("query").value, state.sort, state.descending, state.open];
-    """
-    told = acted(
-        tmp_path,
-        f"""{tell}
-        told.plain = location.hash;
-        byId("axis").value = "peak_mib";
-        byId("query").value = "seeds=1";
-        document.querySelector("#families input[value=uniform]").checked = false;
-        Object.assign(state, {{sort: "quality", descending: true}});
-        draw();
-        open("allocator=random");
-        told.link = document.querySelector("#points a.open").getAttribute("href");
-        told.seen = seen();
-        told.hash = location.hash;
-        """,
-    )
-    assert told["plain"] == "" and told["link"] == (tmp_path / "random #1?").as_uri() + "/"
+def test_a_view_is_in_the_address_and_comes_back_from_it(read: tuple[Path, str, dict[str, Any]]):
+    folder, _, told = read[0], read[1], read[2]["address"]
+    assert told["link"] == (folder / "random #1?").as_uri() + "/"
     assert told["seen"][1:] == ["peak_mib", "seeds=1", "quality", True, "allocator=random"]
-    again = acted(tmp_path, f"{tell} told.seen = seen();", hash=told["hash"])
-    assert again["seen"] == told["seen"]
-    tell += """told.lists = ["x", '"uniform"', null, '["uniform"]'].map(listOf);"""
-    foreign = acted(tmp_path, f"{tell} told.seen = seen();", hash="#sort=-none&axis=none&off=x&kind=x")
-    assert len(foreign["seen"][0]) == 4 and foreign["lists"] == [[], [], [], ["uniform"]]
-    assert str(tmp_path) not in (tmp_path / "frontier.html").read_text(), "it is uploaded"
+    assert len(told["foreign"][0]) == 4 and told["lists"] == [[], [], [], ["uniform"]]
+    assert told["again"] == told["seen"]
+    assert str(folder) not in (folder / "frontier.html").read_text(), "it is uploaded"
+
+
+def test_a_brush_keeps_points_in_figures_and_table(read: tuple[Path, str, dict[str, Any]]):
+    told = read[2]["brush"]
+    assert told["brushed"] == [["allocator=random"], 1, [[], [0], []]]
+    assert told["all"] == 4
+    assert told["ranged"] == ["allocator=random", "allocator=uniform_adamw"] and told["clicked"] == "allocator=random"
 
 
 def test_a_page_in_a_frame_stays_there(tmp_path: Path):
@@ -160,58 +196,38 @@ def test_a_study_tells_which_settings_matter(tmp_path: Path):
     assert told["row"] == "betas [0.9,0.95] lr 0.0008157"
 
 
-def test_a_brush_keeps_points_in_figures_and_table(tmp_path: Path):
+GROUNDS = {"light": ["rgb(255, 255, 255)", "#fff"], "dark": ["rgb(20, 23, 26)", "#14171a"]}
+
+
+def test_colours_are_the_systems_or_the_readers(tmp_path: Path):
+    """Here the system's are dark; above they are light."""
     three_families(tmp_path)
     told = acted(
         tmp_path,
         """
-        const rows = () => [...document.querySelectorAll("#points tr[data-label]")].map((row) => row.dataset.label);
-        const label = "allocator=random";
-        byId("scatter").emit("plotly_selected", {points: [{customdata: label}]});
-        const families = byId("scatter").data.filter((own) => own.customdata);
-        told.brushed = [rows(), byId("parallel").data[0].line.color.length, families.map((own) => own.selectedpoints)];
-        byId("all").click();
-        told.all = rows().length;
-        const loss = byId("parallel").keys.indexOf("quality");
-        await Plotly.restyle("parallel", {[`dimensions[${loss}].constraintrange`]: [[0.25, 0.6]]});
-        told.ranged = rows();
-        byId("all").click();
-        byId("scatter").emit("plotly_click", {points: [{customdata: label}]});
-        told.clicked = document.querySelector("#points tr.open").dataset.label;
-        """,
-    )
-    assert told["brushed"] == [["allocator=random"], 1, [[], [0], []]]
-    assert told["all"] == 4
-    assert told["ranged"] == ["allocator=random", "allocator=uniform_adamw"] and told["clicked"] == "allocator=random"
-
-
-@pytest.mark.parametrize(("system", "grounds"), [("1", ["light", "light", "dark"]), ("0", ["dark", "light", "dark"])])
-def test_colours_are_the_systems_or_the_readers(tmp_path: Path, system: str, grounds: list[str]):
-    three_families(tmp_path)
-    told = acted(
-        tmp_path,
-        """
-        const ground = () => getComputedStyle(document.body).backgroundColor;
-        const look = () => [ground(), byId("scatter").layout.paper_bgcolor, byId("theme").textContent];
         told.looks = [look()];
         for (const _ of [1, 2]) { byId("theme").click(); await wait(50); told.looks.push(look()); }
         """,
-        f"--blink-settings=preferredColorScheme={system}",
+        "--blink-settings=preferredColorScheme=0",
     )
-    ground = {"light": ["rgb(255, 255, 255)", "#fff"], "dark": ["rgb(20, 23, 26)", "#14171a"]}
-    names = ("auto", "light", "dark")
-    assert told["looks"] == [[*ground[own], f"colours: {name}"] for own, name in zip(grounds, names, strict=True)]
+    looks = [("auto", "dark"), ("light", "light"), ("dark", "dark")]
+    assert told["looks"] == [[*GROUNDS[own], f"colours: {name}"] for name, own in looks]
 
 
-def acted(folder: Path, act: str, *flags: str, hash: str = "", framed: bool = False) -> dict[str, Any]:
+def acted(folder: Path, act: str, *flags: str, framed: bool = False) -> dict[str, Any]:
     """What a script that acts as a reader notes in `told`, in a Chromium."""
-    body = body_of(folder, *flags, act=act, hash=hash, framed=framed)
+    return told_in(body_of(folder, *flags, act=READER + act, framed=framed))
+
+
+def told_in(body: str) -> dict[str, Any]:
     found = re.search(r'<pre id="told">(.*?)</pre>', body, re.DOTALL)
     assert found is not None, "the script failed"
-    return json.loads(html.unescape(found[1]))
+    told = json.loads(html.unescape(found[1]))
+    assert "error" not in told, told["error"]
+    return told
 
 
-def body_of(folder: Path, *flags: str, act: str, hash: str = "", framed: bool = False) -> str:
+def body_of(folder: Path, *flags: str, act: str, framed: bool = False) -> str:
     """The body of the folder's page after `act`, a script, as a Chromium has it; or of one that has it in a frame."""
     frontier_of(folder, show=False)
     script = f"""<script>(async () => {{
@@ -227,13 +243,7 @@ def body_of(folder: Path, *flags: str, act: str, hash: str = "", framed: bool = 
     program = picture.browser()
     assert program is not None, "this test needs a Chromium"
     command = [program, "--headless=new", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--no-sandbox"]
-    command += [
-        "--window-size=1400,4000",
-        "--virtual-time-budget=10000",
-        *flags,
-        "--dump-dom",
-        page.absolute().as_uri() + hash,
-    ]
+    command += ["--window-size=1400,4000", "--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.stdout[done.stdout.rindex("<body") :]
 

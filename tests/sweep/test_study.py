@@ -253,14 +253,6 @@ def test_what_changed_since_a_study_began_is_told(tmp_path: Path, capsys):
     assert "was begun with seed 0: trials that are left are drawn with 7" in said
 
 
-def test_a_folder_of_trials_without_its_database_is_refused(tmp_path: Path):
-    open_study(config(n_trials=1), folder=tmp_path)
-    (tmp_path / "0000").mkdir()
-    (tmp_path / "study.db").unlink()
-    with pytest.raises(BadInputError, match="holds 1 trials, and the storage has no study s to go on with"):
-        open_study(config(n_trials=1), folder=tmp_path)
-
-
 def test_every_setting_of_a_study_can_be_given_on_the_command_line():
     needed = {"name": "s", "objectives": {"quality": "minimize"}, "space": {"x": {"choices": [1]}}}
     assert read_study({**SETTINGS, **needed}) == read_study(needed), "the same defaults"
