@@ -17,7 +17,7 @@ INTERRUPTED = 130
 _EXTRAS = {  # package that an extra of the installation brings -> that extra
     "omegaconf": "all", "plotly": "all", "pydantic": "all", "safetensors": "all", "transformers": "all",
     "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
-    "diffusers": "diffusion", "peft": "lora",
+    "pyarrow": "data", "diffusers": "diffusion", "peft": "lora",
 }  # fmt: skip
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}

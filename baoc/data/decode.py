@@ -99,11 +99,9 @@ def _opaque(image: "Image") -> "Image":
 
 
 def require_pillow():
-    try:
-        import PIL.Image
-        import PIL.ImageOps
-    except ImportError as error:
-        raise BadInputError("reading image files needs Pillow: pip install 'baoc[data]'") from error
+    import PIL.Image
+    import PIL.ImageOps
+
     return PIL
 
 

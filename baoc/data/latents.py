@@ -188,10 +188,8 @@ def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
 
 
 def _read_parquet(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise BadInputError(f"{file} needs pyarrow to be read: pip install 'baoc[data]'") from error
+    import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.read_table(file)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError

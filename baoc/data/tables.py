@@ -74,10 +74,8 @@ def undecoded(table: Any, *, column: str) -> Any:
 
 
 def require_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise BadInputError("parquet files and hub data sets need `datasets`: pip install 'baoc[data]'") from error
+    import datasets
+
     datasets.disable_progress_bars()
     return datasets
 

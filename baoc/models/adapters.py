@@ -47,12 +47,10 @@ def add_lora(
         seed: of the adapters' initial values; leaves the global generator unchanged.
 
     Raises:
-        BadInputError: peft is not installed, or `targets` match no layer.
+        BadInputError: `targets` match no layer.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise BadInputError("model.lora needs peft, which is not installed: pip install 'baoc[lora]'") from error
+    from peft import LoraConfig, inject_adapter_in_model
+
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = {name.rpartition(".")[0] for name in head_names(model)}
     if targets:

@@ -5,7 +5,6 @@ diffusers is an optional dependency and takes seconds to import, so it is import
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
     level, the level with attention, width of a head (0: one head), groups of a norm."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model unet denoises images; a data set described by {type(spec).__name__} has none")
-    if find_spec("diffusers") is None:
-        raise BadInputError("model unet is built by diffusers, which is not installed: pip install 'baoc[diffusion]'")
     width, levels = settings["width"], settings["levels"]
     multiple = 2 ** (levels - 1)  # each level but the last halves the image
     return UNet(

@@ -52,8 +52,15 @@ class MisconfigurationException(Exception):
         (
             ModuleNotFoundError("x", name="optuna.study"),
             2,
-            "needs optuna, which is not installed: pip install 'baoc[",
+            "needs optuna, which is not installed: pip install 'baoc[st",
         ),
+        (ModuleNotFoundError("x", name="PIL.Image"), 2, "needs PIL, which is not installed: pip install 'baoc[data]'"),
+        (
+            ModuleNotFoundError("x", name="pyarrow.parquet"),
+            2,
+            "needs pyarrow, which is not installed: pip install 'baoc",
+        ),
+        (ModuleNotFoundError("x", name="peft"), 2, "needs peft, which is not installed: pip install 'baoc[lora]'"),
         (ModuleNotFoundError("x", name="baoc.nowhere"), 1, "this is a bug in baoc"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),

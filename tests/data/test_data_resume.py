@@ -79,7 +79,7 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize(("at", "limits"), enumerate(LIMITS))
+@pytest.mark.parametrize(("at", "limits"), list(enumerate(LIMITS)))
 def test_resumed_run_sees_the_batches_of_an_uninterrupted_one(at, limits, tmp_path):
     """Each limit at two points, each point under two limits or more."""
     saves = []

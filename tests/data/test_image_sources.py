@@ -132,12 +132,6 @@ def test_a_file_that_is_no_image_is_named_without_addresses(tmp_path):
         batches(images(root).train_dataloader())
 
 
-def test_pillow_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
-    with pytest.raises(BadInputError, match=r"needs Pillow: pip install 'baoc\[data\]'"):
-        images(write_folder(tmp_path / "x", count=2))
-
-
 # -- varied batches, workers, ranks -----------------------------------------------------------------------------------
 
 

@@ -1,11 +1,8 @@
 """The UNet: the published count, blocks, shapes, and that the library is asked for only where it is there."""
 
-import importlib.util
-
 import pytest
 import torch
 
-from baoc.errors import BadInputError
 from baoc.models import build_model, choose_size
 from baoc.types import ImageDataSpec
 
@@ -62,12 +59,3 @@ def test_recomputed_units_cover_what_is_deep():
     kinds = [type(unit).__name__ for unit in model.checkpoint_units]
     assert kinds.count("ResnetBlock2D") == 2 + 2 + 4
     assert kinds.count("Attention") == 1 + 1 + 2
-
-
-def test_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr("baoc.models.unet.find_spec", lambda name: None)
-    with pytest.raises(
-        BadInputError, match=r"built by diffusers, which is not installed: pip install 'baoc\[diffusion\]'"
-    ):
-        build_model("unet", spec=DIGITS)
-    assert importlib.util.find_spec("diffusers") is not None
