@@ -3,8 +3,12 @@
 A message says what was given, what is allowed and what to do; docs/troubleshooting.md lists the exit codes.
 """
 
+import errno
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of the user's share of it, of one file
 
 
 class BaocError(Exception):
@@ -90,6 +94,16 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text that is not empty, or its class where there is none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def no_room(error: OSError, path: str | Path | None) -> OutputError:
+    """What to do about one of `NO_ROOM` at `path`."""
+    file = f"{Path(path).name} in {Path(path).parent}" if path else "a file"
+    problem, remedy = f"no space left for {file}", "free space"
+    if error.errno == errno.EFBIG:
+        problem, remedy = f"{file} would be larger than a file may be", "raise the limit (ulimit -f)"
+    elsewhere = "set hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
+    return OutputError(f"{problem}: {remedy} or {elsewhere}")
 
 
 def did_you_mean(given: object, allowed: Iterable[str], *, prefix: str = "") -> str:

@@ -4,7 +4,6 @@ Lightning's own writer builds the file in memory, moves it from the system's tem
 another disk) and does not fsync; its ModelCheckpoint warns about folders that are not empty and keeps absolute paths.
 """
 
-import errno
 import logging
 import os
 import shutil
@@ -29,7 +28,7 @@ from baoc.callbacks.trainer_state import (
     values_to_log,
 )
 from baoc.callbacks.vote import StepVote, ranks_of
-from baoc.errors import CheckpointError
+from baoc.errors import CheckpointError, causes
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
@@ -44,7 +43,7 @@ from baoc.tracking.checkpoints import (
     newest_first,
 )
 from baoc.tracking.checksum import ChecksumFile
-from baoc.tracking.files import NO_ROOM, FolderGuard, atomic_write
+from baoc.tracking.files import FolderGuard, atomic_write
 from baoc.tracking.jsonl import JsonlLogger
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,10 @@ class AsideCheckpointIO(TorchCheckpointIO):
                 torch.save({**checkpoint, CHECKSUM_KEY: True}, cast(IO[bytes], hashing_file))
                 hashing_file.append_checksum()
             except RuntimeError as error:
-                raise _full_disk(error) or error from error
+                for cause in causes(error):
+                    if isinstance(cause, OSError):  # a full disk, of which torch.save makes an error about positions
+                        raise cause from None
+                raise
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Anything that Lightning wrote, not only ours: a user may go on from a checkpoint of an earlier Trainer."""
@@ -287,16 +289,6 @@ def _link(source: Path, path: Path) -> None:
     except OSError:
         with atomic_write(path) as file, source.open("rb") as content:
             shutil.copyfileobj(content, file)
-
-
-def _full_disk(error: BaseException) -> OSError | None:
-    """torch.save wraps the OSError of a full disk in a RuntimeError about positions; this finds it again."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
-            return OSError(cause.errno, os.strerror(cause.errno or errno.ENOSPC))
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def unplain(value: Any, *, path: str = "") -> list[str]:

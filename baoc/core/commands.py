@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 
-from baoc.errors import BadInputError, BaocError, BudgetBreachedError, OutputError, causes
+from baoc.errors import NO_ROOM, BadInputError, BaocError, BudgetBreachedError, OutputError, causes, no_room
 
 Arguments = Sequence[str] | None  # None: sys.argv[1:]
 INTERRUPTED = 130
@@ -19,7 +19,6 @@ _EXTRAS = {  # package that an extra of the installation brings -> that extra
     "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
     "pyarrow": "data", "diffusers": "diffusion", "peft": "lora",
 }  # fmt: skip
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
@@ -67,20 +66,11 @@ def system_error(error: BaseException) -> BaocError | None:
         if missing in _EXTRAS:
             extra = _EXTRAS[missing]
             return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
-        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
-            return OutputError(
-                f"no space left on the device{_path_suffix(cause)}: "
-                "free some, or write elsewhere with hydra.run.dir=PATH"
-            )
-        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
-            return OutputError(
-                f"a file{_path_suffix(cause)} would be larger than files may be: raise the limit (ulimit -f), or write "
-                "elsewhere with hydra.run.dir=PATH"
-            )
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+            return no_room(cause, cause.filename)
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
-            return OutputError(
-                f"cannot open or write{_path_suffix(cause)}: {cause.strerror}; a run writes into hydra.run.dir=PATH"
-            )
+            path = f" {cause.filename}" if cause.filename else ""
+            return OutputError(f"cannot open or write{path}: {cause.strerror}; a run writes into hydra.run.dir=PATH")
         if _is_out_of_memory(cause):
             return BudgetBreachedError(
                 f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"
@@ -102,7 +92,3 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
     )
-
-
-def _path_suffix(error: OSError) -> str:
-    return f" {error.filename}" if error.filename else ""

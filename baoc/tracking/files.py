@@ -5,7 +5,6 @@ file that looks complete, and a torn line is distinguishable from a finished one
 """
 
 import csv
-import errno
 import io
 import json
 import logging
@@ -17,12 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from baoc.errors import BadInputError, OutputError
+from baoc.errors import NO_ROOM, BadInputError, OutputError, no_room
 from baoc.types import to_plain
 
 log = logging.getLogger(__name__)
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of the user's share of it, of one file
 REALLOCATIONS_FILE = "reallocations.jsonl"
 
 
@@ -32,24 +30,12 @@ def as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise output_error(path, error) from error
-
-
-def output_error(path: Path, error: OSError) -> OutputError:
-    if error.errno == errno.EFBIG:
-        return OutputError(
-            f"{path.name} in {path.parent} would be larger than a file may be: nothing half-written was kept; raise "
-            "the limit (ulimit -f) or set hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
-        )
-    if error.errno in NO_ROOM:
-        return OutputError(
-            f"no space left for {path.name} in {path.parent}: nothing half-written was kept; free space or set "
-            "hydra.run.dir (hydra.sweep.dir for a multirun) to a folder on another disk"
-        )
-    return OutputError(
-        f"cannot write {path}: {error.strerror or error}; make the folder writable or set hydra.run.dir "
-        "(hydra.sweep.dir for a multirun) to another one"
-    )
+        if error.errno in NO_ROOM:
+            raise no_room(error, path) from error
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; make the folder writable or set hydra.run.dir "
+            "(hydra.sweep.dir for a multirun) to another one"
+        ) from error
 
 
 @contextmanager
@@ -186,17 +172,16 @@ class LineFile:
 
     def _make_present(self) -> None:
         """Goes on in the file that is at `path` now: what was removed is still there for who has it open."""
-        try:
-            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
-                return
-            log.warning("%s was replaced while it was written: further lines go to the new one", self.path)
-        except FileNotFoundError:
-            content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
-            with atomic_write(self.path) as file:
-                file.write(content)
-            log.warning("%s was removed while it was written: it is written again, with all that it had", self.path)
-        except OSError as error:
-            raise output_error(self.path, error) from error
+        with as_output_error(self.path):
+            try:
+                if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                    return
+                log.warning("%s was replaced while it was written: further lines go to the new one", self.path)
+            except FileNotFoundError:
+                content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+                with atomic_write(self.path) as file:
+                    file.write(content)
+                log.warning("%s was removed while it was written: it is written again, with all that it had", self.path)
         os.close(self._descriptor)
         self._open()
 
