@@ -176,16 +176,13 @@ def test_overfitting_repeats_the_same_batches():
     assert task.seen == task.seen[:2] * 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
+def test_resuming_with_other_data_settings_is_refused(tmp_path):
+    save = SaveAt("on_train_batch_end", step=1, path=tmp_path / "saved.ckpt")
+    trainer(save, max_steps=2).fit(RecordingTask(), digits())
+    for settings, text in (
         ({"seed": 12}, "seed was 11, is 12"),
         ({"batch_size": 128}, "batch_size was 256, is 128"),
         ({"val_fraction": 0.1}, "num_samples was 1438, is 1617"),
-    ],
-)
-def test_resuming_with_other_data_settings_is_refused(settings, text, tmp_path):
-    save = SaveAt("on_train_batch_end", step=1, path=tmp_path / "saved.ckpt")
-    trainer(save, max_steps=2).fit(RecordingTask(), digits())
-    with pytest.raises(CheckpointError, match=f"{text}.*Resume with the settings of the first run"):
-        fit(digits(**settings), resume=save.path, max_steps=4)
+    ):
+        with pytest.raises(CheckpointError, match=f"{text}.*Resume with the settings of the first run"):
+            fit(digits(**settings), resume=save.path, max_steps=4)
