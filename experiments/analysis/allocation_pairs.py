@@ -87,28 +87,29 @@ def product(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
         level = {label: mean(seeds.values()) for label, seeds in found.items()}
         rates = [label for label in found if label.startswith("adamw_")]
         uniform = [label for label in found if not label.startswith(("adamw_", "chosen_", "random_"))]
-        best = min(rates, key=level.__getitem__)
-        own_best = {seed: min(found[rate][seed] for rate in rates) for seed in found[best]}
-        yield f"{task}: {best} {level[best]:.4f}, the best of five rates"
+        adamw: dict[str, Mapping[int, float]] = {}
+        best = min(rates, key=level.__getitem__, default=None)
+        if best is not None:
+            own_best = {seed: min(found[rate][seed] for rate in rates) for seed in found[best]}
+            adamw = {best: found[best], "adamw at each seed's best rate": own_best}
+        yield f"{task}: {'no AdamW' if best is None else f'{best} {level[best]:.4f}, the best of five rates'}"
         for label in sorted(name for name in found if name.startswith("chosen_")):
-            budget = label.removeprefix("chosen_")
+            budget = label.split("_")[1]  # of chosen_15_seconds too
             recipe = ", ".join(sorted({row["recipe"] for row in of_label[task, label]}))
-            yield (
-                f"  {label}: {recipe}, {share[label]:.1%} of the state, {level[label]:.4f}, "
-                f"a step takes {step_ms[label] / step_ms[best]:.2f} times AdamW's"
-            )
+            step = "" if best is None else f", a step takes {step_ms[label] / step_ms[best]:.2f} times AdamW's"
+            yield f"  {label}: {recipe}, {share[label]:.1%} of the state, {level[label]:.4f}{step}"
             fits = [name for name in uniform if share[name] <= float(budget) / 100]
-            rivals = {best: found[best], "adamw at each seed's best rate": own_best}
+            rivals = dict(adamw)
             if fits:
                 first = min(fits, key=level.__getitem__)
                 rivals[f"{first} ({share[first]:.1%}, best uniform that fits)"] = found[first]
             rivals |= {f"{name} ({share[name]:.1%})": found[name] for name in uniform if not fits or name != first}
             rivals |= {name: found[name] for name in (f"random_{budget}",) if name in found}
             for name, theirs in rivals.items():
-                yield f"    - {name}: {_told(found[label], theirs)}"
+                yield f"    - {name}: {told_of(found[label], theirs)}"
 
 
-def _told(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
+def told_of(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
     told = paired_difference(ours, theirs, level=0.95)
     better = sum(ours[seed] < theirs[seed] for seed in ours.keys() & theirs.keys())
     null = "" if told.excludes_zero else f", not told apart: more than {abs(told.mean) + told.half:.4f} is excluded"

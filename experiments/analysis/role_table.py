@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from baoc.core.statistics import Interval, mean_interval, paired_difference
+from experiments.analysis.allocation_pairs import told_of
 from experiments.analysis.ranks import rank_correlation
 from experiments.benchmarks.recipe_lists import BUDGETS, CONFIRM_WHOLE
 
@@ -163,20 +164,13 @@ def pairs(rows: Sequence[Row]) -> list[str]:
         others = [label for label in (*CONFIRM_WHOLE, f"random_{budget}") if label in values and label != chosen]
         for label in others:
             if shares[label] <= budget / 100 and not (label.startswith("muon8_lean") and chosen != "muon8_lean_m90"):
-                lines.append(f"  {budget} %: {chosen} - {label} {_paired(values, chosen, label)}")
+                lines.append(f"  {budget} %: {chosen} - {label} {told_of(values[chosen], values[label])}")
     for label in values:
         if label.startswith("permuted_"):
             own = f"choice_{label.removeprefix('permuted_')}"
-            lines.append(f"  {own} - {label} {_paired(values, own, label)}")
-    lines.append(f"  momentum .9 - .95: muon8_lean {_paired(values, 'muon8_lean_m90', 'muon8_lean')}")
+            lines.append(f"  {own} - {label} {told_of(values[own], values[label])}")
+    lines.append(f"  momentum .9 - .95: muon8_lean {told_of(values['muon8_lean_m90'], values['muon8_lean'])}")
     return lines
-
-
-def _paired(values: Mapping[str, Mapping[int, float]], ours: str, theirs: str) -> str:
-    told = paired_difference(values[ours], values[theirs], level=LEVEL)
-    better = sum(value < values[theirs][seed] for seed, value in values[ours].items())
-    margin = "" if abs(told.mean) > told.half else f", not told: more than {abs(told.mean) + told.half:.4f} is excluded"
-    return f"{shown(told)}, better in {better}{margin}"
 
 
 def shown(told: Interval) -> str:

@@ -12,8 +12,10 @@ from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permuted
 from baoc.profiling.describe import describe
 from baoc.types import ImageDataSpec, TextDataSpec
+from experiments.analysis import allocation_pairs
 
 ROWS = Path(__file__).parents[2] / "experiments" / "results" / "product_runs.csv"
+FRESH = ROWS.with_name("product_runs_fresh.csv")
 SPECS = {
     "language": TextDataSpec(dataset="pysource", vocab_size=256, sequence_length=128, num_train=1, num_val=1),
     "vision": ImageDataSpec(dataset="fashion", image_size=28, channels=1, num_classes=10, num_train=1, num_val=1),
@@ -36,3 +38,11 @@ def test_what_is_chosen_at_10_15_and_25_percent_is_what_was_measured(task: str, 
         assert basis is not None and basis.recipe == measured["recipe"]
         assert plan.allocation.state_bytes == pytest.approx(int(measured["state_bytes"]), rel=2e-3)
         assert permuted(plan.blocks, plan.allocation.choices) is None, "a rule a role, so that places cannot differ"
+
+
+@pytest.mark.parametrize("file", [ROWS, FRESH], ids=lambda file: file.stem)
+def test_every_choice_is_told_beside_its_rivals(file: Path):
+    with file.open(newline="") as rows:
+        told = list(allocation_pairs.product(csv.DictReader(rows)))
+    for text, pairs in (("- random_", 6), ("chosen_10: ", 3)):
+        assert sum(text in line for line in told) == pairs
