@@ -36,9 +36,8 @@ def test_what_is_chosen_at_10_15_and_25_percent_is_what_was_measured(task: str, 
         plan = Planner(describe(network), budget=budget, settings=settings, declared=declared).propose()
         measured, basis = ran[f"chosen_{percent}"], plan.basis
         assert basis is not None and basis.recipe == measured["recipe"]
-        assert plan.allocation.state_bytes == pytest.approx(
-            int(measured["state_bytes"]), rel=1e-2
-        )  # kept, without padding
+        kept = int(measured["state_bytes"])  # on a GPU, up to .5 % less than is planned here
+        assert plan.allocation.state_bytes == pytest.approx(kept, rel=1e-2)
         assert permuted(plan.blocks, plan.allocation.choices) is None, "a rule a role, so that places cannot differ"
 
 
