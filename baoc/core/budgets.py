@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any, cast
 
 from baoc.errors import BadInputError
@@ -30,6 +31,7 @@ PRESETS: Mapping[str, Budget] = {
 
 MOST_BYTES = 2**63
 LEAST_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
+_SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
 _KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
@@ -38,8 +40,8 @@ _KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
 def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
     """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
 
-    An int is bytes of device memory, as text too, a float the fraction of fp32 AdamW's state bytes in (0, 1]. A mapping
-    may hold `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
+    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1], both as text too.
+    A mapping may hold `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
     `host_memory` (a size or bytes, too: pinned host memory for states that may be kept there).
     """
     if isinstance(given, Budget):
@@ -48,10 +50,10 @@ def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budge
         return _parse_text(given)
     if isinstance(given, bool):
         raise _refusal(given)
-    if isinstance(given, int):
-        return replace(_checked(Budget(name="", memory_bytes=given)), name=_memory_name(given))
-    if isinstance(given, float):
-        return _checked(Budget(name=_state_name(given), state_fraction=given))
+    if isinstance(given, Integral):  # numpy's too
+        return replace(_checked(Budget(name="", memory_bytes=int(given))), name=_memory_name(int(given)))
+    if isinstance(given, Real):
+        return _checked(Budget(name=_state_name(float(given)), state_fraction=float(given)))
     return _parse_mapping(given)
 
 
@@ -73,6 +75,8 @@ def _parse_text(text: str) -> Budget:
         return PRESETS[name]
     if name.isdecimal() and int(name) >= LEAST_TEXT_BYTES:
         return parse_budget(int(name))
+    if _SHARE.fullmatch(name):
+        return parse_budget(float(name))
     if is_size(name):
         compact = "".join(name.split())
         return Budget(name=compact, memory_bytes=parse_size(compact))
@@ -110,8 +114,8 @@ def _parse_mapping(mapping: object) -> Budget:
 def _size(value: object, *, key: str) -> int:
     if isinstance(value, str):
         return int(value) if value.isdecimal() and int(value) >= LEAST_TEXT_BYTES else parse_size(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
     raise BadInputError(f"budget.{key}={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
 
 
@@ -119,7 +123,7 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
     value = given.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise BadInputError(f"budget.{key}={value!r} is no number")
     try:
         return float(value)

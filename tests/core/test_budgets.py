@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,8 @@ from baoc.units import GIB, MIB
         (123_456_789, "123456789b", 123_456_789),
         ("9504974438", "9504974438b", 9_504_974_438),
         (" 8589934592 ", "8gb", 8 * GIB),
+        (np.int64(9_504_974_438), "9504974438b", 9_504_974_438),
+        ({"memory": np.uint32(300 * MIB)}, "300mb", 300 * MIB),
         ({"memory": "8gb"}, "8gb", 8 * GIB),
         ({"memory": "9504974438"}, "9504974438b", 9_504_974_438),
         ({"memory": 300 * MIB}, "300mb", 300 * MIB),
@@ -44,6 +47,10 @@ def test_memory_in_every_spelling(spelling, name: str, memory_bytes: int):
         ("STATE_12.5", "state_12.5", 0.125),
         (0.1, "state_10", 0.1),
         (1.0, "state_100", 1),
+        ("0.25", "state_25", 0.25),
+        (" .125 ", "state_12.5", 0.125),
+        (np.float32(0.25), "state_25", 0.25),
+        ({"state_fraction": np.float64(0.5)}, "state_50", 0.5),
     ],
 )
 def test_state_fraction_in_every_spelling(spelling, name: str, fraction: float):
@@ -116,6 +123,8 @@ def test_auto_becomes_what_is_free_and_nothing_else_changes():
         ("state50", r"did you mean state_50\?"),
         ("state_0", r"a state fraction of 0 is not allowed: .*\(0, 1\]"),
         ("state_150", r"a state fraction of 1.5 is not allowed"),
+        ("0.0", r"a state fraction of 0 is not allowed"),
+        ("7.5", r"cannot read budget=7.5: .*; did you mean 7.5gb or state_7.5\?"),
         (2.0, r"a state fraction of 2 is not allowed: .*with a unit \(8gb\)"),
         (float("nan"), r"a state fraction of nan is not allowed"),
         (0, r"a memory budget of 0 bytes holds nothing"),
