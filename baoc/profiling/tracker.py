@@ -6,6 +6,7 @@ interpreter. `torch.distributed._tools.MemTracker` does not reset its peak withi
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
     _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode,  # pyright: ignore[reportPrivateUsage]
     _push_mode,  # pyright: ignore[reportPrivateUsage]
@@ -25,35 +27,15 @@ from baoc.profiling.cuda_emulation import CachingAllocator
 PICKING = (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.take)
 
 
-class _LoaderWatch:
-    """While any tracker is entered, trackers see no operators of DataLoaders: reading data is no part of a step."""
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose operators no tracker sees."""
 
-    def __init__(self):
-        self.reading = False
-        self._entered = 0
-        self._next: Callable[..., Any] | None = None
+    @wraps(function)
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
 
-    def begin(self) -> None:
-        self._entered += 1
-        if self._entered == 1:
-            self._next = original = _BaseDataLoaderIter.__next__
-
-            def __next__(iterator: Any) -> Any:
-                before, self.reading = self.reading, True
-                try:
-                    return original(iterator)
-                finally:
-                    self.reading = before
-
-            _BaseDataLoaderIter.__next__ = __next__
-
-    def end(self) -> None:
-        self._entered -= 1
-        if self._entered == 0:
-            _BaseDataLoaderIter.__next__ = self._next
-
-
-_LOADERS = _LoaderWatch()
+    return unseen
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -74,6 +56,8 @@ class MemoryTracker(TorchDispatchMode):
         device: counts only this device type, "meta" included; None counts all.
         allocator: an emulated allocator; bytes are then rounded as it rounds, and `reserved_bytes` is what it reserves.
     """
+
+    _entered = 0  # trackers that are
 
     def __init__(self, *, device: str | torch.device | None = None, allocator: CachingAllocator | None = None):
         super().__init__()
@@ -147,8 +131,6 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _LOADERS.reading:
-            return func(*args, **kwargs)
         if isinstance(func, OpOverload) and self._is_composite(func):
             # inference mode does not decompose composite operators, but their parts allocate
             with self:
@@ -269,7 +251,9 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 0:
             self._resize = torch.UntypedStorage.resize_
             torch.UntypedStorage.resize_ = self._resizing(self._resize)  # pyright: ignore[reportAttributeAccessIssue]
-            _LOADERS.begin()
+            MemoryTracker._entered += 1
+            if MemoryTracker._entered == 1:  # reading data is no part of a step
+                _BaseDataLoaderIter.__next__ = _unseen(_BaseDataLoaderIter.__next__)
         self._depth += 1
         super().__enter__()
         return self
@@ -279,7 +263,9 @@ class MemoryTracker(TorchDispatchMode):
         self._depth -= 1
         if self._depth == 0:
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
-            _LOADERS.end()
+            MemoryTracker._entered -= 1
+            if MemoryTracker._entered == 0:
+                _BaseDataLoaderIter.__next__ = _BaseDataLoaderIter.__next__.__wrapped__
 
     def leave(self) -> None:
         """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
