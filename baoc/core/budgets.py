@@ -114,7 +114,7 @@ def _parse_mapping(mapping: object) -> Budget:
 def _size(value: object, *, key: str) -> int:
     if isinstance(value, str):
         return int(value) if value.isdecimal() and int(value) >= LEAST_TEXT_BYTES else parse_size(value)
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
     raise BadInputError(f"budget.{key}={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
 

@@ -113,7 +113,7 @@ def _averaged_networks() -> list[nn.Module]:
     and once for those that were built before this module was imported."""
     if not _made[0]:
         return []
-    found = [model.module for model in _alive(AveragedModel) if hasattr(model, "module")]
+    found = [model.module for model in alive(AveragedModel) if hasattr(model, "module")]
     _made[0] = bool(found)
     return found
 
@@ -162,10 +162,10 @@ def _of_ddp() -> set[int]:
     """Identities of the parameters whose gradients a DistributedDataParallel averages, whoever has it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
-    found = _alive(DistributedDataParallel)
+    found = alive(DistributedDataParallel)
     return {id(param) for ddp in found for param in getattr(ddp, "_module_parameters", ddp.parameters())}
 
 
-def _alive(kind: type) -> list[Any]:
+def alive(kind: type) -> list[Any]:
     """Objects of a type. isinstance would ask proxies of other libraries, which answer for what they stand for."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

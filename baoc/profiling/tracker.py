@@ -67,7 +67,7 @@ class MemoryTracker(TorchDispatchMode):
         self._parts: set[int] = set()  # addresses of those that count in part
         self._left_out: dict[int, weakref.ref[Any]] = {}
         self._composite: dict[Any, bool] = {}
-        self._computes_from: dict[Any, int] = {}
+        self._computes_from: dict[Any, int | None] = {}
         self._resize: Callable[..., Any] | None = None
         self._depth = 0
         self._current = 0

@@ -6,7 +6,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,10 +20,18 @@ from baoc.core.catalogue import SPECS, on_device
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
-from baoc.optim.groups import check_names, check_settings, check_tensor, members_of, plain, raw_groups
+from baoc.optim.groups import (
+    check_names,
+    check_settings,
+    check_tensor,
+    is_made_up,
+    members_of,
+    plain,
+    raw_groups,
+)
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm
-from baoc.optim.wrappers import averaged
+from baoc.optim.wrappers import alive, averaged
 from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -63,8 +71,8 @@ class BaocOptimizer(BlockwiseOptimizer):
     rank 0's, made by what the rank measured that needs most, and so is each later decision.
 
     Args:
-        params: A module, named parameters, plain parameters, or groups of either. A module or names make the plan and
-            checkpoints readable.
+        params: A module, named parameters, plain parameters, or groups of either. The network of plain parameters is
+            looked for among the modules that live, so that plan and checkpoints are the same as of the module.
         budget: A budget in any spelling of the command line: "8gb", "state_25", "auto".
         probe: Runs one forward and backward pass on a typical batch, or returns its loss, so that limits on memory and
             time are planned before training. Without it the first step runs on the plan of least state and measures its
@@ -118,11 +126,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         group = ranks()
         if group is ALONE:
             refuse_ranks("optimizer")
-        params, model = unwrapped(params), unwrapped(model)
-        module = model if model is not None else params if isinstance(params, nn.Module) else None
+        params = unwrapped(params)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
-        named, groups = name_parameters(params, model=model)
+        module, named, groups = with_network(params, model=unwrapped(model))
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
@@ -188,6 +195,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         if first_step is not None:
             first_step.begin(self.reallocator, owner=self)
             self.register_step_post_hook(_learn_footprint)
+        _share_budget(self)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
         self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
@@ -240,10 +248,14 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @in_own_words
     def _learn_footprint(self) -> None:
-        if self._first_step is not None and self.reallocator.has_gradients:
-            first_step, self._first_step = self._first_step, None
-            first_step.learn(self.reallocator)
-            self.narrator.first_step_bytes = first_step.peak_bytes
+        first_step = self._first_step
+        if first_step is not None and first_step.is_over(self.reallocator):
+            sharing: list[Any] = [one.optimizer for one in first_step.members()]
+            for optimizer in sharing:
+                optimizer._first_step = None
+            first_step.learn()
+            for optimizer in sharing:
+                optimizer.narrator.first_step_bytes = first_step.peak_bytes
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -296,6 +308,38 @@ class BaocOptimizer(BlockwiseOptimizer):
         self.reallocator.attach()
 
 
+_limited: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers under a budget of memory
+
+
+def _share_budget(new: Any) -> None:
+    """Has an optimizer share budget and first step with those that wait for theirs under the same budget on the same
+    device, as the two of a GAN do. Warns where a probe has seen the steps of one alone."""
+    if new._first_step is None and new.plan.budget.memory_bytes is None:
+        return
+    device, mine = new.narrator.device, new.registry.names.keys()
+
+    def beside() -> list[Any]:
+        near = [other for other in _limited if other.narrator.device == device]
+        return [other for other in near if mine.isdisjoint(other.registry.names)]  # else this one takes its place
+
+    if beside():
+        gc.collect()  # one of a loop that is over may wait for that
+    others = beside()
+    if others and new._first_step is None:
+        log.warning(
+            "another BaocOptimizer plans for the memory of this %s too, and a probe sees the steps of one alone: build "
+            "both without probe=, so that they share the budget",
+            device.type,
+        )
+    for other in others if new._first_step is not None else ():
+        if other._first_step is not None and other._first_step.shares_with(new._first_step):
+            both = other._first_step.joined(new._first_step)
+            for one in both.members():
+                one.optimizer._first_step = both  # pyright: ignore[reportAttributeAccessIssue]
+            break  # those before share one already
+    _limited.add(new)
+
+
 def _learn_footprint(optimizer: Any, *_: object) -> None:
     optimizer._learn_footprint()
 
@@ -314,7 +358,7 @@ def _warn_of_copies(optimizer: Any, *_: object) -> None:
         return
     optimizer._counts_once = False
     mine = {param for group in optimizer.param_groups for param in group["params"]}
-    for found in [each for each in gc.get_objects() if type(each) is DistributedDataParallel]:
+    for found in alive(DistributedDataParallel):
         if not found.gradient_as_bucket_view and not mine.isdisjoint(found.parameters()):
             num_bytes = sum(param.nbytes for param in found.parameters() if param.requires_grad)
             log.warning(
@@ -341,6 +385,28 @@ def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
             f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "
             "dtype=torch.bfloat16), in the probe and in the loop, or leave these specs out"
         ) from error
+
+
+def with_network(
+    params: Any, *, model: nn.Module | None
+) -> tuple[nn.Module | None, dict[str, Tensor], list[dict[str, Any]]]:
+    """The network, given or found, and what `name_parameters` says of its parameters."""
+    module = params if model is None and isinstance(params, nn.Module) else model
+    named, groups = name_parameters(params, model=model)
+    if module is None and all(map(is_made_up, named)):
+        module = network_of(param for group in groups for _, param in group["params"])
+        named, groups = name_parameters(groups, model=module)
+    return module, named, groups
+
+
+def network_of(params: Iterable[Tensor]) -> nn.Module | None:
+    """The smallest module that lives and has all of these parameters; None where there is none.
+
+    `model.parameters()` says neither names nor layers, by which roles, measured recipes and checkpoints go.
+    """
+    wanted = set(map(id, params))
+    found = [module for module in alive(nn.Module) if wanted <= set(map(id, module.parameters()))]
+    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

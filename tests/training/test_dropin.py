@@ -134,6 +134,56 @@ def test_without_a_probe_the_first_step_measures_itself():
     assert optimizer.plan.budget.name == "300mb" and not optimizer.plan.binding
 
 
+def two_in_turn(budget: Any, *, probed: bool = False, ghost: bool = False) -> tuple[list[BaocOptimizer], int]:
+    """The optimizers of a GAN after four steps of each, and the most that was held from the third on."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)]
+    x, tracker, made = torch.randn(8, 16), MemoryTracker(), []
+    for net in nets:
+        probe = (lambda net=net: net(x).square().mean()) if probed else None
+        made += [BaocOptimizer(net, budget=budget, lr=1e-3, verbose=False, probe=probe) for _ in range(1 + ghost)][-1:]
+    for step in range(4):
+        if step == 2:
+            tracker.prime(*nets, *(one.state for one in made)).reset_peak()
+            tracker.__enter__()
+        for optimizer in made:
+            optimizer.zero_grad()
+            (nets[1](nets[0](x)) - x).square().mean().backward()
+            optimizer.step()
+    tracker.leave()
+    return made, tracker.peak_bytes
+
+
+def test_two_optimizers_of_one_loop_share_a_memory_budget():
+    free, _ = two_in_turn("100mb")
+    state = sum(one.state_bytes() for one in free)
+    budget = free[0].plan.peak_bytes - state // 2
+    tight, peak = two_in_turn(budget)
+    held = [one.state_bytes() for one in tight]
+    assert 0 < sum(held) <= state // 2 and abs(held[0] - held[1]) < state // 8 and peak <= budget
+    assert all(one.budget_met and one.plan.peak_bytes <= budget for one in tight)
+    again, _ = two_in_turn(budget, ghost=True)
+    assert [one.state_bytes() for one in again] == held, "one whose network has another optimizer takes no part"
+
+
+def test_one_of_two_that_goes_on_alone_is_planned_for_at_its_second_step():
+    nets = [nn.Linear(16, 16) for _ in range(2)]
+    first, second = (BaocOptimizer(net, budget="100mb", verbose=False) for net in nets)
+    for steps in range(1, 3):
+        nets[0](torch.ones(16)).sum().backward()
+        first.step()
+        assert (set(first.specs.values()) == {"adamw"}) is (steps == 2)
+    assert set(second.specs.values()) == {"adamw"} and second.budget_met
+
+
+def test_a_probe_beside_another_optimizer_is_warned_of(caplog: pytest.LogCaptureFixture):
+    two_in_turn("100mb", probed=True)
+    assert caplog.text.count("another BaocOptimizer plans for the memory of this cpu too") == 1
+    caplog.clear()
+    two_in_turn("state_25", probed=True)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("release", [False, True])
 def test_a_first_step_without_a_backward_tells_nothing_and_the_next_one_is_measured(release: bool):
     peaks = []

@@ -1,5 +1,6 @@
 """BaocOptimizer in the place of an AdamW that other code built: groups, names, states, and what is refused."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError
+from baoc.training.plain_loop import network_of
 from tests.support.classifier import same
 
 
@@ -56,8 +58,25 @@ def test_names_make_the_plan_the_same_as_that_of_the_module():
         BaocOptimizer(model, budget="state_25", verbose=False).plan,
         BaocOptimizer.from_optimizer(torch.optim.AdamW(model.parameters()), model, budget="state_25").plan,
         BaocOptimizer(list(model.parameters()), model=model, budget="state_25", verbose=False).plan,
+        BaocOptimizer(model.parameters(), budget="state_25", verbose=False).plan,
+        BaocOptimizer.from_optimizer(adamw(model), budget="state_25", verbose=False).plan,
     ]
-    assert plans[0].allocation.choices == plans[1].allocation.choices == plans[2].allocation.choices
+    assert all(plan.allocation.choices == plans[0].allocation.choices for plan in plans[1:])
+
+
+def test_the_network_of_plain_parameters_is_the_smallest_that_lives_with_all_of_them():
+    inner: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    outer = nn.ModuleDict({"ours": inner, "other": nn.Linear(2, 2)})
+    wrapper = nn.ModuleDict({"module": inner})
+    copied: Any = copy.deepcopy(outer)
+    assert network_of(inner.parameters()) is network_of(wrapper.parameters()) is inner
+    assert network_of([inner[1].weight]) is inner[1] and network_of(outer.parameters()) is outer
+    assert network_of([*copied["other"].parameters(), *copied["ours"][0].parameters()]) is copied
+    assert network_of([inner[0].weight, copied["other"].weight]) is None
+    lone = BaocOptimizer([inner[0].weight, nn.Parameter(torch.ones(3, 3))], budget="state_25", verbose=False)
+    assert sorted(lone.registry.names.values()) == ["param0", "param1"]
+    part = BaocOptimizer([p for p in outer.parameters() if p.ndim > 1], budget="state_25", verbose=False)
+    assert sorted(part.registry.names.values()) == ["other.weight", "ours.0.weight", "ours.1.weight"]
 
 
 def test_what_cannot_be_taken_over_is_refused_in_one_sentence():
