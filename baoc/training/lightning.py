@@ -439,7 +439,7 @@ class BudgetedStrategy(Strategy):
     @in_own_words
     def _learn(self, stepped: Reallocator) -> None:
         """After the first real step of each optimizer here, which told what forward and backward need."""
-        if self._unmeasured is not None and self._unmeasured.is_over(stepped):
+        if self._unmeasured is not None and self._unmeasured.is_over(stepped, waits=True):
             first, self._unmeasured = self._unmeasured, None
             first.learn()
             for narrator in self.narrators:

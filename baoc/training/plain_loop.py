@@ -249,7 +249,7 @@ class BaocOptimizer(BlockwiseOptimizer):
     @in_own_words
     def _learn_footprint(self) -> None:
         first_step = self._first_step
-        if first_step is not None and first_step.is_over(self.reallocator):
+        if first_step is not None and first_step.is_over(self.reallocator, waits=False):
             sharing: list[Any] = [one.optimizer for one in first_step.members()]
             for optimizer in sharing:
                 optimizer._first_step = None

@@ -21,8 +21,8 @@ class FirstStep:
     """From before the optimizers are built to the end of their first step. `close` where that never comes.
 
     Several optimizers of one loop, a session each, share the budget: of what it leaves beside forward and backward each
-    gets a part by the bytes that fp32 AdamW would keep for it. They are planned for once all have stepped, or one has
-    twice. `peak_bytes` is what the first step held, once it is over.
+    gets a part by the bytes that fp32 AdamW would keep for it. They are planned for once all have stepped. `peak_bytes`
+    is what the first step held, once it is over.
     """
 
     def __init__(self, *sessions: Session):
@@ -83,12 +83,13 @@ class FirstStep:
         given = zip(self._sessions, self._reallocators, strict=True)
         return [(session, one) for session, ref in given if (one := ref()) is not None and _lives(one)]
 
-    def is_over(self, stepped: Reallocator) -> bool:
-        """To be called after a step of `stepped`: whether it is time to `learn`."""
-        again = stepped in self._stepped
+    def is_over(self, stepped: Reallocator, *, waits: bool) -> bool:
+        """To be called after a step of `stepped`: whether all have stepped, or `stepped` has twice and nobody `waits`
+        for the others."""
+        again = stepped in self._stepped and not waits
         if stepped.has_gradients:
             self._stepped.add(stepped)
-        if stepped.has_gradients and not again and len(self._stepped) < len(self.members()):
+        if not waits and not again and len(self._stepped) < len(self.members()):
             gc.collect()  # one that nobody has any more takes no part
         return again or all(one in self._stepped for one in self.members())
 
