@@ -6,7 +6,7 @@ plan, and its permutation as a control (`baoc.planning.proposals`). Each is a re
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from baoc.units import format_bytes
 
 FILE = "entrants.json"
 SCHEMA = 1
+_ENTRANT = tuple(field.name for field in fields(Entrant))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +102,7 @@ def leave_entrants(
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "racers": [
-            {
-                "name": one.name,
-                "state_bytes": one.state_bytes,
-                "uniform": one.uniform,
-                "control": one.control,
-                "recipe": recipe_node(recipe_of(one)),
-            }
-            for one in found
+            {key: getattr(one, key) for key in _ENTRANT} | {"recipe": recipe_node(recipe_of(one))} for one in found
         ],
         "size": config.model.size,
         "num_params": num_params,
@@ -166,8 +160,8 @@ def read_field(path: Path) -> Field:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
     racers = []
     for row in content["racers"]:
-        own = {key: row[key] for key in ("name", "state_bytes", "uniform", "control")}
-        racers.append(Racer(entrant=Entrant(**own), recipe=recipe_from_node(row["recipe"])))
+        own = Entrant(**{key: row[key] for key in _ENTRANT})
+        racers.append(Racer(entrant=own, recipe=recipe_from_node(row["recipe"])))
     return Field(
         racers=tuple(racers), **{key: value for key, value in content.items() if key not in ("schema", "racers")}
     )
