@@ -102,15 +102,14 @@ def test_resumed_run_sees_the_batches_of_an_uninterrupted_one(at, limits, tmp_pa
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_run_that_ended_goes_on_with_the_batch_after_its_last(accumulate, tmp_path):
-    settings = {"batch_size": 64, "accumulate": accumulate}
     whole, first, second = (RecordingTask(schedule="constant", warmup=0.0) for _ in range(3))
-    trainer(max_steps=30, accumulate_grad_batches=accumulate).fit(whole, digits(**settings))
+    trainer(max_steps=8, accumulate_grad_batches=accumulate).fit(whole, digits(accumulate=accumulate))
 
-    stopped = trainer(max_steps=13, accumulate_grad_batches=accumulate)
-    stopped.fit(first, digits(**settings))
+    stopped = trainer(max_steps=3, accumulate_grad_batches=accumulate)
+    stopped.fit(first, digits(accumulate=accumulate))
     stopped.save_checkpoint(tmp_path / "end.ckpt")
-    resumed = trainer(max_steps=30, accumulate_grad_batches=accumulate)
-    resumed.fit(second, digits(**settings), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    resumed = trainer(max_steps=8, accumulate_grad_batches=accumulate)
+    resumed.fit(second, digits(accumulate=accumulate), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
 
     assert first.seen + second.seen == whole.seen
     for after, uninterrupted in zip(second.parameters(), whole.parameters(), strict=True):
