@@ -50,6 +50,11 @@ class InfeasibleBudgetError(BaocError):
         self.least_feasible_bytes = least_feasible_bytes
         self.advice = advice
 
+    def without_frames(self) -> "InfeasibleBudgetError":
+        """Itself, having let go of frames, whose activations the next measurement is not to find."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
+
 
 class BudgetBreachedError(BaocError):
     """The run held more than its budget, or the device had no memory left."""

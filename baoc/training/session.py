@@ -84,8 +84,8 @@ class SessionSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """Layers of fully_shard: `switch(again)` says whether backward gathers them again; `num_bytes` of all of them."""
+class Resharding:
+    """Layers of fully_shard: `switch(reshards)` sets their reshard_after_forward; `num_bytes` of all of them."""
 
     switch: Callable[[bool], None]
     num_bytes: int
@@ -208,12 +208,6 @@ def _profiler_with_room(
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
-def _bare(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-    """The error without frames, which hold a profiler and activations that the next look is not to find."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
-
-
 def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
     """The least bytes of a few that were planned for, `least` first; None where nothing could be planned. `plan_at`
     plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError."""
@@ -224,7 +218,7 @@ def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
         except InfeasibleBudgetError as error:
             if held is not None:
                 break
-            least = max(_bare(error).least_feasible_bytes, least + 1)
+            least = max(error.without_frames().least_feasible_bytes, least + 1)
         except (BadInputError, torch.OutOfMemoryError):
             break
         else:
@@ -317,7 +311,7 @@ class Measurer(Protocol):
 
 
 class Session:
-    """Plans once a Measurer has looked at a step, and is given the optimizer afterwards.
+    """Plans once a Measurer has measured a step, and is given the optimizer afterwards.
 
     Blocks are those that `module` declares, as far as they are of `params`. `betas` are the optimizer's, for the
     profiler. `ranks` measure in step, so that an error of one is one of all; the
@@ -358,8 +352,8 @@ class Session:
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
         self.layers_told = ""  # how they are recomputed and gathered, where that was asked for
-        self.gathering: Gathering | None = None  # if it is open
-        self.gathers_again: bool | None = None
+        self.resharding: Resharding | None = None  # if it is open
+        self.reshards: bool | None = None
         self.planner: Planner
         self.plan: Plan
         self.profiler: GradientProfiler | None = None
@@ -375,21 +369,21 @@ class Session:
 
     def measure(self, measurer: Measurer, **given: Any) -> None:
         """Plans by what `measurer` finds within the budget's cap, see `_measure`, with as many recomputed layers as the
-        settings ask for. Where that is auto the measurer looks at none of them, at all, and at the number in question;
-        likewise at layers of fully_shard that are gathered again in backward, and at such that stay so.
+        settings ask for. Where that is auto, none of them, all, and the number in question are measured; likewise
+        layers of fully_shard with reshard_after_forward and without.
         """
-        look = partial(self._in_layers, partial(self._measure, measurer, **given))
-        plan = look if self.gathering is None else partial(self.plan_gathering, look, self.gathering)
+        plan = partial(self._in_layers, partial(self._measure, measurer, **given))
+        plan = plan if self.resharding is None else partial(self.plan_resharding, plan, self.resharding)
         try:
             return plan()
         except InfeasibleBudgetError as error:
             if self.device.type != "cuda" or self.budget.memory_bytes is None or self.ranks.size > 1:
                 raise
-            refusal = _bare(error)
+            refusal = error.without_frames()
         raise self.confirmed(refusal, plan=plan)
 
     def confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
-        """The refusal with a budget that was planned for. A step that is looked at outside of a cap, or with weights of
+        """The refusal with a budget that was planned for. A step that is measured outside of a cap, or with weights of
         16 bits, tells other bytes than one within the budget that is named by it, as torch's allocator reserves less
         where it may not have more.
         """
@@ -424,49 +418,49 @@ class Session:
             specs=self.planner.specs,
         )
 
-    def plan_gathering(self, look: Callable[[], None], gathering: Gathering) -> None:
-        """Plans with layers that are gathered again in backward, or with such that stay so from forward on where a
-        memory budget holds a plan as good then, and no more of them recomputed.
+    def plan_resharding(self, plan: Callable[[], None], resharding: Resharding) -> None:
+        """Plans with reshard_after_forward, or without it where a memory budget holds a plan as good then, and no more
+        layers are recomputed.
 
-        Those that stay are looked at only where a plan holds them by their bytes: a step of fully_shard that runs out
-        of memory in its middle leaves what no later one is sure to cope with.
+        Layers that stay whole are measured only where a plan holds them by their bytes: a step of fully_shard that runs
+        out of memory in its middle leaves what no later one is sure to cope with.
         """
 
-        def looked(again: bool) -> tuple[float, int]:
+        def planned(reshards: bool) -> tuple[float, int]:
             clear_cache(self.device)
-            gathering.switch(again)
-            self.gathers_again = again
-            look()
+            resharding.switch(reshards)
+            self.reshards = reshards
+            plan()
             searched = self.settings.checkpointing == "auto" and self.module is not None
             return self.plan.allocation.risk, recomputed_layers(self.module) if searched and self.module else 0
 
-        risk, layers = looked(True)
+        risk, layers = planned(True)
         footprint, most = self.planner.footprint, risk * (1 + ALIKE) + 1e-9
         if footprint is not None and self.budget.memory_bytes is not None:
-            beside = replace(footprint, others_bytes=footprint.others_bytes + gathering.num_bytes)
+            beside = replace(footprint, others_bytes=footprint.others_bytes + resharding.num_bytes)
             planner, kept = self.planner_for(beside, budget=self.budget), (math.inf, 0)
             with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
                 if self.ranks.from_first(planner.propose).allocation.risk <= most:
-                    kept = looked(False)
-            if not self.gathers_again and (kept[0] > most or kept[1] > layers):
-                looked(True)
-        gathered = "gathered again in backward" if self.gathers_again else "gathered once, from forward to backward"
+                    kept = planned(False)
+            if not self.reshards and (kept[0] > most or kept[1] > layers):
+                planned(True)
+        gathered = "gathered again in backward" if self.reshards else "gathered once, from forward to backward"
         self.layers_told = "; ".join(filter(None, (self.layers_told, f"layers are {gathered}")))
 
-    def _in_layers(self, look: Callable[[], None]) -> None:
-        """Plans by `look` with as many recomputed layers as the settings ask for."""
+    def _in_layers(self, plan: Callable[[], None]) -> None:
+        """Plans by `plan` with as many recomputed layers as the settings ask for."""
         if self.settings.checkpointing != "auto":
             self.recompute_as_asked()
-            return look()
+            return plan()
         num_layers, number = len(self._layers()), 0
         if num_layers and self.budget.memory_bytes is not None:
             try:
-                number = self._fewest_kept(look, num_layers=num_layers)
+                number = self._fewest_kept(plan, num_layers=num_layers)
             except BaseException:
                 self.recompute(0)
                 raise
         else:
-            look()
+            plan()
         self.layers_told = f"recomputed layers {number} of {num_layers}"
 
     def recompute_as_asked(self) -> None:
@@ -497,23 +491,23 @@ class Session:
         assert self.module is not None
         set_recomputed(self.module, number)
 
-    def _fewest_kept(self, look: Callable[[], None], *, num_layers: int) -> int:
+    def _fewest_kept(self, plan: Callable[[], None], *, num_layers: int) -> int:
         """As `fewest_layers`; or the number that it found before in the same place, so that a resumed run has it again,
         where a step with so many still takes the bytes that it took then."""
         assert self.module is not None
-        settings = self.settings, self.gathers_again
+        settings = self.settings, self.reshards
         key = layers_key(self.module, budget=self.budget, settings=settings, device=self.device)
         path = cache_folder() / f"layers-{hash_of(key)[:32]}.json"
         with suppress(ValueError, KeyError, TypeError, InfeasibleBudgetError, torch.OutOfMemoryError):
             kept = self.ranks.from_first(lambda: json.loads(read_own(path) or "{}"))
             number, num_bytes = min(int(kept["number"]), num_layers), int(kept["bytes"])
             self.recompute(number)
-            look()
+            plan()
             pages = PAGES_BYTES if self.device.type == "cuda" else 0
             if abs(self._activation_bytes() - num_bytes) <= pages:
                 return number
         clear_cache(self.device)
-        number = self.fewest_layers(look, num_layers=num_layers)
+        number = self.fewest_layers(plan, num_layers=num_layers)
         write_own(path, json.dumps({"number": number, "bytes": self._activation_bytes()}))
         return number
 
@@ -522,25 +516,25 @@ class Session:
         assert self.planner.footprint is not None
         return self.planner.footprint.forward_backward_bytes
 
-    def fewest_layers(self, look: Callable[[], None], *, num_layers: int) -> int:
+    def fewest_layers(self, plan: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
         self.recompute(0)
         kept_risk = math.inf
         with suppress(InfeasibleBudgetError):
-            look()
+            plan()
             kept_risk = self.plan.allocation.risk
             if not self.plan.binding:
                 return 0
         clear_cache(self.device)
         self.recompute(num_layers)
         try:
-            look()
+            plan()
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of layers that do not do the same again, though none was recomputed in error
             log.warning("layers of %s cannot be recomputed (%s): all is kept", type(self.module).__name__, error)
             self.recompute(0)
-            look()
+            plan()
             return 0
         risk = self.plan.allocation.risk * (1 + ALIKE) + 1e-9
 
@@ -548,7 +542,7 @@ class Session:
             clear_cache(self.device)
             self.recompute(number)
             with suppress(InfeasibleBudgetError):
-                look()
+                plan()
                 return self.plan.allocation.risk <= risk
             return False
 
@@ -557,7 +551,7 @@ class Session:
         if recomputed_layers(self.module) != number:
             clear_cache(self.device)
             self.recompute(number)
-            look()
+            plan()
         return number
 
     def _measure(
@@ -576,10 +570,10 @@ class Session:
         `hides`: gradients are final in backward, so that host placement can pass there. `decided`: a footprint by which
         this very step was found to fit. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory.
         """
-        inside = {} if weights_wait else self.bf16_params  # what a look is still to narrow
+        inside = {} if weights_wait else self.bf16_params  # which a measurement in 16 bits has yet to cast
         whole = not (self.bf16_savings and (weights_wait or only_bf16(self.settings.planner)))
-        look = partial(self._look, measurer)
-        footprint, in_bf16 = look(bf16_params=inside, whole=whole)
+        measured = partial(self._footprint, measurer)
+        footprint, in_bf16 = measured(bf16_params=inside, whole=whole)
         with cast_to_bf16(inside if in_bf16 else {}, module=self.module):
             full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
         if full is not None:  # nothing that is timed stays, and seconds are the same outside of the cap
@@ -594,14 +588,14 @@ class Session:
             try:
                 propose(footprint)
             except InfeasibleBudgetError as error:
-                refusals.append(_bare(error))
+                refusals.append(error.without_frames())
                 return False
             return True
 
         found = planned(self.with_context(footprint))
         if not found and self.bf16_params and not in_bf16:
             clear_cache(self.device)
-            found = planned(look(bf16_params=self.bf16_params, whole=False)[0])
+            found = planned(measured(bf16_params=self.bf16_params, whole=False)[0])
         if not found and decided is not None:
             clear_cache(self.device)
             found = planned(self.as_decided(self.with_context(footprint), decided=decided))
@@ -642,30 +636,32 @@ class Session:
         most = max(found, key=lambda one: one.peak_bytes(state_bytes=0))
         return replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one in found))
 
-    def _look(self, measurer: Measurer, *, bf16_params: Mapping[str, Tensor], whole: bool) -> tuple[Footprint, bool]:
+    def _footprint(
+        self, measurer: Measurer, *, bf16_params: Mapping[str, Tensor], whole: bool
+    ) -> tuple[Footprint, bool]:
         """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
         `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
-        found within it; and whether that was so. `bf16_params` are those that are yet to be narrowed.
+        found within it; and whether that was so. `bf16_params` are those that are yet to be cast.
 
-        A third look, outside of the cap, is there for the refusal to name what would fit. Each comes after the error
-        and the activations that its traceback held are gone, and the cap is back before anything is trained.
+        A third measurement, outside of the cap, is there for the refusal to name what would fit. Each comes after the
+        error and the activations that its traceback held are gone, and the cap is back before anything is trained.
         """
 
-        def look() -> Footprint:
+        def measured() -> Footprint:
             given = {"context_bytes": self.context_bytes, "released": self.released}
             own = self.ranks.agreed(lambda: self.complete(measurer.footprint(**given)), in_step=self._sharded)
             return self.largest(own)
 
         if whole:
             with suppress(torch.OutOfMemoryError):
-                return look(), False
+                return measured(), False
             clear_cache(self.device)
         if self.bf16_savings:
             with suppress(torch.OutOfMemoryError), cast_to_bf16(bf16_params, module=self.module):
-                return as_native(look(), savings=self.bf16_savings), True
+                return as_native(measured(), savings=self.bf16_savings), True
             clear_cache(self.device)
         with uncapped(self.device, budget=self.budget), cast_to_bf16(bf16_params, module=self.module):
-            return as_native(look(), savings=self.bf16_savings), True
+            return as_native(measured(), savings=self.bf16_savings), True
 
     def _time(
         self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool
@@ -743,7 +739,7 @@ class Session:
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def with_context(self, footprint: Footprint) -> Footprint:
-        """The footprint with the context as it is taken for now that steps were looked at, and a cap that leaves it."""
+        """The footprint with the context as it is taken for now that steps were measured, and a cap that leaves it."""
         now = int(self.ranks.most(max(footprint.context_bytes, context_bytes(self.device)))[0])
         if now != self.context_bytes:
             self.context_bytes = now
@@ -751,7 +747,7 @@ class Session:
         return replace(footprint, context_bytes=now)
 
     def as_decided(self, footprint: Footprint, *, decided: Footprint) -> Footprint:
-        """What the decision measured of this step, where that is less by pages alone; else this look, which refuses."""
+        """What the decision measured of this step, where that is less by pages alone; else `footprint`."""
         decided = self.with_context(decided)
         more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
         return decided if more <= PAGES_BYTES else footprint

@@ -19,7 +19,7 @@ from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
 from baoc.models.switches import is_compiled, recomputed_layers
 from baoc.parallel import ALONE
-from baoc.training.session import Gathering, Session, SessionSettings
+from baoc.training.session import Resharding, Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.classifier import QUIET
 from tests.support.tiny import LIGHTNING_NOISE
@@ -198,7 +198,7 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
 def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exception | None):
     session: Any = Session.__new__(Session)
     session.settings, session.device, session.ranks = SessionSettings(), torch.device("cpu"), ALONE
-    session.module, session.layers_told, session.gathers_again = None, "", None
+    session.module, session.layers_told, session.reshards = None, "", None
     session.budget, switched = parse_budget("1mb"), list[bool]()
     plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.5))
     session.planner_for = lambda *_, **__: SimpleNamespace(propose=lambda: plan)
@@ -211,12 +211,12 @@ def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exc
     footprint = Footprint(device="cpu", micro_batch=1, resident_bytes=2, **sizes)
 
     def look() -> None:
-        if error is not None and not session.gathers_again:
+        if error is not None and not session.reshards:
             raise error
         session.plan, session.planner = plan, SimpleNamespace(footprint=footprint)
 
-    session.plan_gathering(look, Gathering(switch=switched.append, num_bytes=10))
-    assert switched == [True, False, *([True] if error else [])] and session.gathers_again == bool(error)
+    session.plan_resharding(look, Resharding(switch=switched.append, num_bytes=10))
+    assert switched == [True, False, *([True] if error else [])] and session.reshards == bool(error)
 
 
 def test_layers_that_do_something_else_again_are_kept(peaks: list[int], caplog: pytest.LogCaptureFixture):
