@@ -6,7 +6,6 @@ checkpoints are the file of one device too.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -22,11 +21,11 @@ from torch.optim import Optimizer
 from baoc.errors import BadInputError
 from baoc.models.pretrained import remember_origin
 from baoc.models.switches import recomputable_layers
-from baoc.optim.shards import cut_again, is_sharded, warm, whole_on_first
+from baoc.optim.shards import cut_again, is_sharded, whole_on_first
 from baoc.parallel import ranks, refusal
 from baoc.training.averages import averaging_callbacks
-from baoc.training.lightning import BudgetedStrategy
-from baoc.training.session import Gathering
+from baoc.training.lightning import RanksStrategy
+from baoc.training.session import Resharding
 from baoc.types import Budget
 
 
@@ -96,7 +95,7 @@ def _layers_of(module: L.LightningModule) -> Iterator[FSDPModule]:
         yield from (part for part in recomputable_layers(child) if isinstance(part, FSDPModule) and part is not child)
 
 
-class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
+class BaocFSDPStrategy(RanksStrategy, _OneFile):
     """BaocStrategy over fully_shard: `L.Trainer(devices=2, strategy=BaocFSDPStrategy(budget="8gb"))`.
 
     The budget is that of each device, and so are all bytes that are told: a rank holds its rows of weights, gradients
@@ -122,13 +121,8 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         **settings: Any,
     ):
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
-        self.settings = replace(self.settings, overlap=False)
         self.reshard_after_forward = reshard_after_forward
         self._layers: list[FSDPModule] = []  # whose gathering is decided here
-
-    def _join(self) -> None:
-        self.ranks = ranks()
-        warm(self.root_device)
 
     def model_to_device(self) -> None:
         """Cuts the module where it is, so that no device ever holds it in full."""
@@ -144,21 +138,21 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
             )
         self._layers = [] if theirs else list(_layers_of(module))
         if self.reshard_after_forward != "auto":
-            self._gathers_again(bool(self.reshard_after_forward))
+            self._reshard(bool(self.reshard_after_forward))
         elif self._layers:
             narrow = torch.bfloat16.itemsize if module.trainer.precision == "bf16-mixed" else None
             params = [param for layer in self._layers for param in cast(nn.Module, layer).parameters()]
             num_bytes = sum(param.numel() * (narrow or param.element_size()) for param in params)
-            self._gathering = Gathering(switch=self._gathers_again, num_bytes=num_bytes)
+            self._resharding = Resharding(switch=self._reshard, num_bytes=num_bytes)
         left = [name for name, param in module.named_parameters() if not is_sharded(param)]
         if left:
             raise refusal("left_whole", names=", ".join(left[:3]))
         if any(tensor.device != self.root_device for tensor in (*module.parameters(), *module.buffers())):
             module.to(self.root_device)  # which makes parameters anew, and none that a decision has run may be
 
-    def _gathers_again(self, again: bool) -> None:
+    def _reshard(self, reshards: bool) -> None:
         for layer in self._layers:
-            layer.set_reshard_after_forward(again, recurse=False)
+            layer.set_reshard_after_forward(reshards, recurse=False)
 
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
@@ -168,11 +162,7 @@ class BaocFSDPStrategy(BudgetedStrategy, _OneFile):
         return _EvaluatorInPlace(self.root_device)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            raise BadInputError(
-                "the module sets automatic_optimization=False: BaocFSDPStrategy trains one AdamW in automatic "
-                "optimization. Use that, or BaocStrategy in one process"
-            )
+        super()._refuse_unsupported(trainer)
         if averaging := averaging_callbacks(trainer):
             raise BadInputError(
                 f"{', '.join(averaging)} copies the module to average its weights, of which a rank has only rows under "

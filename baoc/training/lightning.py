@@ -50,8 +50,8 @@ from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import (
-    Gathering,
     RecipeLike,
+    Resharding,
     Session,
     SessionSettings,
     held_at_most,
@@ -139,7 +139,7 @@ class BudgetedStrategy(Strategy):
         self.reallocator: Reallocator | None = None
         self._guard = _GradientGuard()
         self.context_bytes = 0
-        self._gathering: Gathering | None = None  # see Session
+        self._resharding: Resharding | None = None  # see Session
         self._waits = False  # whether weights in full pass the budget
         self._between = WeightsBetweenFits()
         self._last = False  # the backward that comes is the last one of its step
@@ -269,7 +269,7 @@ class BudgetedStrategy(Strategy):
             module=module,
             ranks=self.ranks,
         )
-        session.gathering = self._gathering
+        session.resharding = self._resharding
         whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
         self.ranks.share(whole)  # states are made of them, of some their last bits
         with ExitStack() as visit:
@@ -370,12 +370,6 @@ class BudgetedStrategy(Strategy):
             )
         return self.optimizers
 
-    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
-        """The settings, with the trainer's clipping where gradients are released before it could act."""
-        if self.settings.release is False:
-            return self.settings
-        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
-
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         """Raises BadInputError for a Trainer or a module that cannot be trained here."""
 
@@ -397,6 +391,12 @@ class BudgetedStrategy(Strategy):
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
             take_clipping_back(self.precision_plugin)
+
+    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
+        """The settings, with the trainer's clipping where gradients are released before it could act."""
+        if self.settings.release is False:
+            return self.settings
+        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
@@ -575,15 +575,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
         device: str = "auto",
-        settings: SessionSettings | None = None,
-        recipe: RecipeLike | None = None,
-        checkpointing: bool | int | Literal["auto"] | None = None,
-        pretrained: bool | None = None,
-        latency: LatencyTable | None = None,
-        plan_only: bool = False,
-        record_latency: bool = False,
-        verbose: bool = True,
-        **others: Any,
+        **settings: Any,
     ):
         refuse_ranks("strategy")
         check_arguments(
@@ -592,19 +584,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(
-            budget,
-            device=named.get(device, device),
-            settings=settings,
-            recipe=recipe,
-            checkpointing=checkpointing,
-            pretrained=pretrained,
-            latency=latency,
-            plan_only=plan_only,
-            record_latency=record_latency,
-            verbose=verbose,
-            **others,
-        )
+        super().__init__(budget, device=named.get(device, device), **settings)
         self._device_choice = device
 
     def setup_environment(self) -> None:
@@ -624,7 +604,26 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             )
 
 
-class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
+class RanksStrategy(BudgetedStrategy):
+    """What the strategies of several processes share."""
+
+    def __init__(self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", **settings: Any):
+        super().__init__(budget, **settings)
+        self.settings = replace(self.settings, overlap=False)
+
+    def _join(self) -> None:
+        self.ranks = ranks()
+        warm(self.root_device)
+
+    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise BadInputError(
+                f"the module sets automatic_optimization=False: {self.name_told} trains one AdamW in automatic "
+                "optimization. Use that, or BaocStrategy in one process"
+            )
+
+
+class BaocDDPStrategy(RanksStrategy, DDPStrategy):
     """BaocStrategy for several processes: `L.Trainer(devices=2, strategy=BaocDDPStrategy(budget="8gb"))`.
 
     The budget is that of each device. Ranks look at a step together; rank 0 plans by what the one measured that needs
@@ -648,12 +647,7 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
         **settings: Any,
     ):
         super().__init__(budget, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
-        self.settings = replace(self.settings, overlap=False)
         self._first_since_wrapped = False
-
-    def _join(self) -> None:
-        self.ranks = ranks()
-        warm(self.root_device)
 
     def configure_ddp(self) -> None:
         """Lightning calls this before there is a plan, by which weights may change: `setup_optimizers` does it."""
@@ -665,13 +659,6 @@ class BaocDDPStrategy(BudgetedStrategy, DDPStrategy):
         self._wrap()
         if self._arrived is not None:
             self._arrived.narrowed()  # anew: DistributedDataParallel wrote the same numbers to the weights again
-
-    def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            raise BadInputError(
-                "the module sets automatic_optimization=False: BaocDDPStrategy trains one AdamW in automatic "
-                "optimization. Use that, or BaocStrategy in one process"
-            )
 
     def _wrap(self) -> None:
         super().configure_ddp()
