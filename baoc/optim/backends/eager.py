@@ -2,7 +2,7 @@
 
 For one tensor: decode its states (`advance`), run the rule on the gradient, encode the states, then
 param <- (1 - lr wd) param - lr factor update (`apply_`). A block that is matched has one factor for all of its tensors
-(`_step_matched`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
+(`_step_together`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
 torch.optim.AdamW(foreach=False, fused=False).
 """
 
@@ -42,7 +42,7 @@ class EagerBackend(Backend):
                 if any(slot.shard is not None for slot in block.slots):
                     together.append(block)
                 elif inputs.matching and block.match is not None:
-                    _step_matched(block, inputs)
+                    _step_together([block], inputs)
                 else:
                     for slot in block.slots:
                         if slot.param.grad is not None and slot.param.numel():
@@ -67,42 +67,12 @@ def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     apply_(slot, advance(slot, inputs, finite=finite), inputs=inputs, finite=finite)
 
 
-def _step_matched(block: LiveBlock, inputs: StepInputs) -> None:
-    slots = [slot for slot in block.slots if slot.param.grad is not None and slot.param.numel()]
-    if not slots:
-        return
-    match = block.match
-    assert match is not None
-    if block.fresh:  # the own RMS that this step will have, found by running it on copies of the states
-        measure = Measure()
-        for slot in slots:
-            finite = inputs.masks.get(slot.param)
-            found = advance(slot, inputs, finite=finite, store=False)
-            norm, count = update_norm(_update_of(found), divisor=found.divisor, finite=finite, on_cpu=slot.on_cpu)
-            measure.add(norm, factor=1.0, count=count)
-            del found  # plans count the temporaries of one tensor
-        match[1] = measure.rms()[0]
-        block.fresh = False
-    measure = Measure()
-    for slot in slots:
-        finite = inputs.masks.get(slot.param)
-        direction = advance(slot, inputs, finite=finite)
-        update = _update_of(direction)
-        norm, count = update_norm(update, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
-        scale = factor(match, norm=norm, count=count)
-        measure.add(norm, factor=scale, count=count)
-        matched = Direction(numerator=update, divisor=direction.divisor)
-        apply_(slot, matched, inputs=inputs, finite=finite, factor=scale)
-        del direction, update, matched
-    match[1], block.applied = measure.rms()
-
-
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
-    """Blocks of which ranks have rows: each sum over ranks of a batch of tensors is one message. A batch holds no more
-    elements than the largest tensor, so that it takes no more room. Matrices that a rule needs whole are gathered one
-    by one."""
+    """Blocks that are matched, or of which ranks have rows: each sum over ranks of a batch of tensors is one message.
+    Matrices that a rule needs whole are gathered one by one. Before its first step a block is stepped on copies of its
+    states, for the own RMS that this step will have."""
     slots = [(block, slot) for block in blocks for slot in block.slots]
-    shards = next(slot.shard.shards for _, slot in slots if slot.shard is not None)
+    shards = next((slot.shard.shards for _, slot in slots if slot.shard is not None), None)
     members = [
         (block, slot)
         for block, slot in slots
@@ -128,7 +98,6 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
             if inputs.matching and block.match is not None:
                 scale = factor(block.match, norm=norm, count=count)
                 measures[id(block)].add(norm, factor=scale, count=count)
-                direction = Direction(numerator=_update_of(direction), divisor=direction.divisor)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
             del direction
@@ -138,7 +107,11 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
 
 
 def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:
-    """The same on all ranks."""
+    """The same on all ranks. A batch holds no more elements than the largest tensor, so that it takes no more room; of
+    tensors that are not cut each is one."""
+    if not any(slot.shard for _, slot in members):
+        yield from ([member] for member in members)
+        return
     sizes = [-(-slot.owner.numel() // (slot.shard.shards.size if slot.shard else 1)) for _, slot in members]
     batch: list[tuple[LiveBlock, Slot]] = []
     held, most = 0, max(sizes, default=0)
@@ -153,7 +126,7 @@ def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[L
 
 
 def _directions(
-    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: Shards, store: bool = True
+    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: Shards | None, store: bool = True
 ) -> list[tuple[Direction, float | Tensor, int]]:
     """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
     runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
@@ -172,8 +145,9 @@ def _measuring(
             slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
     if not (matched and inputs.matching):
         return direction, norm, count
+    direction = Direction(numerator=direction.update(), divisor=direction.divisor)
     if slot.param.numel():
-        norm, count = update_norm(_update_of(direction), divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        norm, count = update_norm(direction.numerator, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
     if slot.shard is None:
         return direction, norm, count
     held = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
@@ -183,7 +157,7 @@ def _measuring(
     return direction, (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(counted)
 
 
-def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards) -> list[T]:
+def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards | None) -> list[T]:
     """What `runs` return. Sums that several ask for at once are one message."""
     done: dict[int, T] = {}
     sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -194,14 +168,13 @@ def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards) -> list[T]:
                 asked[index] = runs[index].send(given)
             except StopIteration as end:
                 done[index] = end.value
+        if not asked:
+            break
+        assert shards is not None
         flat = [part.to(torch.float64).flatten() for part in asked.values()]
-        parts = shards.total_(torch.cat(flat)).split([len(part) for part in flat]) if flat else ()
+        parts = shards.total_(torch.cat(flat)).split([len(part) for part in flat])
         sums = {index: part.view(asked[index].shape) for index, part in zip(asked, parts, strict=True)}
     return [done[index] for index in range(len(runs))]
-
-
-def _update_of(direction: Direction) -> Tensor:
-    return direction.numerator if direction.denominator is None else direction.numerator / direction.denominator
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
@@ -246,16 +219,8 @@ def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool
     states = decoded(slot, state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
-    ctx = RuleContext(
-        step=step,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        eps=options.eps,
-        finite=finite,
-        matrix=slot.matrix,
-        transposed=slot.info.transposed,
-        shard=slot.shard if slot.gathers or slot.sums else None,
-    )
+    ctx = slot.context(step=step, betas=options.betas, eps=options.eps)
+    ctx.finite = finite
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
     return _Work(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
 
