@@ -103,16 +103,24 @@ def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
 # -- fp32 and bf16: one number per element and no scales ----------------------------------------------------------
 
 
-class Fp32:
-    """The numbers themselves: decoding returns the stored tensor, and encoding that same tensor is free."""
+class _Stored:
+    """Base of the codecs: what they keep is a payload of one type, and of some also scales."""
 
-    in_place = True
+    in_place = False
+    dtype: torch.dtype
 
     def __init__(self, info: CodecInfo):
         self.info = info
 
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        return {"": torch.zeros(tuple(shape), dtype=torch.float32, device=device)}
+        return {"": torch.zeros(tuple(shape), dtype=self.dtype, device=device)}
+
+
+class Fp32(_Stored):
+    """The numbers themselves: decoding returns the stored tensor, and encoding that same tensor is free."""
+
+    in_place = True
+    dtype = torch.float32
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
@@ -124,16 +132,10 @@ class Fp32:
         return parts[""]
 
 
-class Bf16:
+class Bf16(_Stored):
     """Rounded to bfloat16: relative error at most 2^-8 to nearest, 2^-7 with a phase."""
 
-    in_place = False
-
-    def __init__(self, info: CodecInfo):
-        self.info = info
-
-    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        return {"": torch.zeros(tuple(shape), dtype=torch.bfloat16, device=device)}
+    dtype = torch.bfloat16
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
@@ -165,20 +167,16 @@ PLAIN = (Fp32(CODECS["fp32"]), Bf16(CODECS["bf16"]))
 _KEEP_SCALE = 0.87
 
 
-class Grouped:
+class Grouped(_Stored):
     """Scales, groups and padding; a subclass maps numbers in [-1, 1] to codes and back."""
 
-    in_place = False
-    dtype: torch.dtype
     largest: float  # no scale exceeds it, so that every code decodes to a finite number
 
-    def __init__(self, info: CodecInfo):
-        self.info = info
-
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        payload = torch.zeros(tuple(shape), dtype=self.dtype, device=device)
-        num_groups = -(-payload.numel() // LANES)
-        return {"": payload, ".scale": torch.zeros(num_groups, dtype=torch.bfloat16, device=device)}
+        num_groups = -(-torch.Size(shape).numel() // LANES)
+        return super().allocate(shape, device) | {
+            ".scale": torch.zeros(num_groups, dtype=torch.bfloat16, device=device)
+        }
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
@@ -351,19 +349,16 @@ _LIMIT, _LIMIT_FINER = 18, 16  # units between top and the least element; fewer 
 _SLACK = 2.0**-9
 
 
-class Packed:
+class Packed(_Stored):
     """Packing, groups and lanes; a subclass maps [groups, 64] numbers to codes in 0 ... 15 and back."""
 
-    in_place = False
+    dtype = torch.uint8
     scale_dtype: torch.dtype
-
-    def __init__(self, info: CodecInfo):
-        self.info = info
 
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
         numel = torch.Size(shape).numel()
-        payload = torch.zeros(-(-numel // 2), dtype=torch.uint8, device=device)
-        return {"": payload, ".scale": torch.zeros(-(-numel // self.info.group), dtype=self.scale_dtype, device=device)}
+        scale = torch.zeros(-(-numel // self.info.group), dtype=self.scale_dtype, device=device)
+        return super().allocate([-(-numel // 2)], device) | {".scale": scale}
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
