@@ -27,7 +27,7 @@ from baoc.planning.reallocation.move_cost import migration_risk, move_peak, move
 from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
 from baoc.profiling import GradientProfiler, describe, device_peak
 from baoc.training.late_step import LateStep
-from baoc.training.triggers import TriggerInputs, is_due
+from baoc.training.triggers import is_due
 from baoc.types import (
     BlockMove,
     Budget,
@@ -331,14 +331,15 @@ class Reallocator:
         if not self.watching:
             return
         assert self.profiler is not None
-        now = TriggerInputs(
+        due = is_due(
+            self.settings,
             step=self.step,
             last_decision=self.last_decision,
             profile=self._profiled,
             reference=self.profile,
             watched_from=self.watched_from,
         )
-        if is_due(self.settings, now):
+        if due:
             with self.tracked("decision"):
                 self.decide(trigger=self.settings.mode)
 

@@ -4,38 +4,34 @@ A trigger sees step counts and statistics only, never a clock, so the same run r
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isfinite, log
 
 from baoc.config.schema import ReallocationConfig
 from baoc.types import Profile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriggerInputs:
-    """What a trigger decides by. `last_decision` is 0 before the first one; `reference` is that decision's profile,
-    None also where a resumed run could not use it; `watched_from` is the step after which sampling began."""
-
-    step: int
-    last_decision: int
-    profile: Callable[[], Profile]
-    reference: Profile | None
-    watched_from: int = 0
-
-
-def is_due(settings: ReallocationConfig, now: TriggerInputs) -> bool:
-    """Whether to plan again now. Drift is looked at every `interval` steps, as a profile is not free; where there are
-    no statistics to compare with, as in a run that was resumed, it counts as drifted."""
-    if settings.mode == "off" or now.step - now.watched_from < settings.warmup_steps:
+def is_due(
+    settings: ReallocationConfig,
+    *,
+    step: int,
+    last_decision: int,
+    profile: Callable[[], Profile],
+    reference: Profile | None,
+    watched_from: int = 0,
+) -> bool:
+    """Whether to plan again after `step`; `last_decision` is 0 before the first one, and sampling began after step
+    `watched_from`. Drift is looked at every `interval` steps, as a profile is not free; where there is no `reference`,
+    the last decision's profile, as in a run that was resumed, it counts as drifted."""
+    if settings.mode == "off" or step - watched_from < settings.warmup_steps:
         return False
-    if now.last_decision == 0:
+    if last_decision == 0:
         return True
-    since = now.step - now.last_decision
+    since = step - last_decision
     if settings.mode == "once" or since < settings.interval:
         return False
-    if settings.mode == "interval" or now.reference is None:
+    if settings.mode == "interval" or reference is None:
         return True
-    return since % settings.interval == 0 and drift(now.reference, now.profile()) > settings.drift_threshold
+    return since % settings.interval == 0 and drift(reference, profile()) > settings.drift_threshold
 
 
 def drift(before: Profile, after: Profile) -> float:

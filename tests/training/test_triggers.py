@@ -7,7 +7,7 @@ import pytest
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError
 from baoc.training.session import SessionSettings
-from baoc.training.triggers import TriggerInputs, drift, is_due
+from baoc.training.triggers import drift, is_due
 from baoc.types import Profile
 from tests.support.planners import STATS
 
@@ -26,14 +26,14 @@ def fires(
     watched_from: int = 0,
 ) -> bool:
     settings = ReallocationConfig(mode=mode, warmup_steps=10, interval=5, drift_threshold=0.5)
-    moment = TriggerInputs(
+    return is_due(
+        settings,
         step=step,
         last_decision=last,
         profile=lambda: now or profile(),
         reference=reference,
         watched_from=watched_from,
     )
-    return is_due(settings, moment)
 
 
 def test_off_never_once_once_and_interval_again():
