@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -103,17 +103,10 @@ def register(memory: Tensor, *, device: torch.device) -> bool:
         except RuntimeError as refused:
             log.debug("locking host memory raised: %s", refused)
             error = -1
-        if error:
-            _clear(lambda: torch.zeros(1, device=device))
+        if error:  # the runtime keeps it, and torch would raise it at its next launch: it is taken away here
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
         return not error
-
-
-def _clear(look: Callable[[], object]) -> None:
-    """The runtime keeps its last error, and torch would raise it at its next launch: take it away here."""
-    try:
-        look()
-    except RuntimeError as error:
-        log.debug("locking host memory was refused: %s", error)
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:

@@ -108,10 +108,6 @@ class Loss:
     decl: StateDecl | None = None  # None: there is no such state at all
     codec: str | None = None  # set for quantize_m and quantize_v
 
-    @property
-    def of_m(self) -> bool:
-        return self.term.endswith("_m")
-
 
 def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
     """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW.
@@ -202,7 +198,7 @@ class RiskModel:
 def _prior_term(loss: Loss, *, block: Block) -> float:
     """Severity x dose x sensitivity of the block's role, for a block that is the whole network."""
     for_m, for_v = SENSITIVITY[block.role]
-    sensitivity = (for_m if loss.of_m else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
+    sensitivity = (for_m if loss.term.endswith("_m") else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
     dose = 1.0
     if loss.codec is not None:
         dose = CODEC_DOSE[loss.codec]

@@ -4,7 +4,7 @@ describe: names, shapes, roles of parameters. gradients: what each block loses w
 timeline, tracker: bytes. latency: seconds. link: copy rates. memory: CUDA context and cap. cards: GPUs that are absent.
 """
 
-from baoc.profiling.describe import describe, named_tensors
+from baoc.profiling.describe import describe
 from baoc.profiling.footprint import FirstStepMemory, probe_footprint, step_temporary_bytes
 from baoc.profiling.gradients import GradientProfiler
 from baoc.profiling.latency import measure_latency

@@ -78,11 +78,6 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
     return tuple(infos)
 
 
-def named_tensors(source: Any) -> dict[str, Tensor]:
-    """Name -> trainable parameter of `source`, with the names of `describe`."""
-    return {owner.name: owner.tensor for owner in _owners(unwrapped(source)).values() if owner.tensor.requires_grad}
-
-
 # -- names ------------------------------------------------------------------------------------------------------------
 
 

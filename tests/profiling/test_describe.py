@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError
-from baoc.profiling import describe, named_tensors
+from baoc.profiling import describe
 from baoc.types import Role
 
 
@@ -163,11 +163,3 @@ def test_two_tensors_of_one_name_are_refused():
 def test_a_lazy_module_has_to_see_a_batch_first():
     with pytest.raises(BadInputError, match=r"'weight' has no shape yet, as its layer is lazy: run one"):
         describe(nn.LazyLinear(3))
-
-
-def test_named_tensors_go_by_the_same_names():
-    network = Network()
-    network.layers[0].requires_grad_(False)
-    tensors = named_tensors(network)
-    assert list(tensors) == [param.name for param in describe(network)]
-    assert tensors["embed.weight"] is network.lm_head.weight

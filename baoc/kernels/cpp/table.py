@@ -37,10 +37,6 @@ class NativeKind:
     weights: str = "fp32"
     fold: int = 1
 
-    @property
-    def shares_v(self) -> bool:
-        return self.rule.startswith("adamw_shared")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -103,7 +99,7 @@ class NativeTable:
             self._rows[index * _WIDTH : (index + 1) * _WIDTH] = array("q", row)
             numel = state["m"].numel() if kind.fold > 1 else param.numel()
             first += -(-numel // chunk)
-            den += state["v"].numel() if kind.shares_v else 0
+            den += state["v"].numel() if kind.rule.startswith("adamw_shared") else 0
         self.num_chunks, self._seeds = first, list(seeds)
         self._den = array("f", bytes(4 * den))
         self._sums, self._counts = array("d", bytes(8 * len(params))), array("q", bytes(8 * len(params)))

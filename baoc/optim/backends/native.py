@@ -22,7 +22,6 @@ from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import Measure, factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
-from baoc.optim.rules.base import decl_named
 from baoc.optim.shards import Shards
 from baoc.optim.state import Bucket, LiveBlock, Slot, State
 from baoc.optim.weights import rounding_seed
@@ -287,7 +286,7 @@ def native_refusal(spec: OptimizerSpec) -> str:
 def fold_of(rule: RuleInfo) -> int:
     """Elements that one state of FOAM stands for; 1 of other rules."""
     folded = rule.name.startswith("foam") and rule.states[0].layout is StateLayout.FOLDED
-    return 2 ** decl_named(rule, "m").level if folded else 1
+    return 2 ** rule.states[0].level if folded else 1
 
 
 def kind_of(slot: Slot) -> NativeKind:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, Streams, streams_for
+from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, CudaStreams, Streams
 from baoc.optim.state import LiveBlock, State, views
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
@@ -125,7 +125,7 @@ class StagingPipeline:
     ):
         self.blocks, self.home = list(blocks), home
         self.device = self.blocks[0].slots[0].param.device
-        self.streams = streams or streams_for(self.device)
+        self.streams = streams or (CudaStreams(self.device) if self.device.type == "cuda" else Streams())
         # Those of the rank that has most: pieces are stepped by all ranks together where parameters are sharded.
         self._sizes = {id(live): live.largest_slab_bytes for live in self.blocks}
         sizes = list(self._sizes.values())

@@ -74,7 +74,3 @@ class CudaStreams(Streams):
     def finish(self) -> None:
         for stream in self._own.values():
             stream.synchronize()
-
-
-def streams_for(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else Streams()

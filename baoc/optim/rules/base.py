@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from baoc.types import RuleInfo, StateDecl
+from baoc.types import RuleInfo
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,8 +81,3 @@ class Rule:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name!r})"
-
-
-def decl_named(info: RuleInfo, name: str) -> StateDecl:
-    """The declaration of the state called `name`."""
-    return next(decl for decl in info.states if decl.name == name)
