@@ -1,5 +1,7 @@
 """The native (C++) step against the eager one: every spec it takes, odd sizes, excluded elements, late gradients."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -12,8 +14,9 @@ from tests.support.optimizing import (
     info,
     make_params,
     one_block,
-    run_steps,
+    run_alike,
     through_file,
+    trained,
     twin_of,
 )
 
@@ -39,24 +42,24 @@ def big_of(spec: str) -> dict[str, tuple[int, ...]]:
 pytestmark = pytest.mark.filterwarnings("ignore:16-bit weights without correction:UserWarning")
 
 
-@pytest.mark.parametrize("spec", [*stepped("native"), *OTHER_WEIGHTS])
-def test_each_of_many_steps_is_the_eager_one(spec: str):
-    pair = Pair(spec, shapes_of(spec))
-    for _ in range(STEPS):
+def stay_equal(pair: Pair, *, steps: int = STEPS, change: Callable[[int], None] = lambda step: None) -> None:
+    """Steps both from the same states and gradients, which `change` may touch, and compares them after each."""
+    for step in range(steps):
         pair.level()
         pair.give()
+        change(step)
         pair.step()
         pair.check()
+
+
+@pytest.mark.parametrize("spec", [*stepped("native"), *OTHER_WEIGHTS])
+def test_each_of_many_steps_is_the_eager_one(spec: str):
+    stay_equal(Pair(spec, shapes_of(spec)))
 
 
 @pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "adamw_int4", "lion_int8", "rmsprop_int8", "foam_l2_int8"])
 def test_bf16_parameters_are_stepped_in_fp32_and_rounded_once(spec: str):
-    pair = Pair(spec, shapes_of(spec), dtype=torch.bfloat16)
-    for _ in range(STEPS):
-        pair.level()
-        pair.give()
-        pair.step()
-        pair.check()
+    stay_equal(Pair(spec, shapes_of(spec), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("spec", SOME)
@@ -121,12 +124,7 @@ def test_the_number_of_threads_does_not_change_a_bit(spec: str):
 
 @pytest.mark.parametrize("spec", ["lion_int8", "signum", "sign", "rmsprop", "foam_l2_int8", "adamw_shared_in"])
 def test_without_matching_rules_run_as_published(spec: str):
-    pair = Pair(spec, shapes_of(spec), rms_matching=False)
-    for _ in range(4):
-        pair.level()
-        pair.give()
-        pair.step()
-        pair.check()
+    stay_equal(Pair(spec, shapes_of(spec), rms_matching=False), steps=4)
 
 
 def test_blocks_of_several_tensors_are_matched_as_one():
@@ -163,39 +161,35 @@ def test_a_block_that_stood_still_moves_as_the_eager_one():
 @pytest.mark.parametrize("storage", ["int8", "int8_root", "int4"])
 def test_scales_follow_averages_that_shrink(storage: str):
     pair = Pair(f"adamw_{storage}", {"large": (65, 67)}, betas=(0.8, 0.9))
-    for step in range(STEPS):
-        pair.level()
-        pair.give()
+
+    def shrink(step: int) -> None:
         for params in pair.params:
             params["large"].grad *= 0.93**step
-        pair.step()
-        pair.check()
+
+    stay_equal(pair, change=shrink)
 
 
 def test_late_gradients_count_their_own_steps():
     pair = Pair("adamw_int8", {"early": (100,), "late": (70,)})
-    for step in range(8):
-        pair.level()
-        pair.give()
-        if step < 5:
-            for params in pair.params:
-                params["late"].grad = None
-        pair.step()
-        pair.check()
+
+    def withhold(step: int) -> None:
+        for params in pair.params:
+            params["late"].grad = None if step < 5 else params["late"].grad
+
+    stay_equal(pair, change=withhold)
     assert float(pair.native.state[pair.params[0]["late"]]["step"]) == 3
 
 
 def test_gradients_of_other_strides_and_types_are_read_right():
     shape = {"a": (40, 30)}
     pair = Pair("adamw_int8", shape)
-    for step in range(4):
-        pair.level()
-        pair.give()
+
+    def relay(step: int) -> None:
         grad = pair.params[1]["a"].grad
         assert grad is not None
         pair.params[0]["a"].grad = grad.t().contiguous().t() if step % 2 else grad.expand(1, 40, 30)[0]
-        pair.step()
-        pair.check()
+
+    stay_equal(pair, steps=4, change=relay)
 
 
 def test_gradients_of_fp32_for_bf16_parameters():
@@ -236,10 +230,7 @@ def test_fp32_adamw_is_torchs_to_the_last_units():
     native = build(own, "adamw", backend="native", **SETTINGS)
     reference = torch.optim.AdamW(theirs.values(), foreach=False, fused=False, **SETTINGS)
     gradients = Gradients(own)
-    for _ in range(50):
-        gradients.give(own, theirs)
-        native.step()
-        reference.step()
+    run_alike((native, reference), (own, theirs), gradients=gradients, steps=50)
     for name, param in own.items():
         torch.testing.assert_close(param, theirs[name], rtol=2e-6, atol=2e-6)
         if param.numel():
@@ -259,10 +250,7 @@ def test_weights_count_as_changed_for_autograd():
 
 def test_either_backend_takes_the_next_step_of_the_other():
     shapes = shapes_of("adamw_int8")
-    first = make_params(shapes)
-    native = build(first, "adamw_int8", backend="native", **SETTINGS)
-    gradients = Gradients(first)
-    run_steps(native, first, gradients=gradients, steps=5)
+    first, native, gradients = trained(shapes, "adamw_int8", backend="native", **SETTINGS, steps=5)
     second = twin_of(first)
     eager = build(second, "adamw_int8", backend="eager", **SETTINGS)
     eager.load_state_dict(through_file(native.state_dict()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from baoc.optim import BeforeStep, BlockwiseOptimizer
-from tests.support.optimizing import SHAPES, Gradients, assert_same, build, make_params
+from tests.support.optimizing import SHAPES, Gradients, assert_same, build, make_params, run_alike
 
 
 def torch_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:
@@ -35,10 +35,7 @@ def test_bitwise_over_many_steps(weight_decay: float) -> None:
     ours = build(a, lr=3e-3, weight_decay=weight_decay)
     theirs = torch_adamw([{"params": list(b.values())}], lr=3e-3, weight_decay=weight_decay)
     gradients = Gradients(a)
-    for _ in range(200):
-        gradients.give(a, b)
-        ours.step()
-        theirs.step()
+    run_alike((ours, theirs), (a, b), gradients=gradients, steps=200)
     assert_same(a, b)
     assert_same_states(ours, theirs)
 

@@ -22,11 +22,13 @@ from tests.support.optimizing import (
     info,
     make_params,
     one_block,
+    run_alike,
     run_steps,
     shapes_for,
     state_tensors,
     states_by_name,
     through_file,
+    trained,
     twin_of,
     values,
 )
@@ -36,28 +38,20 @@ from tests.support.optimizing import (
 @pytest.mark.parametrize("spec", NATIVE)
 @pytest.mark.filterwarnings("ignore:16-bit weights")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(spec: str, dtype: torch.dtype) -> None:
-    params = make_params(shapes_for(spec), dtype=dtype)
-    optimizer = build(params, spec, lr=1e-2, weight_decay=0.1)
-    gradients = Gradients(params)
-    run_steps(optimizer, params, gradients=gradients, steps=5)
+    params, optimizer, gradients = trained(shapes_for(spec), spec, lr=1e-2, weight_decay=0.1, dtype=dtype, steps=5)
     other = twin_of(params)
     resumed = build(other, spec)
     resumed.load_state_dict(through_file(optimizer.state_dict()))
     assert_same(state_tensors(resumed), state_tensors(optimizer))
     assert resumed.load_report is not None and not resumed.load_report.moves
-    for _ in range(4):
-        gradients.give(params, other)
-        optimizer.step()
-        resumed.step()
+    run_alike((optimizer, resumed), (params, other), gradients=gradients, steps=4)
     assert_same(values(params), values(other))
     assert_same(state_tensors(resumed), state_tensors(optimizer))
 
 
 def test_all_storages_of_one_plan_survive_together() -> None:
     applicable = {f"w{i:02}.{spec}": spec for i, spec in enumerate(NATIVE)}
-    params = make_params(dict.fromkeys(applicable, (17, 64)))
-    optimizer = build(params, applicable, lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+    params, optimizer, _ = trained(dict.fromkeys(applicable, (17, 64)), applicable, lr=1e-2, steps=3)
     state = through_file(optimizer.state_dict())
     assert state["baoc_schema"] == 2
     resumed = build(twin_of(params), applicable)
@@ -67,9 +61,7 @@ def test_all_storages_of_one_plan_survive_together() -> None:
 
 
 def test_loading_shares_no_memory_with_what_was_loaded() -> None:
-    params = make_params({"w": (8, 16), "v": (8,)})
-    a = build(params, {"w": "adamw_shared_in_int8", "v": "rmsprop"})
-    run_steps(a, params, gradients=Gradients(params), steps=3)
+    params, a, _ = trained({"w": (8, 16), "v": (8,)}, {"w": "adamw_shared_in_int8", "v": "rmsprop"}, steps=3)
     other = twin_of(params)
     b = build(other, a.specs)
     b.load_state_dict(a.state_dict())
@@ -83,9 +75,7 @@ def test_loading_shares_no_memory_with_what_was_loaded() -> None:
 
 
 def test_an_optimizer_may_load_its_own_state() -> None:
-    params = make_params({"w": (8, 16), "v": (8,)})
-    optimizer = build(params, {"w": "adamw_shared_in_int8+split8", "v": "rmsprop"})
-    run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+    _, optimizer, _ = trained({"w": (8, 16), "v": (8,)}, {"w": "adamw_shared_in_int8+split8", "v": "rmsprop"}, steps=3)
     before = {name: tensor.clone() for name, tensor in state_tensors(optimizer).items()}
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same(state_tensors(optimizer), before)
@@ -181,10 +171,7 @@ class TestThawing:
         if twice:
             resumed.load_state_dict(through_file(resumed.state_dict()))
         other["b"].requires_grad_(True)
-        for _ in range(3):
-            gradients.give(params, other)
-            optimizer.step()
-            resumed.step()
+        run_alike((optimizer, resumed), (params, other), gradients=gradients, steps=3)
         assert_same(values(params), values(other))
         assert_same(state_tensors(optimizer), state_tensors(resumed))
         assert set(states_by_name(resumed.state_dict())) == {"a", "b"}
@@ -224,9 +211,7 @@ class TestThawing:
 
 def test_rows_of_the_users_own_come_back_as_what_they_are() -> None:
     mine = OptimizerSpec(name="adamw", description="mine", rule="lion", storage="int8", weights="split8")
-    params = make_params({"w": (8, 16)})
-    optimizer = build(params, {"w": mine})
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    params, optimizer, _ = trained({"w": (8, 16)}, {"w": mine}, steps=2)
     resumed = build(twin_of(params), {"w": mine})
     resumed.load_state_dict(through_file(optimizer.state_dict()))
     assert resumed.load_report is not None and not resumed.load_report.moves
@@ -249,9 +234,7 @@ class TestNames:
         assert steps == {"a": 3, "b": 0}
 
     def test_what_is_not_trained_any_more_is_left_out_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        params = make_params({"a": (4, 8), "b": (4, 8)})
-        saved = build(params)
-        run_steps(saved, params, gradients=Gradients(params), steps=3)
+        params, saved, _ = trained({"a": (4, 8), "b": (4, 8)}, steps=3)
         with caplog.at_level(logging.WARNING):
             only = build({"a": twin_of(params)["a"]})
             only.load_state_dict(saved.state_dict())
@@ -268,10 +251,7 @@ class TestNames:
         resumed = build(other, spec, blocks=[blocks[1], blocks[2], blocks[0]])
         resumed.load_state_dict(saved.state_dict())
         gradients = Gradients(params)
-        for _ in range(3):
-            gradients.give(params, other)
-            saved.step()
-            resumed.step()
+        run_alike((saved, resumed), (params, other), gradients=gradients, steps=3)
         assert_same(values(params), {name: values(other)[name] for name in params})
 
     @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
@@ -283,10 +263,7 @@ class TestNames:
         resumed.load_state_dict(saved.state_dict())
         assert resumed.load_report == LoadReport(whole_names=("a", "b"))
         gradients = Gradients(params)
-        for _ in range(2):
-            gradients.give(params, other)
-            saved.step()
-            resumed.step()
+        run_alike((saved, resumed), (params, other), gradients=gradients, steps=2)
         assert_same(values(params), values(other))
 
     def test_blocks_cut_otherwise_keep_their_states_and_targets(self) -> None:
@@ -413,9 +390,7 @@ def test_copies_and_pickles_step_as_the_original(spec: str) -> None:
 
 
 def test_a_shallow_copy_shares_all_and_leaves_the_original_whole() -> None:
-    params = make_params({"w": (8, 16)})
-    optimizer = build(params, "adamw_int8+split8", lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    params, optimizer, _ = trained({"w": (8, 16)}, "adamw_int8+split8", lr=1e-2, steps=2)
     other = copy.copy(optimizer)
     assert other.state is optimizer.state and other.registry is optimizer.registry
     assert all(optimizer.registry.state[param] is state for param, state in optimizer.state.items())

@@ -22,9 +22,11 @@ from tests.support.optimizing import (
     assert_same,
     build,
     make_params,
+    run_alike,
     run_steps,
     state_tensors,
     through_file,
+    trained,
     twin_of,
     values,
 )
@@ -34,9 +36,7 @@ class TestAnotherPlan:
     @pytest.mark.parametrize("source", ["adamw", "adamw_int8", "adafactor_momentum", "lion", "foam_l2", "sign"])
     def test_it_is_converted_with_the_error_reported(self, source: str, caplog: pytest.LogCaptureFixture) -> None:
         shapes = {"w": (17, 64), "c": (8, 3, 3, 5)}
-        params = make_params(shapes)
-        saved = build(params, source, lr=1e-2)
-        run_steps(saved, params, gradients=Gradients(params), steps=5)
+        params, saved, _ = trained(shapes, source, lr=1e-2, steps=5)
         state = through_file(saved.state_dict())
         for target in NATIVE:
             optimizer = build(twin_of(params), target)
@@ -79,9 +79,7 @@ class TestAnotherPlan:
                 build(twin_of(params), "adamw").load_state_dict(state)
 
     def test_int8_to_fp32_is_exact_and_fp32_to_int8_is_near(self) -> None:
-        params = make_params({"w": (17, 64)})
-        low = build(params, "adamw_int8")
-        run_steps(low, params, gradients=Gradients(params), steps=5)
+        params, low, _ = trained({"w": (17, 64)}, "adamw_int8", steps=5)
         high = build(twin_of(params), "adamw")
         high.load_state_dict(low.state_dict())
         assert high.load_report is not None
@@ -92,9 +90,7 @@ class TestAnotherPlan:
         assert 0 <= back.load_report.moves[0].conversion_error["m"] < 0.01
 
     def test_a_matched_block_aims_at_what_the_checkpoints_block_did(self) -> None:
-        params = make_params({"w": (17, 64)})
-        saved = build(params, "adamw", lr=1e-2)
-        run_steps(saved, params, gradients=Gradients(params), steps=20)
+        params, saved, _ = trained({"w": (17, 64)}, "adamw", lr=1e-2, steps=20)
         rms = saved.update_rms()["w"]
         optimizer = build(twin_of(params), "lion")
         optimizer.load_state_dict(saved.state_dict())
@@ -116,32 +112,21 @@ class TestTorchAdamW:
         order = dict(reversed(other.items())) if named else other  # by name, order does not matter
         ours = build(order, "adamw")
         ours.load_state_dict(saved)
-        for _ in range(5):
-            gradients.give(params, other)
-            theirs.step()
-            ours.step()
+        run_alike((theirs, ours), (params, other), gradients=gradients, steps=5)
         assert ours.param_groups[0]["lr"] == 3e-3
         assert_same(values(params), values(other))
 
     def test_ours_is_gone_on_with_by_torch_bitwise(self) -> None:
-        params = make_params(SHAPES)
-        ours = build(params, "adamw", lr=3e-3)
-        gradients = Gradients(params)
-        run_steps(ours, params, gradients=gradients, steps=5)
+        params, ours, gradients = trained(SHAPES, "adamw", lr=3e-3, steps=5)
         other = twin_of(params)
         theirs = torch.optim.AdamW(list(other.values()), foreach=False)
         theirs.load_state_dict(through_file(ours.to_adamw_state_dict()))
-        for _ in range(5):
-            gradients.give(params, other)
-            ours.step()
-            theirs.step()
+        run_alike((ours, theirs), (params, other), gradients=gradients, steps=5)
         assert_same(values(params), values(other))
 
     @pytest.mark.parametrize("spec", ["adamw_int8", "adafactor_momentum", "foam_l2", "rmsprop", "sign"])
     def test_other_specs_are_inferred_or_left_to_start_afresh(self, spec: str) -> None:
-        params = make_params({"w": (17, 64)})
-        ours = build(params, spec)
-        run_steps(ours, params, gradients=Gradients(params), steps=5)
+        params, ours, _ = trained({"w": (17, 64)}, spec, steps=5)
         before = {name: value.clone() for name, value in state_tensors(ours).items()}
         state = ours.to_adamw_state_dict()
         assert_same(state_tensors(ours), before)
@@ -182,16 +167,12 @@ class TestTorchAdamW:
 
 class TestBadCheckpoints:
     def broken(self, **changes: Any) -> dict[str, Any]:
-        params = make_params({"w": (4, 8)})
-        optimizer = build(params, "adamw_int8")
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        _, optimizer, _ = trained({"w": (4, 8)}, "adamw_int8", steps=1)
         return {**copy.deepcopy(optimizer.state_dict()), **changes}
 
     def load(self, state: dict[str, Any], *, shape: tuple[int, ...] = (4, 8)) -> None:
         """Loads into a trained optimizer, which must be as before if that fails."""
-        params = make_params({"w": shape})
-        optimizer = build(params, "lion", lr=0.5)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        _, optimizer, _ = trained({"w": shape}, "lion", lr=0.5, steps=1)
         before = {name: value.clone() for name, value in state_tensors(optimizer).items()}
         try:
             optimizer.load_state_dict(state)
@@ -264,9 +245,7 @@ class TestBadCheckpoints:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 2.5, 1e30])
     def test_steps_that_are_no_count(self, value: float) -> None:
-        params = make_params({"w": (4, 8)})
-        saved = build(params, "adamw")
-        run_steps(saved, params, gradients=Gradients(params), steps=1)
+        _, saved, _ = trained({"w": (4, 8)}, "adamw", steps=1)
         state = copy.deepcopy(saved.state_dict())
         state["state"][0]["step"].fill_(value)
         with pytest.raises(
@@ -290,9 +269,7 @@ class TestBadCheckpoints:
     @pytest.mark.parametrize("spec", NATIVE)
     def test_numbers_that_no_step_leaves(self, spec: str) -> None:
         """NaN and infinity in any state, below zero in scales and squares: each refused, with nothing changed."""
-        params = make_params({"w": (17, 64)})
-        saved = build(params, spec)
-        run_steps(saved, params, gradients=Gradients(params), steps=2)
+        _, saved, _ = trained({"w": (17, 64)}, spec, steps=2)
         kept = next(iter(saved.registry.live.values())).slots[0].kept
         squares = {key for part in kept if part.decl.kind is StateKind.V for _, key in part.keys}
         for key, value in saved.state_dict()["state"][0].items():
@@ -316,9 +293,7 @@ class TestBadCheckpoints:
     @pytest.mark.parametrize("spec", ["adamw", "lion", "adamw_int8", "adafactor_momentum"])
     def test_ours_does_not_pass_for_torchs(self, spec: str) -> None:
         """torch.optim.AdamW checks nothing, but stumbles before its first step; `to_adamw_state_dict` is for it."""
-        params = make_params({"w": (4, 8)})
-        saved = build(params, spec)
-        run_steps(saved, params, gradients=Gradients(params), steps=1)
+        params, saved, _ = trained({"w": (4, 8)}, spec, steps=1)
         theirs = torch.optim.AdamW(list(params.values()), foreach=False)
         before = params["w"].detach().clone()
         with pytest.raises(KeyError):

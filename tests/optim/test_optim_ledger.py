@@ -19,15 +19,14 @@ from tests.support.optimizing import (
     run_steps,
     shapes_for,
     state_tensors,
+    trained,
 )
 
 
 @pytest.mark.parametrize("spec", NATIVE)
 def test_predicted_bytes_are_live_bytes(spec: str) -> None:
     shapes = shapes_for(spec)
-    params = make_params(shapes)
-    optimizer = build(params, spec, lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    _, optimizer, _ = trained(shapes, spec, lr=1e-2, steps=2)
     rule = RULES[NATIVE[spec].rule].info
     predicted = {b.name: state_bytes(b, spec=NATIVE[spec], rule=rule) for b in optimizer.blocks}
     assert optimizer.block_state_bytes() == predicted
@@ -58,9 +57,7 @@ def test_fp32_adamw_keeps_what_torch_keeps() -> None:
 
 @pytest.mark.parametrize("spec", ["adamw_int8+split8", "lion+split8", "sign+split8", "foam_l2_int8+bf16_sr"])
 def test_corrections_are_in_the_ledger(spec: str) -> None:
-    params = make_params(shapes_for(spec))
-    optimizer = build(params, spec, lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    params, optimizer, _ = trained(shapes_for(spec), spec, lr=1e-2, steps=2)
     rule = RULES[SPECS[spec].rule].info
     predicted = {b.name: state_bytes(b, spec=SPECS[spec], rule=rule) for b in optimizer.blocks}
     assert optimizer.block_state_bytes() == predicted

@@ -33,6 +33,7 @@ from tests.support.optimizing import (
     one_block,
     run_steps,
     state_tensors,
+    trained,
 )
 from tests.support.tolerances import CONTINUITY_ADAMW, CONTINUITY_MATCHED
 
@@ -359,9 +360,7 @@ def test_the_rms_that_a_kernel_noted_is_taken_as_it_is(applied: float) -> None:
 
 
 def test_a_last_rms_that_states_do_not_tell_is_unknown() -> None:
-    params = make_params(SHAPES)
-    optimizer = build(params, "lion", rms_matching=False)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    _, optimizer, _ = trained(SHAPES, "lion", rms_matching=False, steps=1)
     assert optimizer.update_rms() == {}
 
 
@@ -377,9 +376,7 @@ def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> Non
 
 
 def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
-    params = make_params({"empty": (0, 8), "one": (1,), "w": (4, 8)})
-    optimizer = build(params, "lion")
-    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    params, optimizer, _ = trained({"empty": (0, 8), "one": (1,), "w": (4, 8)}, "lion", steps=1)
     optimizer.migrate(dict.fromkeys(params, "adamw"), why="test")
     assert [name for live in optimizer.registry.live.values() for name in live.unseeded] == ["one", "w"]
     run_steps(optimizer, params, gradients=Gradients(params), steps=1)
@@ -502,9 +499,7 @@ def test_the_growth_of_a_move_is_of_states_and_weights_on_the_device(target: str
 
 
 def test_to_read_the_last_rms_leaves_states_on_the_host_alone() -> None:
-    params = make_params({"w": (64, 64)})
-    optimizer = build(params, "adamw@streamed")
-    run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+    params, optimizer, _ = trained({"w": (64, 64)}, "adamw@streamed", steps=1)
     held = optimizer.state[params["w"]]
     versions = {key: value._version for key, value in held.items()}
     assert optimizer.update_rms()["w"] > 0

@@ -16,13 +16,12 @@ from tests.support.optimizing import (
     one_block,
     run_steps,
     state_tensors,
+    trained,
 )
 
 
 def test_only_blocks_that_change_are_touched() -> None:
-    params = make_params({"a": (8, 16), "b": (8, 16)})
-    optimizer = build(params, {"a": "adamw_int8", "b": "adamw"})
-    run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+    params, optimizer, _ = trained({"a": (8, 16), "b": (8, 16)}, {"a": "adamw_int8", "b": "adamw"}, steps=3)
     before = dict(optimizer.state[params["a"]])
     moves = optimizer.migrate({"a": "adamw_int8", "b": "lion_int8"})
     assert [move.block for move in moves] == ["b"]
@@ -56,9 +55,7 @@ def test_moves_come_in_the_order_of_blocks() -> None:
     ],
 )
 def test_nothing_changes_if_one_move_is_refused(specs: dict[str, str], text: str) -> None:
-    params = make_params({"a": (8, 16), "b": (8,)})
-    optimizer = build(params)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
+    _, optimizer, _ = trained({"a": (8, 16), "b": (8,)}, steps=2)
     before = {name: value.clone() for name, value in state_tensors(optimizer).items()}
     with pytest.raises(BadInputError, match=text):
         optimizer.migrate(specs)

@@ -21,6 +21,7 @@ from tests.support.optimizing import (
     run_steps,
     shapes_for,
     state_tensors,
+    trained,
 )
 
 BAD = (torch.nan, -torch.inf, 1e20)  # the last one is finite, its square is not
@@ -39,21 +40,13 @@ def poison(params: dict[str, Tensor], *, value: float) -> dict[str, Tensor]:
     return finite
 
 
-def trained(spec: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], BlockwiseOptimizer, Gradients]:
-    params = make_params(shapes)
-    optimizer = build(params, spec, lr=1e-2, weight_decay=0.1)
-    gradients = Gradients(params)
-    run_steps(optimizer, params, gradients=gradients, steps=5)
-    return params, optimizer, gradients
-
-
 def snapshot(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state_tensors(optimizer).items()}
 
 
 @pytest.mark.parametrize("spec", NATIVE)
 def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str) -> None:
-    params, optimizer, gradients = trained(spec, MATRICES)
+    params, optimizer, gradients = trained(MATRICES, spec, lr=1e-2, weight_decay=0.1, steps=5)
     before = {name: p.detach().clone() for name, p in params.items()}
     old = {n: [k.decode(optimizer.state[p]).clone() for k in _kept(optimizer, n)] for n, p in params.items()}
     gradients.give(params)
@@ -82,7 +75,7 @@ def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
 def test_it_does_not_matter_which_value_was_bad(spec: str) -> None:
     ends = []
     for value in BAD:
-        params, optimizer, gradients = trained(spec, shapes_for(spec))
+        params, optimizer, gradients = trained(shapes_for(spec), spec, lr=1e-2, weight_decay=0.1, steps=5)
         gradients.give(params)
         poison(params, value=value)
         optimizer.step()
@@ -96,10 +89,7 @@ def test_it_does_not_matter_which_value_was_bad(spec: str) -> None:
 def test_other_elements_are_bit_for_bit_those_of_a_healthy_step(spec: str) -> None:
     ends = []
     for bad in (False, True):
-        params = make_params(MATRICES)
-        optimizer = build(params, spec, lr=1e-2, rms_matching=False)
-        gradients = Gradients(params)
-        run_steps(optimizer, params, gradients=gradients, steps=3)
+        params, optimizer, gradients = trained(MATRICES, spec, lr=1e-2, rms_matching=False, steps=3)
         gradients.give(params)
         finite = poison(params, value=torch.nan if bad else 0.5)
         optimizer.step()
@@ -197,7 +187,7 @@ def test_a_scale_is_never_too_small_for_what_is_kept() -> None:
 
 @pytest.mark.parametrize("spec", ["adamw", "sign", "adafactor", "foam_l3_int8"])
 def test_a_gradient_that_is_bad_altogether_moves_nothing(spec: str) -> None:
-    params, optimizer, gradients = trained(spec, MATRICES)
+    params, optimizer, gradients = trained(MATRICES, spec, lr=1e-2, weight_decay=0.1, steps=5)
     before = {name: p.detach().clone() for name, p in params.items()}
     gradients.give(params)
     for param in params.values():
@@ -213,7 +203,7 @@ class TestMaskingBeforeClipping:
     def test_masks_are_remembered_for_the_step(self) -> None:
         ends = []
         for explicit in (False, True):
-            params, optimizer, gradients = trained("adamw", MATRICES)
+            params, optimizer, gradients = trained(MATRICES, "adamw", lr=1e-2, weight_decay=0.1, steps=5)
             gradients.give(params)
             finite = poison(params, value=torch.nan)
             if explicit:
@@ -226,7 +216,7 @@ class TestMaskingBeforeClipping:
         assert_same(ends[0], ends[1])
 
     def test_two_looks_add_up(self) -> None:
-        params, optimizer, gradients = trained("adamw", {"w": (4, 8)})
+        params, optimizer, gradients = trained({"w": (4, 8)}, "adamw", lr=1e-2, weight_decay=0.1, steps=5)
         gradients.give(params)
         before, grad = params["w"].detach().clone(), params["w"].grad
         assert grad is not None
@@ -237,7 +227,7 @@ class TestMaskingBeforeClipping:
         assert ((params["w"].detach() == before).nonzero() == torch.tensor([[0, 3], [0, 4]])).all()
 
     def test_masks_are_for_one_step_only(self) -> None:
-        params, optimizer, gradients = trained("adamw", MATRICES)
+        params, optimizer, gradients = trained(MATRICES, "adamw", lr=1e-2, weight_decay=0.1, steps=5)
         gradients.give(params)
         poison(params, value=torch.nan)
         optimizer.mask_nonfinite()
@@ -271,7 +261,7 @@ class TestMaskingBeforeClipping:
 
 class TestPolicies:
     def test_elements_are_counted_and_named(self, caplog: pytest.LogCaptureFixture) -> None:
-        params, optimizer, gradients = trained("adamw", {"good": (4, 8), "bad": (4, 8)})
+        params, optimizer, gradients = trained({"good": (4, 8), "bad": (4, 8)}, "adamw", lr=1e-2, steps=5)
         for _ in range(2):
             gradients.give(params)
             assert params["bad"].grad is not None
@@ -286,7 +276,7 @@ class TestPolicies:
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
     def test_of_many_tensors_the_worst_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
-        params, optimizer, gradients = trained("adamw", {f"w{i}": (2, 3) for i in range(10)})
+        params, optimizer, gradients = trained({f"w{i}": (2, 3) for i in range(10)}, "adamw", lr=1e-2, steps=5)
         gradients.give(params)
         poison(params, value=torch.nan)
         params["w9"].grad.fill_(torch.nan)  # pyright: ignore
@@ -295,10 +285,7 @@ class TestPolicies:
         assert ": w9 (6), w0 (1)," in caplog.text and "w6 (1) and 2 more; policy" in caplog.text
 
     def test_skip_step_leaves_all_as_it_is(self) -> None:
-        params = make_params(MATRICES)
-        optimizer = build(params, "adamw_int8", nonfinite="skip_step")
-        gradients = Gradients(params)
-        run_steps(optimizer, params, gradients=gradients, steps=2)
+        params, optimizer, gradients = trained(MATRICES, "adamw_int8", nonfinite="skip_step", steps=2)
         before, states = {n: p.detach().clone() for n, p in params.items()}, snapshot(optimizer)
         gradients.give(params)
         poison(params, value=torch.nan)
@@ -363,7 +350,7 @@ class TestAWeightTypeChangesBetweenLookAndStep:
 
     @pytest.mark.parametrize("spec", ["adamw+split8", "adamw_int8+split8", "adamw+bf16_sr"])
     def test_a_masked_element_stays_where_it_is(self, spec: str) -> None:
-        params, optimizer, gradients = trained("adamw", {"w": (17, 64), "other": (8, 8)})
+        params, optimizer, gradients = trained({"w": (17, 64), "other": (8, 8)}, "adamw", lr=1e-2, steps=5)
         gradients.give(params)
         grad = params["w"].grad
         assert grad is not None
@@ -376,7 +363,7 @@ class TestAWeightTypeChangesBetweenLookAndStep:
         assert not moved[3, 5] and moved.float().mean() > 0.5
 
     def test_and_back_to_native_weights(self) -> None:
-        params, optimizer, gradients = trained("adamw+split8", {"w": (17, 64)})
+        params, optimizer, gradients = trained({"w": (17, 64)}, "adamw+split8", lr=1e-2, steps=5)
         gradients.give(params)
         grad = params["w"].grad
         assert grad is not None
@@ -388,10 +375,7 @@ class TestAWeightTypeChangesBetweenLookAndStep:
         assert ((params["w"].detach() == before).nonzero() == torch.tensor([[3, 5]])).all()
 
     def test_a_step_that_is_to_be_skipped_is_skipped(self) -> None:
-        params = make_params({"w": (17, 64)})
-        optimizer = build(params, "adamw", nonfinite="skip_step")
-        gradients = Gradients(params)
-        run_steps(optimizer, params, gradients=gradients, steps=2)
+        params, optimizer, gradients = trained({"w": (17, 64)}, "adamw", nonfinite="skip_step", steps=2)
         gradients.give(params)
         params["w"].grad[0, 0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
         optimizer.mask_nonfinite()

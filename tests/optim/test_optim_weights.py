@@ -20,10 +20,12 @@ from tests.support.optimizing import (
     assert_same,
     build,
     make_params,
+    run_alike,
     run_steps,
     state_tensors,
     states_by_name,
     through_file,
+    trained,
     twin_of,
     values,
 )
@@ -101,9 +103,7 @@ class TestWhatIsNoLongerAsItWas:
 
     @pytest.mark.parametrize(("kind", "dtype"), [("split8", torch.float32), ("bf16_sr", torch.float16)])
     def test_a_model_that_is_cast_later(self, kind: str, dtype: torch.dtype, backend: str) -> None:
-        params = make_params(SHAPES)
-        optimizer = build(params, spec_of("adamw_int8", kind), backend=backend)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        params, optimizer, _ = trained(SHAPES, spec_of("adamw_int8", kind), backend=backend, steps=1)
         before = masters(optimizer)
         for param in params.values():
             param.data, param.grad = param.data.to(dtype), torch.ones_like(param, dtype=dtype)
@@ -114,9 +114,7 @@ class TestWhatIsNoLongerAsItWas:
         assert_same(masters(optimizer), before)
 
     def test_a_layer_that_is_resized_later(self, backend: str) -> None:
-        params = make_params(SHAPES)
-        optimizer = build(params, "adamw_int8", backend=backend)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=1)
+        params, optimizer, _ = trained(SHAPES, "adamw_int8", backend=backend, steps=1)
         params["bias"].grad = None
         params["bias"].data = torch.zeros(900)
         params["bias"].grad = torch.ones(900)
@@ -223,10 +221,7 @@ class TestRandomRounding:
 class TestMigration:
     @pytest.mark.parametrize(("source", "target"), PAIRS)
     def test_between_any_two_kinds_in_the_middle_of_a_run(self, source: str, target: str) -> None:
-        params = make_params(SHAPES)
-        optimizer = build(params, spec_of("adamw_int8", source), lr=1e-2)
-        gradients = Gradients(params)
-        run_steps(optimizer, params, gradients=gradients, steps=4)
+        params, optimizer, gradients = trained(SHAPES, spec_of("adamw_int8", source), lr=1e-2, steps=4)
         before = masters(optimizer)
         states = {k: v.clone() for k, v in state_tensors(optimizer).items() if not k.endswith(CORRECTION)}
         moves = optimizer.migrate(dict.fromkeys(SHAPES, spec_of("adamw_int8", target)))
@@ -245,9 +240,7 @@ class TestMigration:
         assert all(value.isfinite().all() for value in masters(optimizer).values())
 
     def test_rule_storage_and_weights_at_once(self) -> None:
-        params = make_params({"linear": (17, 64)})
-        optimizer = build(params, "adamw", lr=1e-2)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=4)
+        _, optimizer, _ = trained({"linear": (17, 64)}, "adamw", lr=1e-2, steps=4)
         before = masters(optimizer)["linear"]
         (move,) = optimizer.migrate({"linear": "lion_int8+split8"})
         assert move.kept == {"m": "converted", "v": "dropped", "weights": "converted"}
@@ -257,9 +250,7 @@ class TestMigration:
         torch.testing.assert_close(masters(optimizer)["linear"], before, rtol=1.6e-5, atol=0)
 
     def test_a_model_that_was_bf16_is_bf16_again(self) -> None:
-        params = make_params({"w": (8, 8)}, dtype=torch.bfloat16)
-        optimizer = build(params, "adamw+split8", lr=1e-2)
-        run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+        params, optimizer, _ = trained({"w": (8, 8)}, "adamw+split8", lr=1e-2, dtype=torch.bfloat16, steps=3)
         (move,) = optimizer.migrate({"w": "adamw"})
         assert params["w"].dtype is torch.bfloat16 and 0 < move.conversion_error["weights"] < 2.0**-8
 
@@ -276,9 +267,7 @@ class TestMigration:
 
 def saved_run(spec: str, *, steps: int = 5) -> tuple[dict[str, Tensor], BlockwiseOptimizer, dict[str, Any]]:
     """A trained optimizer, and what a file of model and optimizer would hold of it."""
-    params = make_params(SHAPES)
-    optimizer = build(params, spec, lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=steps)
+    params, optimizer, _ = trained(SHAPES, spec, lr=1e-2, steps=steps)
     model = {name: value.clone() for name, value in values(params).items()}
     return params, optimizer, through_file({"model": model, "optimizer": optimizer.state_dict()})
 
@@ -309,10 +298,7 @@ class TestCheckpoints:
             assert_same({k: live[k] for k in state}, state)
         assert_same(masters(resumed), masters(optimizer))
         gradients = Gradients(params, seed=9)
-        for _ in range(4):
-            gradients.give(params, fresh)
-            optimizer.step()
-            resumed.step()
+        run_alike((optimizer, resumed), (params, fresh), gradients=gradients, steps=4)
         assert_same(values(params), values(fresh))
         assert_same(state_tensors(optimizer), state_tensors(resumed))
 
@@ -392,9 +378,7 @@ class TestCheckpoints:
 
 @pytest.mark.parametrize("kind", ["split8", "bf16_sr"])
 def test_copies_step_as_the_original(kind: str) -> None:
-    params = make_params(SHAPES)
-    optimizer = build(params, f"adamw_int8+{kind}", lr=1e-2)
-    run_steps(optimizer, params, gradients=Gradients(params), steps=3)
+    params, optimizer, _ = trained(SHAPES, f"adamw_int8+{kind}", lr=1e-2, steps=3)
     other = copy.deepcopy(optimizer)
     twins = dict(zip(other.param_groups[0]["param_names"], other.param_groups[0]["params"], strict=True))
     for named, which in ((params, optimizer), (twins, other)):

@@ -24,9 +24,11 @@ from tests.support.optimizing import (
     info,
     make_params,
     one_block,
+    run_alike,
     run_steps,
     shapes_for,
     through_file,
+    trained,
     twin_of,
     values,
 )  # fmt: skip
@@ -62,10 +64,7 @@ def test_a_plan_may_place_any_of_its_blocks() -> None:
     specs = {"a": "adamw_int8", "b": "adamw", "c": "lion", "d": "adamw", "e": "sign"}
     placed = {"a": "adamw_int8@streamed", "b": "adamw", "c": "lion@streamed", "d": "adamw@streamed", "e": "sign"}
     one, two, gradients = build(params, specs), build(twins, placed), Gradients(params)
-    for _ in range(3):
-        gradients.give(params, twins)
-        one.step()
-        two.step()
+    run_alike((one, two), (params, twins), gradients=gradients, steps=3)
     assert_same(values(params), values(twins))
     assert_same(states_of(one), states_of(two))
 
@@ -211,9 +210,7 @@ def test_resume_across_placements() -> None:
 
 
 def test_a_checkpoint_of_other_storage_is_converted_into_states_on_the_host() -> None:
-    params = make_params(SHAPES)
-    source = build(params, "adamw")
-    run_steps(source, params, gradients=Gradients(params), steps=2)
+    params, source, _ = trained(SHAPES, "adamw", steps=2)
     device, host = (build(twin_of(params), f"adamw_int8{place}") for place in ("", "@streamed"))
     for optimizer in (device, host):
         optimizer.load_state_dict(source.state_dict())
@@ -292,10 +289,7 @@ def test_copies_and_two_optimizers_in_one_process() -> None:
             reference = copy.deepcopy(pair.device)
             expected = dict(zip(SHAPES, reference.param_groups[0]["params"], strict=True))
             gradients = Gradients(twins, seed=5)
-            for _ in range(2):
-                gradients.give(twins, expected)
-                other.step()
-                reference.step()
+            run_alike((other, reference), (twins, expected), gradients=gradients, steps=2)
             assert_same(values(twins), values(expected))
         pair.step()
         pair.check()

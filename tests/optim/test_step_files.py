@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baoc.kernels.cpp import library
-from tests.support.optimizing import Gradients, build, make_params, run_steps
+from tests.support.optimizing import trained
 from tests.support.step_files import MOST, entered
 
 SHAPES = {"a": (40, 30), "b": (24, 36)}
@@ -13,10 +13,7 @@ HOSTED = {"backends/hosted.py", "offload/streams.py", "offload/streaming.py"}
 
 
 def files_of_a_step(spec: str, *, backend: str) -> set[str]:
-    params = make_params(SHAPES)
-    optimizer = build(params, spec, backend=backend)
-    gradients = Gradients(params)
-    run_steps(optimizer, params, gradients=gradients, steps=3)
+    params, optimizer, gradients = trained(SHAPES, spec, backend=backend, steps=3)
     gradients.give(params)
     with entered() as found:
         optimizer.step()
@@ -36,10 +33,7 @@ def test_a_step_is_read_in_six_files(spec: str, backend: str) -> None:
 
 
 def test_blocks_in_host_memory_add_the_files_of_their_way() -> None:
-    params = make_params(SHAPES)
-    optimizer = build(params, "adamw_int8@streamed", backend="eager")
-    gradients = Gradients(params)
-    run_steps(optimizer, params, gradients=gradients, steps=3)
+    params, optimizer, gradients = trained(SHAPES, "adamw_int8@streamed", backend="eager", steps=3)
     gradients.give(params)
     with entered() as found:
         optimizer.step()

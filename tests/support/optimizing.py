@@ -72,6 +72,36 @@ def run_steps(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], *, gr
         optimizer.step()
 
 
+def run_alike(
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Sequence[dict[str, Tensor]],
+    *,
+    gradients: Gradients,
+    steps: int,
+) -> None:
+    """Steps all on the same gradients."""
+    for _ in range(steps):
+        gradients.give(*params)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def trained(
+    shapes: dict[str, tuple[int, ...]],
+    specs: object = "adamw",
+    *,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    **settings: object,
+) -> tuple[dict[str, Tensor], BlockwiseOptimizer, Gradients]:
+    """Parameters, their optimizer after some steps, and where the next gradients come from."""
+    params = make_params(shapes, dtype=dtype)
+    optimizer = build(params, specs, **settings)
+    gradients = Gradients(params)
+    run_steps(optimizer, params, gradients=gradients, steps=steps)
+    return params, optimizer, gradients
+
+
 def state_tensors(optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
     """Every tensor the optimizer keeps, found without its own accounting."""
     found = {}

@@ -74,57 +74,36 @@ def assert_same_run(one: Path, other: Path, modules: tuple[TinyModule, TinyModul
     assert [line["step"] for line in plain[0]] == list(range(STEPS))
 
 
-@pytest.mark.parametrize("kill_after", [5, 7, 10, 12, 13, 15])
-def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, kill_after: int) -> None:
-    """every 5 steps: 5, 10 and 15 are mid-epoch; killed at 7 or 12 goes back to 5 or 10 and does steps again."""
-    whole = fit(tmp_path / "whole")
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=kill_after)
-    resumed = fit(tmp_path / "cut", resume="auto")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
+def killed(run_dir: Path, *steps: int, **options: Any) -> None:
+    """Attempts that end one after the other, each where the one before had left a checkpoint."""
+    for index, step in enumerate(steps):
+        with pytest.raises(Killed):
+            fit(run_dir, kill_after=step, resume="auto" if index else None, **options)
 
 
-@pytest.mark.parametrize(("every", "kill_after"), [(6, 8), (12, 15), (3, 4)])
-def test_checkpoints_at_the_end_of_an_epoch_are_written_after_its_validation(
-    tmp_path: Path, every: int, kill_after: int
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        *(((step,), {}) for step in (5, 7, 10, 12, 15)),  # at a checkpoint in mid-epoch, or back to one
+        ((6, 11), {}),
+        ((9,), {"every_n_steps": 2, "val_check_interval": 2}),
+        ((5,), {"every_n_steps": 2, "accumulate_grad_batches": 2}),
+        *(((step,), {"every_n_steps": every}) for every, step in ((6, 8), (12, 15), (3, 4))),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(
+    tmp_path: Path, kills: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    whole = fit(tmp_path / "whole", every_n_steps=every)
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", every_n_steps=every, kill_after=kill_after)
-    resumed = fit(tmp_path / "cut", every_n_steps=every, resume="auto")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
-    validated = [line["step"] for line in read_metrics(tmp_path / "cut") if "val/loss" in line]
-    assert validated == [5, 11], "no validation is skipped"
-
-
-def test_validation_inside_an_epoch(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"every_n_steps": 2, "val_check_interval": 2}
     whole = fit(tmp_path / "whole", **options)
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=9, **options)
+    killed(tmp_path / "cut", *kills, **options)
+    if "accumulate_grad_batches" in options:
+        content = load_checked(tmp_path / "cut" / "checkpoints" / "last.ckpt")
+        assert content["global_step"] == 4, "never in the middle of a step"
     resumed = fit(tmp_path / "cut", resume="auto", **options)
     assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
-
-
-def test_accumulated_steps(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"every_n_steps": 2, "accumulate_grad_batches": 2}
-    whole = fit(tmp_path / "whole", **options)
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=5, **options)
-    content = load_checked(tmp_path / "cut" / "checkpoints" / "last.ckpt")
-    assert content["global_step"] == 4, "never in the middle of a step"
-    resumed = fit(tmp_path / "cut", resume="auto", **options)
-    assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
-
-
-def test_resumed_twice(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole")
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=6)
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=11, resume="auto")
-    resumed = fit(tmp_path / "cut", resume="auto")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut", (whole, resumed))
+    if options.get("every_n_steps", 5) % 3 == 0:  # at the end of an epoch, a checkpoint is written after validation
+        validated = [line["step"] for line in read_metrics(tmp_path / "cut") if "val/loss" in line]
+        assert validated == [5, 11], "no validation is skipped"
 
 
 def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
@@ -143,8 +122,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_without_one(
         on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         device = {"cuda": torch.zeros(16, dtype=torch.uint8), "cuda_device": 0}
         on_a_gpu.setattr(resume_callbacks, "capture_rng", lambda _: {**capture_rng(), **device})
-        with pytest.raises(Killed):
-            fit(tmp_path / "cut", kill_after=7)
+        killed(tmp_path / "cut", 7)
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="on a CUDA device"):
             torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)
@@ -155,8 +133,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_without_one(
 
 def test_without_the_generators_the_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fit(tmp_path / "whole")
-    with pytest.raises(Killed):
-        fit(tmp_path / "cut", kill_after=7)
+    killed(tmp_path / "cut", 7)
     monkeypatch.setattr(RngState, "load_state_dict", lambda self, state: None)
     resumed = fit(tmp_path / "cut", resume="auto")
     assert not all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))

@@ -159,11 +159,6 @@ def test_fit_twice_with_one_trainer():
     assert strategy.reallocator.optimizer.state_bytes() == strategy.reallocator.plan.allocation.state_bytes
 
 
-def _two(module: nn.Module) -> Any:
-    params = list(module.parameters())
-    return [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -191,7 +186,8 @@ def test_several_devices_are_refused():
 def test_two_optimizers_are_refused():
     class Two(Classifier):
         def configure_optimizers(self) -> Any:
-            return _two(self)
+            params = list(self.parameters())
+            return [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])]
 
     with pytest.raises((BadInputError, RuntimeError), match="optimizers"):
         fit(BaocStrategy("8gb"), module=Two())
