@@ -23,9 +23,9 @@ from baoc.models.pretrained import remember_origin
 from baoc.models.switches import recomputable_layers
 from baoc.optim.shards import cut_again, is_sharded, whole_on_first
 from baoc.parallel import ranks, refusal
-from baoc.training.averages import averaging_callbacks
 from baoc.training.lightning import RanksStrategy
 from baoc.training.session import Resharding
+from baoc.training.user_optimizer import averaging_callbacks
 from baoc.types import Budget
 
 

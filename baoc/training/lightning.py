@@ -42,7 +42,6 @@ from baoc.training.arriving_weights import (
     no_room,
     on_device_as_bf16,
 )
-from baoc.training.averages import averaging_callbacks, without_bf16
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
@@ -62,12 +61,14 @@ from baoc.training.session import (
     with_weights,
 )
 from baoc.training.user_optimizer import (
+    averaging_callbacks,
     check_arguments,
     count_steps_for_schedulers,
     hyperparameters,
     named_groups,
     rebind_schedulers,
     widened,
+    without_bf16,
 )
 from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocation
 

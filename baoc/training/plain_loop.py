@@ -37,7 +37,6 @@ from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
-from baoc.training.averages import without_bf16
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
@@ -54,7 +53,7 @@ from baoc.training.session import (
     with_recipe,
     with_weights,
 )
-from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened
+from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened, without_bf16
 from baoc.types import Budget, Plan
 from baoc.units import format_bytes
 

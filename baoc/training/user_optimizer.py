@@ -1,4 +1,4 @@
-"""Reads the user's optimizer and moves its schedulers to ours. Refuses settings that no rule here has."""
+"""Reads the user's optimizer and callbacks: schedulers move to ours, and what cannot be together is refused."""
 
 import logging
 import weakref
@@ -8,13 +8,17 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from baoc.errors import BadInputError, unknown_name
-from baoc.training.session import SessionSettings
+from baoc.planning.allocators import ALLOCATORS
+from baoc.training.session import SessionSettings, reduced_rows
 from baoc.types import Budget
 
 log = logging.getLogger(__name__)
@@ -140,3 +144,34 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
         return settings
     planner = replace(settings.planner, specs=(*settings.planner.specs, *more), measured_specs=(ROUNDED_ROWS,))
     return replace(settings, planner=planner)
+
+
+def averaging_callbacks(trainer: L.Trainer) -> list[str]:
+    """Callbacks and parts of the module that average weights by reading parameters as they are."""
+    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    found = [
+        type(callback).__name__
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+        or any(isinstance(value, AveragedModel) for value in vars(callback).values())
+    ]
+    return found + [name for name, part in trainer.lightning_module.named_modules() if isinstance(part, AveragedModel)]
+
+
+def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
+    """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
+    see. Raises BadInputError where a recipe or an allocator asks for such."""
+    planner = settings.planner
+    rows, narrow = planner.rows, [spec.name for spec in reduced_rows(planner)]
+    only = ALLOCATORS[planner.allocator].traits.only_spec
+    if not narrow:
+        return settings
+    readers = ", ".join(because)
+    if planner.recipe is not None or only in narrow or len(narrow) == len(rows):
+        raise BadInputError(
+            f"{readers} averages weights, and {', '.join(narrow[:3])} keeps them in 16 bits with a correction that an "
+            "average does not see: leave one of the two out"
+        )
+    log.warning("%s averages weights, so that specs with weights of 16 bits are left out: %s", readers, narrow[0])
+    kept = tuple(name for name in rows if name not in narrow)
+    return replace(settings, planner=replace(planner, specs=kept, measured_specs=()))
