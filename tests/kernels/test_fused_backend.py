@@ -12,7 +12,7 @@ from torch import nn
 from baoc.kernels.triton import engine
 from tests.support.fused_pair import MIXED, SHAPES, SMALL, Pair, dump, poison
 from tests.support.interpreting import interpreted
-from tests.support.optimizing import Gradients, build, info, make_params, one_block, through_file
+from tests.support.optimizing import Gradients, build, info, make_params, one_block, run_steps, through_file
 from tests.support.step_files import MOST, entered
 
 ELEMENTWISE = ("adamw_bf16", "rmsprop", "rmsprop_int8_root", "lion_int8", "signum", "sign")
@@ -44,9 +44,7 @@ def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch)
     params = make_params({"a": (40, 30), "b": (24, 36)})
     optimizer = build(params, spec, backend="fused")
     gradients = Gradients(params)
-    for _ in range(2):
-        gradients.give(params)
-        optimizer.step()
+    run_steps(optimizer, params, gradients=gradients, steps=2)
     monkeypatch.setattr(engine.Graphs, "run", lambda *_, **__: None)
     monkeypatch.setattr(optimizer.registry.backends[0].units[0].engine.graphs, "on", True)
     gradients.give(params)
@@ -167,13 +165,13 @@ def test_a_first_gradient_after_many_steps_moves_one_learning_rate() -> None:
 def test_several_groups_and_late_parameters() -> None:
     pair = Pair("rmsprop", SMALL)
     late = nn.Parameter(torch.ones(33)), nn.Parameter(torch.ones(33))
-    pair.run(3)
+    pair.run(2)
     for optimizer, param in zip((pair.fused, pair.eager), late, strict=True):
         optimizer.add_param_group({"params": [("late", param)], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.5, 0.9)})
     for params, param in zip(pair.params, late, strict=True):
         params["late"] = param
     pair.gradients = Gradients(pair.params[0])
-    pair.run(5)
+    pair.run(3)
     pair.check()
 
 
@@ -183,7 +181,7 @@ def test_several_groups_and_late_parameters() -> None:
 @interpreted
 def test_matching_can_be_off() -> None:
     pair = Pair(MIXED, rms_matching=False)
-    pair.run(5)
+    pair.run(3)
     pair.check()
 
 
