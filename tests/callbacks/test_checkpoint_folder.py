@@ -8,9 +8,7 @@ import pytest
 from baoc.callbacks import checkpoint
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.tracking.checkpoints import load_checked, resolve_resume
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 
 def fit(run_dir: Path, *, max_steps: int, keep: int = 2, resume: Path | None = None) -> None:

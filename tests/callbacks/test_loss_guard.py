@@ -21,10 +21,8 @@ from baoc.tracking.checkpoints import load_checked
 from baoc.training import trainer as training
 from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.training_runs import config, run
-
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 
 
 class Poisoned(TinyModule):

@@ -21,9 +21,7 @@ from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
 from baoc.types import Budget
 from baoc.units import GIB, MIB
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 WIDE = 65536  # elements; 256 KiB in fp32, far above everything else in the tiny module
 

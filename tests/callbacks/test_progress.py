@@ -11,9 +11,7 @@ import torch
 
 from baoc.callbacks.progress import RunProgress
 from baoc.tracking.console import make_console
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 
 class Terminal(io.StringIO):

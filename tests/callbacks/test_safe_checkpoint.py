@@ -14,9 +14,7 @@ from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.files import read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 
 class Scripted(TinyModule):

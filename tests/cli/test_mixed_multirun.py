@@ -17,7 +17,6 @@ ARGUMENTS = [
 
 
 @pytest.mark.usefixtures("own_logging")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 def test_three_tasks_in_one_multirun_have_a_frontier_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

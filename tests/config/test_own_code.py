@@ -21,9 +21,7 @@ from baoc.models import build_model
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, OwnDataSpec
 from tests.support.paths import ROOT, read_config
-from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = LIGHTNING_NOISE
 FILE = ROOT / "tests" / "support" / "own_net.py"
 SPEC = ImageDataSpec(dataset="x", image_size=8, channels=1, num_classes=3, num_train=9, num_val=9)
 SHORT = ["trainer.max_steps=3", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=8", "device=cpu"]

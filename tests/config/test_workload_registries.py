@@ -20,9 +20,8 @@ from baoc.tasks import TASKS, build_task
 from baoc.tasks.base import Task
 from baoc.types import ImageDataSpec, TextDataSpec
 from tests.support.stored import save_tokenizer
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
 BUILT = {name: family for name, family in MODELS.items() if not family.loads}  # without a file of the user's
 MODEL_OF = {family.task: name for name, family in reversed(BUILT.items())}  # the first one of each task
 READ = [(MODEL_OF[task], data) for data, row in DATASETS.items() for task in row.tasks if task in MODEL_OF]

@@ -21,7 +21,7 @@ from baoc.profiling import describe
 from baoc.training.run import session_settings
 from baoc.types import Budget, ParamInfo, Part, Plan, Role
 from tests.support.paths import read_config
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, tiny_trainer
+from tests.support.tiny import TinyBatches, tiny_trainer
 
 LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -282,7 +282,6 @@ class _Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@LIGHTNING_NOISE
 def test_a_strategy_takes_a_recipe():
     strategy = BaocStrategy("unlimited", recipe="muon8_lean", device="cpu")
     tiny_trainer(strategy=strategy, max_steps=2).fit(_Module(), train_dataloaders=TinyBatches())

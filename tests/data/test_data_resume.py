@@ -15,9 +15,9 @@ from baoc.errors import CheckpointError
 from baoc.models import build_model
 from baoc.tasks.settings import OptimizerSettings
 from baoc.tasks.vision import VisionTask
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 
 BATCHES = 5  # an epoch of 1,438 samples in batches of 256
 

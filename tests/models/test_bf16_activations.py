@@ -14,9 +14,7 @@ from baoc.models.switches import enable_bf16_activations, set_recomputed
 from baoc.optim import BlockwiseOptimizer
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, TextDataSpec
-from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = LIGHTNING_NOISE
 DIGITS = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=64, num_val=32)
 TEXT = TextDataSpec(dataset="text", vocab_size=64, sequence_length=32, num_train=64, num_val=8)
 NAMES = ("vit", "dit", "unet", "llama")

@@ -14,9 +14,8 @@ from baoc.models.switches import set_recomputed
 from baoc.profiling.describe import describe
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
 IMAGES = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8)
 
 

@@ -18,9 +18,7 @@ from baoc.models.llama import CausalLM
 from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, TextDataSpec
 from tests.support.stored import save_bert, save_llama, save_tokenizer, save_vit
-from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = LIGHTNING_NOISE
 TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)
 SHORT = ["trainer.max_steps=2", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=4", "device=cpu"]
 SHORT += ["trainer.limit_val_batches=1"]

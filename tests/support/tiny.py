@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
-
-# Lightning 2.6.6 asks torch 2.13 an old question on every fit; nothing of ours can avoid it.
-LIGHTNING_NOISE = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 
 
 class TinyModule(L.LightningModule):

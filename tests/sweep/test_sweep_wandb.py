@@ -8,11 +8,11 @@ from baoc.frontier.build import frontier_of
 from baoc.frontier.wandb_frontier import log_frontier
 from baoc.tracking.files import write_json
 from tests.support.sweep_jobs import config, job
-from tests.support.tiny import LIGHTNING_NOISE, TinyModule
+from tests.support.tiny import TinyModule
 from tests.support.wandb_offline import job as wandb_job
 from tests.support.wandb_offline import one, records
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 
 
 def logged(folder: Path, names: list[str]) -> None:

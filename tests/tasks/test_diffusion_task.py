@@ -22,9 +22,7 @@ from baoc.models.switches import set_recomputed
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.conclusion import grid_labels, samples_at_once, write_grid
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import tiny_trainer
 
 
 def digits(**settings):

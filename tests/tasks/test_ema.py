@@ -11,9 +11,7 @@ from baoc.optim.weights import split_weights_
 from baoc.tasks import build_task
 from baoc.tasks import ema as ema_module
 from baoc.tasks.ema import EmaWeights
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 
 def network():

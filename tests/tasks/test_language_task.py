@@ -11,9 +11,8 @@ from baoc.models import build_model
 from baoc.tasks import build_task
 from baoc.tasks.language import LanguageTask
 from baoc.types import TextDataSpec
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = LIGHTNING_NOISE
 SPEC = TextDataSpec(
     dataset="x", vocab_size=40, sequence_length=8, num_train=9, num_val=9, bytes_per_token=2.5, sha256=""
 )

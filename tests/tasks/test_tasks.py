@@ -11,9 +11,7 @@ from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.vision import VisionTask
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import tiny_trainer
 
 
 def network() -> nn.Module:

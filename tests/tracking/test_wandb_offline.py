@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny import LIGHTNING_NOISE, TinyModule
+from tests.support.tiny import TinyModule
 from tests.support.wandb_offline import PLACES, job, one, records
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 
 
 class Crashing(TinyModule):

@@ -9,9 +9,6 @@ from torch import nn
 
 import baoc
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from tests.support.tiny import LIGHTNING_NOISE
-
-pytestmark = LIGHTNING_NOISE
 
 
 class Stack(nn.Module):

@@ -20,7 +20,7 @@ from baoc.units import GIB
 from tests.support.training_runs import EVERY_STEP, config, logged
 from tests.support.watched_runs import Hook, Watch, events, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 
 
 def scheduled(*entries: ScheduleEntry) -> DynamicsConfig:

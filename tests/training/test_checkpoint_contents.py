@@ -15,10 +15,8 @@ from baoc.callbacks.checkpoint import AsideCheckpointIO
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.training.resume import check_contents, find_checkpoint, saved_decision, write_decision
-from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config, run
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -28,14 +28,9 @@ from baoc.training.measure.microbatches import Trials, grow
 from baoc.training.session import make_profiler
 from baoc.types import RunResult
 from tests.support.planners import footprint
-from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import brief, config
 
-pytestmark = [
-    pytest.mark.slow,
-    LIGHTNING_NOISE,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"),
-]
+pytestmark = pytest.mark.slow
 TIGHT = "4.2mb"  # AdamW fits with 8 samples at once, and not with 16
 
 

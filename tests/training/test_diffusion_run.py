@@ -22,7 +22,7 @@ from baoc.training.session import SessionSettings
 from baoc.types import RunResult
 from tests.support.tiny import tiny_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 
 
 def run(run_dir: Path, **options: Any) -> RunResult:

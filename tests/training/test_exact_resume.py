@@ -15,9 +15,7 @@ from baoc.callbacks.generators import RngState, capture_rng, restore_rng
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 STEPS = 16  # of 6 batches per epoch: two whole epochs and a part of a third
 

@@ -12,9 +12,8 @@ from baoc.config.resolve import resolve
 from baoc.config.schema import RunConfig
 from baoc.training import run as train
 from tests.support.experiment_words import OF_MODEL, SMALL
-from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 # Each task, each allocator and each kind of budget once; the others differ from one of these by a size.
 STEPPED = (
     *("digits_state_25_random", "language_state_25_uniform", "diffusion_state_25"),

@@ -29,9 +29,6 @@ from baoc.training.trainer import session_settings
 from tests.support.classifier import Classifier, fit, loader
 from tests.support.sessions import session
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
-)
 SETTINGS = SessionSettings(
     planner=PlannerSettings(specs=("adamw", "adamw_int8", "lion", "sign"), keep_fp32_roles=()),
     reallocation=ReallocationConfig(mode="off"),

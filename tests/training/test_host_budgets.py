@@ -12,7 +12,7 @@ from tests.support.plan_runs import asked
 from tests.support.plan_runs import plan as planned
 from tests.support.training_runs import config, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 GIB = 2**30
 SHORT = {"reallocation": ReallocationConfig(mode="off"), "trainer": config().trainer}
 

@@ -15,10 +15,6 @@ from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.placing import rings
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
-)
-
 
 def strategy(spec: str) -> BaocStrategy:
     off = ReallocationConfig(mode="off")

@@ -11,9 +11,9 @@ from baoc.callbacks.generators import RngState
 from baoc.data import build_data
 from baoc.models import build_model
 from baoc.tasks import OptimizerSettings, build_task
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 
 
 def data(**settings):

@@ -15,9 +15,7 @@ from baoc.errors import InfeasibleBudgetError
 from baoc.profiling.tracker import PeakMeter
 from baoc.training import late_step, narration
 from baoc.training import reallocator as reallocator_module
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import tiny_trainer
 
 
 class Net(nn.Module):

@@ -20,9 +20,9 @@ from baoc.models import build_model
 from baoc.planning.planner import PlannerSettings
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.training.session import SessionSettings
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
+from tests.support.tiny import tiny_trainer
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 STEPS, BATCH, LR, DECAY = 50, 32, 3e-3, 0.01
 
 

@@ -18,11 +18,6 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.types import to_plain
 from tests.support.classifier import QUIET, loader, same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*",
-    "ignore:Checkpoint directory .* exists",
-)  # fmt: skip
-
 
 class Gan(L.LightningModule):
     """Generator and discriminator in turn, clipped, with schedules; `every`: batches between the generator's steps."""

@@ -30,9 +30,7 @@ from baoc.training.fully_sharded import cut, one_mesh
 from baoc.training.session import Session, SessionSettings, with_weights
 from baoc.types import Role, StateKind
 from tests.support.ranks import group
-from tests.support.tiny import LIGHTNING_NOISE, tiny_trainer
-
-pytestmark = LIGHTNING_NOISE
+from tests.support.tiny import tiny_trainer
 
 LANGUAGE = families()["language"]
 

@@ -17,9 +17,7 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*", "ignore:.*num_workers.*"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*")
 
 
 @dataclass(slots=True)

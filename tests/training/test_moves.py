@@ -23,7 +23,7 @@ from baoc.types import Footprint
 from tests.support.training_runs import EVERY_STEP, brief, config, logged
 from tests.support.watched_runs import Watch, events, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 
 WIDTH, LAYERS = 96, 6
 WEIGHTS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)

@@ -20,9 +20,6 @@ from baoc.types import Basis, ParamInfo, Role
 from tests.support.classifier import fit
 from tests.support.values import make_plan
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
-)
 MOVING = SessionSettings(
     planner=PlannerSettings(risk="statistics"), reallocation=ReallocationConfig(mode="once", warmup_steps=3)
 )

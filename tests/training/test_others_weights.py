@@ -17,10 +17,7 @@ from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, loader, same
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.*smaller than the logging interval.*",
     "ignore:.*You're resuming from a checkpoint that ended before.*",
-    "ignore:Checkpoint directory .* exists",
     "ignore:.*Swapping scheduler.*",
     "ignore:SWA is currently only supported every epoch",
 )

@@ -16,11 +16,11 @@ from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
 from tests.support.processes import At
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.training_runs import config
 from tests.support.wandb_offline import PLACES
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 
 
 # -- W&B --------------------------------------------------------------------------------------------------------------

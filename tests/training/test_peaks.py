@@ -14,10 +14,9 @@ from baoc.profiling.footprint import SCALARS_BYTES
 from baoc.training import run as training
 from baoc.training.trainer import TRACK_EVERY_STEP
 from baoc.types import RunResult
-from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config, run
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 
 STEPS = 10
 

@@ -19,10 +19,10 @@ from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
 from tests.support.commands import start
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE]
+pytestmark = pytest.mark.slow
 STEPS = 14  # of 6 batches per epoch
 
 

@@ -22,9 +22,7 @@ from baoc.parallel import ALONE
 from baoc.training.session import Resharding, Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.classifier import QUIET
-from tests.support.tiny import LIGHTNING_NOISE
 
-pytestmark = [LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
 SETTINGS = SessionSettings(reallocation=ReallocationConfig(mode="off"))
 DEPTH, WIDTH, SAMPLES = 6, 16, 256
 

@@ -20,9 +20,6 @@ from baoc.optim.backward import DropGradients
 from baoc.profiling.proxy_blocks import ProxyBlocks
 from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
 from baoc.training.measure.probe import silent
-from tests.support.tiny import LIGHTNING_NOISE
-
-pytestmark = LIGHTNING_NOISE
 
 
 class NOTED:

@@ -22,9 +22,9 @@ from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
 from baoc.training.session import SessionSettings
-from tests.support.tiny import LIGHTNING_NOISE, TinyBatches, TinyLoader, TinyModule, tiny_trainer
+from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
-pytestmark = [pytest.mark.slow, LIGHTNING_NOISE, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
 
 
 class Deep(TinyModule):

@@ -18,7 +18,7 @@ from baoc.types import RunResult
 from tests.support.classifier import QUIET, Classifier, loader
 from tests.support.training_runs import EVERY_STEP, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

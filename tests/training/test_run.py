@@ -19,7 +19,7 @@ from baoc.training import trainer as assembly
 from baoc.types import RunResult
 from tests.support.training_runs import EVERY_STEP, config, logged, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers.*")]
+pytestmark = pytest.mark.slow
 REQUIRED = {
     *("task", "model", "num_params", "budget_bytes", "budget_met", "binding", "least_feasible_bytes", "peak_bytes"),
     *("state_bytes", "state_bytes_predicted", "state_bytes_adamw", "step_ms", "samples_per_s", "quality", "risk_total"),

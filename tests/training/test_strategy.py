@@ -21,10 +21,6 @@ from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.sessions import session
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"
-)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])

@@ -9,14 +9,9 @@ from baoc.config.schema import CatalogueConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.training import run as training
-from tests.support.tiny import LIGHTNING_NOISE
 from tests.support.training_runs import config
 
-pytestmark = [
-    pytest.mark.slow,
-    LIGHTNING_NOISE,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*smaller than the logging interval.*"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("micro_batch", [8, 32])

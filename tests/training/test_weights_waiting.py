@@ -28,12 +28,6 @@ from baoc.training.session import Session
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.reduced_weights import SPECS, run, strategy
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.*smaller than the logging interval.*",
-    "ignore:Checkpoint directory .* exists and is not empty",
-)
-
 
 class Card:
     """Whether weights in full pass its cap, and what they were at each look and when the optimizer was built."""
