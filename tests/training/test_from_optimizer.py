@@ -1,23 +1,17 @@
 """BaocOptimizer in the place of an AdamW that other code built: groups, names, states, and what is refused."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError
 from baoc.training.plain_loop import network_of
 from tests.support.classifier import same
-
-
-def net() -> tuple[nn.Module, Callable[[], Tensor]]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(32, 16)
-    return model, lambda: (model(x) - x[:, :8]).square().mean()
+from tests.support.plain_loops import net, train
 
 
 def adamw(model: nn.Module, **changed: Any) -> torch.optim.AdamW:
@@ -29,22 +23,15 @@ def adamw(model: nn.Module, **changed: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.95), "foreach": False, **changed})
 
 
-def steps(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, number: int) -> None:
-    for _ in range(number):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("taken_after", [0, 3])
 def test_it_goes_on_as_the_given_adamw_bit_for_bit(taken_after: int):
     plain, plain_loss = net()
-    steps(adamw(plain), plain_loss, number=6)
+    train(adamw(plain), plain_loss, steps=6)
     model, loss = net()
     given = adamw(model)
-    steps(given, loss, number=taken_after)
+    train(given, loss, steps=taken_after)
     optimizer = BaocOptimizer.from_optimizer(given, model, budget="unlimited", verbose=False)
-    steps(optimizer, loss, number=6 - taken_after)
+    train(optimizer, loss, steps=6 - taken_after)
     assert same(plain, model)
     first, second = optimizer.param_groups
     assert first["param_names"] == ["0.weight", "2.weight"] and "1.bias" in second["param_names"]

@@ -3,14 +3,12 @@
 import csv
 import gc
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
 
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.schema import ReallocationConfig
@@ -18,6 +16,7 @@ from baoc.planning.planner import PlannerSettings
 from baoc.training.session import SessionSettings, warn_of_large_ties
 from baoc.types import Basis, ParamInfo, Role
 from tests.support.classifier import fit
+from tests.support.plain_loops import net, train
 from tests.support.values import make_plan
 
 MOVING = SessionSettings(
@@ -25,25 +24,12 @@ MOVING = SessionSettings(
 )
 
 
-def net() -> tuple[nn.Module, Callable[[], Tensor]]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(32, 16)
-    return model, lambda: (model(x) - x[:, :8]).square().mean()
-
-
-def stepped(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-
 def test_an_optimizer_says_plan_moves_and_verdict_once(capsys):
     model, loss = net()
     optimizer = BaocOptimizer(model, budget="state_25", settings=MOVING)
     begun = capsys.readouterr().out
     assert begun.count("plan for budget state_25") == 1 and "budget state_25 binds" in begun
-    stepped(optimizer, loss, steps=4)
+    train(optimizer, loss, steps=4)
     assert "step 3, reallocation (once)" in capsys.readouterr().out
     assert optimizer.budget_met is True
     summary = optimizer.summary()
@@ -59,7 +45,7 @@ def test_without_a_probe_the_plan_is_told_after_the_first_step_with_its_peak(cap
     optimizer = BaocOptimizer(model, budget="8gb")
     assert "is planned for after the first step" in capsys.readouterr().out
     assert optimizer.budget_met is None
-    stepped(optimizer, loss, steps=1)
+    train(optimizer, loss, steps=1)
     told = capsys.readouterr().out
     assert "plan for budget 8gb" in told and "budget 8gb does not bind" in told and "reallocation" not in told
     assert optimizer.budget_met is True
@@ -70,7 +56,7 @@ def test_without_a_probe_the_plan_is_told_after_the_first_step_with_its_peak(cap
 def test_quiet_is_quiet(budget: str, capsys):
     model, loss = net()
     optimizer = BaocOptimizer(model, budget=budget, verbose=False)
-    stepped(optimizer, loss, steps=2)
+    train(optimizer, loss, steps=2)
     del optimizer
     gc.collect()
     fit(BaocStrategy(budget, verbose=False), steps=2)

@@ -22,6 +22,8 @@ from baoc.optim import GradientRelease
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import PeakMeter
 from baoc.training.session import SessionSettings
+from tests.support.classifier import same
+from tests.support.plain_loops import train
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:16-bit weights without correction")]
@@ -62,10 +64,6 @@ def fit(
     trainer = tiny_trainer(strategy=strategy, devices=1, **{"max_steps": 10, **options})
     trainer.fit(module, TinyLoader(), TinyBatches())
     return module, strategy
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 # -- Lightning -----------------------------------------------------------------------------------------------------
@@ -208,13 +206,6 @@ def make(depth: int = 6, rows: int = 32) -> tuple[nn.Sequential, Callable[[], Te
     model = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 8))
     x = torch.randn(rows, 16)
     return model, lambda: nn.functional.cross_entropy(model(x), x[:, :8].argmax(1))
-
-
-def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("probed", [True, False])
