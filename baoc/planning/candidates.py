@@ -228,12 +228,12 @@ def _falling(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(kept)
 
 
-def candidate_rows(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> list[dict[str, Any]]:
+def candidate_rows(candidates: Mapping[str, Sequence[Candidate]]) -> list[dict[str, Any]]:
     """One flat row per candidate for candidates.csv, with its risk terms in columns `risk/<term>`."""
     rows: list[dict[str, Any]] = []
     terms = sorted({term for options in candidates.values() for c in options for term in c.risk.terms})
     for options in candidates.values():
-        kept = {candidate.spec for candidate in _frontier(options, with_time=with_time, known={})}
+        kept = {candidate.spec for candidate in _frontier(options, with_time=True, known={})}
         for candidate in options:
             row: dict[str, Any] = {
                 "block": candidate.block,

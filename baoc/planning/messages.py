@@ -264,7 +264,7 @@ def _delta(chosen: Candidate, other: Candidate) -> float:
     return other.risk.total - chosen.risk.total
 
 
-def _terms(candidate: Candidate, most: int = 2) -> str:
+def _terms(candidate: Candidate) -> str:
     """The largest terms of a risk, as `drop_m .12, quantize .03`."""
-    ranked = sorted(candidate.risk.terms.items(), key=lambda item: -item[1])[:most]
+    ranked = sorted(candidate.risk.terms.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name} {value:.2g}" for name, value in ranked if value > 0) or "no term"

@@ -72,11 +72,11 @@ class Averages:
         self.tensors["signal"] += self._slices.dots(a, c)
         self.tensors["noise"] += self._slices.sums((a - c).square_()) / 2
 
-    def statistics(self, *, lr: dict[str, float]) -> dict[str, GradientStats]:
+    def statistics(self) -> dict[str, GradientStats]:
         """By block; empty before two samples."""
         if self.count["samples"] < 2:
             return {}
-        return summarise(self._slices, sums=self.tensors, count=self.count, betas=self._betas, lr=lr)
+        return summarise(self._slices, sums=self.tensors, count=self.count, betas=self._betas)
 
 
 def summarise(
@@ -85,7 +85,6 @@ def summarise(
     sums: Mapping[str, Tensor],
     count: Mapping[str, int],
     betas: tuple[float, float],
-    lr: Mapping[str, float],
 ) -> dict[str, GradientStats]:
     """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
     m, v = sums["m"], sums["v"]
@@ -104,7 +103,7 @@ def summarise(
         **_matrix_statistics(slices, v),
     }
     values = {name: column.tolist() for name, column in columns.items()}
-    shares = _descent_shares(slices, sums["descent"], lr=lr)
+    shares = _descent_shares(slices, sums["descent"])
     folds = _fold_residuals(slices, total=held["fold_total"], folds=held["folds"])
     return {
         block.name: GradientStats(
@@ -149,12 +148,12 @@ def _matrix_statistics(slices: Slices, v: Tensor) -> dict[str, Tensor]:
     return {name: means[:, index] for index, name in enumerate(names)}
 
 
-def _descent_shares(slices: Slices, descent: Tensor, *, lr: Mapping[str, float]) -> list[float]:
-    """Each block's share of lr <g, u_ref> over the whole network, a piece standing for all of its parameter.
+def _descent_shares(slices: Slices, descent: Tensor) -> list[float]:
+    """Each block's share of <g, u_ref> over the whole network, a piece standing for all of its parameter.
 
     A block that AdamW moves uphill has share 0; all shares are NaN if there is no descent at all.
     """
-    scale = [piece.param.numel / piece.numel * lr.get(piece.param.name, 1.0) for piece in slices.pieces]
+    scale = [piece.param.numel / piece.numel for piece in slices.pieces]
     gains = slices.block_sums(descent * _per_piece(slices, scale, like=descent)).clamp_(min=0.0)
     total = gains.sum()
     return (gains / total).tolist()

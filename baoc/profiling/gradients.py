@@ -66,9 +66,8 @@ class GradientProfiler:
     since the first step pays for it, after `settle` 1 % of the time since then; what it costs is found in a rehearsal
     when the profiler is built (`schedule`).
 
-    `lr` by parameter name weighs `descent_share` where groups differ. `betas` and `eps` are AdamW's. `by_parts`: a
-    step's gradients are never there at once, and come by `begin_parts`, `see_part` for some of them, and `finish_parts`
-    instead of by `observe`; the result is the same.
+    `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come by `begin_parts`,
+    `see_part` for some of them, and `finish_parts` instead of by `observe`; the result is the same.
 
     Of parameters that `fully_shard` cuts each rank samples its rows, and all ranks have all of them, by one message a
     sample: statistics are those of one device. Row and column means of g^2 are left out there.
@@ -81,7 +80,6 @@ class GradientProfiler:
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        lr: Mapping[str, float] | None = None,
         max_bytes: int | None = None,
         sample_every: int = 1,
         max_share: float = MAX_SHARE,
@@ -93,7 +91,6 @@ class GradientProfiler:
         if max_bytes is None:
             held = sum(block.numel for block in blocks)  # of a rank
             max_bytes = int(BYTES_PER_PARAM * held) if num_params >= LARGE_PARAMS else MAX_BYTES
-        self._lr = dict(lr or {})
         self._params = {p.name: params[p.name] for block in blocks for p in block.params}
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         blocks = self._blocks
@@ -249,7 +246,7 @@ class GradientProfiler:
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
             self._take_unseen(Turn.GATHER, Turn.SAMPLE, Turn.SAMPLE, Turn.GATHER)
-            self._averages.statistics(lr=self._lr)
+            self._averages.statistics()
             self.moments()
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
@@ -277,7 +274,7 @@ class GradientProfiler:
         assert not self._released, "a released profiler has nothing to tell"
         if self._stats is None:  # a look at what is known already tells nothing of what a profile takes
             with self._schedule.running("profile"):
-                self._stats = self._averages.statistics(lr=self._lr)
+                self._stats = self._averages.statistics()
         return Profile(
             stats=self._stats,
             num_samples=self.num_samples,

@@ -32,7 +32,7 @@ class GradientStats:
     factor_residual: float  # ||v - rank1(v)|| / ||v||
     spread: float  # mean over quantisation groups of std(log sqrt v)
     update_rms: float  # RMS of AdamW's update on the block's slice
-    descent_share: float  # share of the step's predicted loss decrease, lr <g, u_ref>
+    descent_share: float  # share of the step's predicted loss decrease, <g, u_ref>
     fold_residual: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
