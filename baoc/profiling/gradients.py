@@ -60,8 +60,8 @@ class GradientProfiler:
     estimated from consecutive steps.
 
     Limits: buffers hold at most `max_bytes` (16 MiB; from 10M parameters up 0.2 B each) and are allocated at once.
-    Below 10M parameters, which steps are sampled follows from their numbers alone (every `sample_every`-th; after 64
-    steps every second of these, after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
+    Below 10M parameters, which steps are sampled follows from their numbers alone (all; after 64 steps every second,
+    after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
     of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time
     since the first step pays for it, after `settle` 1 % of the time since then; what it costs is found in a rehearsal
     when the profiler is built (`schedule`).
@@ -81,7 +81,6 @@ class GradientProfiler:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         max_bytes: int | None = None,
-        sample_every: int = 1,
         max_share: float = MAX_SHARE,
         by_parts: bool = False,
         ranks: Ranks = ALONE,
@@ -110,7 +109,7 @@ class GradientProfiler:
         self._grad, self._prev = self._slices.new(device), self._slices.new(device)
         self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
-        self._schedule = Schedule(num_params=num_params, sample_every=sample_every, max_share=max_share, ranks=ranks)
+        self._schedule = Schedule(num_params=num_params, max_share=max_share, ranks=ranks)
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
         self._part_turn = Turn.SKIP  # what the step in progress is for, where it comes by parts

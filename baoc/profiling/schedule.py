@@ -54,13 +54,12 @@ class Schedule:
         self,
         *,
         num_params: int,
-        sample_every: int = 1,
         max_share: float = MAX_SHARE,
         ranks: Ranks = ALONE,
     ):
         self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
-        self._sample_every, self._share = sample_every, max_share
+        self._share = max_share
         self._settled: dict[str, float] | None = None  # seconds elapsed and spent at the first allocation
         self._spent_s = 0.0
         self._newest = {"gather": 0.0, "sample": 0.0, "profile": 0.0}  # seconds
@@ -97,11 +96,10 @@ class Schedule:
         if self.large:
             if self._armed:
                 return Turn.SAMPLE
-            due = self._seen % self._sample_every == 0
-            return Turn.GATHER if due and self._affords_sample() else Turn.SKIP
+            return Turn.GATHER if self._affords_sample() else Turn.SKIP
         if self._processor_s > MAX_S:
             return Turn.SKIP
-        stride = self._sample_every * thinning(self._seen // self._sample_every, full_rate=OCTAVE)
+        stride = 2 ** (self._seen // OCTAVE).bit_length()  # 1 for an octave, 2 for as many steps, 4 for twice as many
         if self._seen % stride == 0:
             return Turn.SAMPLE
         return Turn.GATHER if (self._seen + 1) % stride == 0 else Turn.SKIP
@@ -158,8 +156,3 @@ class Schedule:
         self._spent_s, self._processor_s = saved.spent_s, saved.processor_s
         self._before, self._began = saved.elapsed_s, None
         self._settled = dict(saved.settled) or None
-
-
-def thinning(index: int, *, full_rate: int) -> int:
-    """The stride at `index`: 1 for the first `full_rate`, then 2 for as many, 4 for twice as many, and so on."""
-    return 2 ** (index // full_rate).bit_length()

@@ -139,13 +139,12 @@ def test_samples_thin_out_by_count_alone():
     assert sampled[128:] == list(range(256, 300, 8))
 
 
-def test_sample_every_pairs_each_sample_with_the_step_before():
+def test_each_of_thinned_samples_is_paired_with_the_step_before():
     direction = normal(64, 64, seed=0)
-    stream = Stream([make_block("w", (64, 64))], sample_every=5)
-    sampled = [stream.feed({"w.0": direction + normal(64, 64, seed=i + 1)}) for i in range(101)]
-    assert sum(sampled) == 21
+    stream = Stream([make_block("w", (64, 64))])
+    sampled = [stream.feed({"w.0": direction + normal(64, 64, seed=i + 1)}) for i in range(140)]
     stats = stream.profile().stats["w"]
-    assert stats.num_samples == 21
+    assert stats.num_samples == sum(sampled) < 140
     assert stats.noise == pytest.approx(1 / float(direction.square().mean()), rel=0.1)
 
 
