@@ -5,7 +5,7 @@ Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "para
 "tuned" and "unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them
 does:
 torch.distributed.checkpoint's get_optimizer_state_dict puts names of its own for the indices, and drops the rest. So
-the first group has that too, as text under "baoc". Schema 1 had names for the indices of the state.
+the first group has that too, as text under "baoc".
 
 The weights themselves are the model's to save. torch.optim.AdamW's checkpoint is read and written too. Filling an
 optimizer from what was read is `optim.loading`.
@@ -170,10 +170,10 @@ def _names_of(group: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
-    if checkpoint["baoc_schema"] not in (1, SCHEMA):
+    if checkpoint["baoc_schema"] != SCHEMA:
         raise CheckpointError(
-            f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads 1 and {SCHEMA}: load "
-            "it with the version of baoc that wrote it"
+            f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads {SCHEMA}: load it "
+            "with the version of baoc that wrote it"
         )
     absent = [key for key in ("num_steps", "param_groups", "state", "blocks") if key not in checkpoint]
     if absent:
@@ -181,10 +181,8 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
     if damaged or type(checkpoint["num_steps"]) is not int or not 0 <= checkpoint["num_steps"] <= MOST_STEPS:
         raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no count")
-    states = checkpoint["state"]
-    if checkpoint["baoc_schema"] != 1:
-        names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
-        states = {names[key]: state for key, state in states.items()}
+    names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
+    states = {names[key]: state for key, state in checkpoint["state"].items()}
     specs, matches, unseeded, tuned = {}, {}, set(), {}
     for block, entry in checkpoint["blocks"].items():
         try:

@@ -6,7 +6,7 @@ Whatever asks, the answer is the same: before the next optimizer step the alloca
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,11 @@ class BudgetControl(L.Callback):
         relaxation: RelaxationConfig | None = None,
         run_dir: Path | None = None,
         memory: MemoryMonitor | None = None,
-        tell: Callable[[str], None] = say,
         vote: StepVote | None = None,
     ):
         check_order(schedule)
         self.relaxation = relaxation or RelaxationConfig()
         self.schedule = BudgetSchedule(Budget(name="unlimited"), changes=schedule)  # the first plan has its base
-        self.tell = tell
         self._run_dir = run_dir
         self._memory = memory
         self._last_mark: tuple[int, int] | None = None  # the file's time and size when it was last read
@@ -106,11 +104,6 @@ class BudgetControl(L.Callback):
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
-        if saved.get("notches"):  # of an earlier version
-            self.tell(
-                f"the checkpoint's budget was lowered by {saved['notches']} signal(s), which no longer do that: it is "
-                f"{planner.budget.name} again; ask for another one by {(self._run_dir or Path('RUN')) / REQUEST_FILE}"
-            )
         self.schedule.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
@@ -151,7 +144,7 @@ class BudgetControl(L.Callback):
         given = {f"budget.schedule, step {change.step}": change.step for change in self.schedule.changes}
         for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
             if step is not None and 0 < trainer.max_steps <= step:
-                self.tell(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
+                say(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
 
     # -- between two steps ----------------------------------------------------------------------------------------
 
@@ -184,7 +177,7 @@ class BudgetControl(L.Callback):
             if wider:
                 recap_device(self._strategy.root_device, budget=planner.budget)
             self._write_record(refused=str(error))
-            self.tell(f"step {step}: the budget stays {planner.budget.name}: {error}")
+            say(f"step {step}: the budget stays {planner.budget.name}: {error}")
             return
         self._refused = None
         self._strategy.budget = budget
@@ -194,7 +187,7 @@ class BudgetControl(L.Callback):
         if self._memory is not None:
             self._memory.restart(budget, predicted_bytes=reallocator.plan.peak_bytes, step=step)
         self._begin_record(step=step, budget=budget, why=why, plan=reallocator.plan)
-        self.tell(f"step {step}: budget {budget.name} is in force ({why})")
+        say(f"step {step}: budget {budget.name} is in force ({why})")
 
     def _file_state(self) -> tuple[tuple[int, int] | None, int]:
         """The file's modification time and size, None without a file; and its mode."""
@@ -224,7 +217,7 @@ class BudgetControl(L.Callback):
             self.schedule.request(text)
         except BadInputError as error:
             self._write_record(refused=f"{path} is not followed: {error}")
-            self.tell(f"{path} is not followed: {error}")
+            say(f"{path} is not followed: {error}")
             return
         self._refused = None  # a request is tried even if it was refused before
         if self._record.get("refused"):
@@ -235,7 +228,7 @@ class BudgetControl(L.Callback):
         if lower is not None:
             self.schedule.ceiling, blocks = lower
             told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
-            self.tell(f"gradients have calmed down to shares of what they were: {told}")
+            say(f"gradients have calmed down to shares of what they were: {told}")
 
     def _begin_record(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
         """Begins a new `budget.json`: the budget in force, since when and why. Later requests may be refused in it."""

@@ -56,4 +56,4 @@ def test_modes_of_a_run():
 
 def test_versions_of_what_is_written():
     assert (train.RESULT_SCHEMA, METRICS_SCHEMA, CHECKPOINT_SCHEMA) == (1, 1, 1)
-    assert checkpoint.SCHEMA == 2  # and schema 1 is read: tests/optim/test_optim_collected.py
+    assert checkpoint.SCHEMA == 2

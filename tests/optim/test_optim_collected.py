@@ -136,17 +136,3 @@ def test_what_is_flattened_is_refused(spec: str) -> None:
     collected = get_optimizer_state_dict(module, optimizer, options=options)
     with pytest.raises(CheckpointError, match=r"flatten_optimizer_state_dict=True drops\. Save it without, or"):
         set_optimizer_state_dict(other, resumed, collected, options=options)
-
-
-def test_the_schema_before_is_read() -> None:
-    module, other = net(), net()
-    optimizer = BlockwiseOptimizer(module, "adamw_int8", lr=2e-3)
-    train(module, optimizer, seed=1)
-    saved = optimizer.state_dict()
-    del saved["param_groups"][0]["baoc"]
-    names = saved["param_groups"][0]["param_names"]
-    saved = {**saved, "baoc_schema": 1, "state": {names[index]: state for index, state in saved["state"].items()}}
-    resumed = BlockwiseOptimizer(other, "adamw_int8")
-    other.load_state_dict(module.state_dict())
-    resumed.load_state_dict(through_file(saved))
-    go_on_alike(module, optimizer, other, resumed)

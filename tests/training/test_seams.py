@@ -21,7 +21,7 @@ from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
-from baoc.types import Candidate, Cost, Option, PeakInterval, Plan, Risk, to_plain
+from baoc.types import Candidate, Cost, Option, PeakInterval, Plan, Risk
 from tests.support.decision import transformer
 from tests.support.planners import option, planner, uniform
 from tests.support.weight_footprints import FOOTPRINT
@@ -111,22 +111,6 @@ def planned(control: BudgetControl, of: Planner, plan: Plan) -> None:
     control.setup(cast(Any, SimpleNamespace(strategy=strategy)), L.LightningModule(), "fit")
     for listener in strategy.plan_listeners:
         listener(of, plan)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_from() -> None:
-    """It counted signals that lowered the budget, and what the largest batch had needed."""
-    of = planner("8mb")
-    plan = uniform(of, "sign")
-    told: list[str] = []
-    control = BudgetControl(tell=told.append)
-    base = to_plain(of.budget)
-    grown = {"micro_batch": 8, "forward_backward_bytes": 7_000_000, "resident_bytes": 1_900_000}
-    control.load_state_dict({"base": base, "in_force": base, "notches": 2, "ceiling": {}, "grown": grown})
-    planned(control, of, plan)
-    said = (
-        "the checkpoint's budget was lowered by 2 signal(s), which no longer do that: it is 8mb again; ask for another "
-    )
-    assert told == [said + "one by RUN/budget"]
 
 
 def test_copies_of_averages_count_at_the_moment_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
