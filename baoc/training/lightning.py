@@ -371,6 +371,12 @@ class BudgetedStrategy(Strategy):
             )
         return self.optimizers
 
+    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
+        """The settings, with the trainer's clipping where gradients are released before it could act."""
+        if self.settings.release is False:
+            return self.settings
+        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
+
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         """Raises BadInputError for a Trainer or a module that cannot be trained here."""
 
@@ -392,12 +398,6 @@ class BudgetedStrategy(Strategy):
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
             take_clipping_back(self.precision_plugin)
-
-    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
-        """The settings, with the trainer's clipping where gradients are released before it could act."""
-        if self.settings.release is False:
-            return self.settings
-        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
@@ -576,7 +576,15 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
         device: str = "auto",
-        **settings: Any,
+        settings: SessionSettings | None = None,
+        recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
+        pretrained: bool | None = None,
+        latency: LatencyTable | None = None,
+        plan_only: bool = False,
+        record_latency: bool = False,
+        verbose: bool = True,
+        **others: Any,
     ):
         refuse_ranks("strategy")
         check_arguments(
@@ -585,7 +593,19 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(budget, device=named.get(device, device), **settings)
+        super().__init__(
+            budget,
+            device=named.get(device, device),
+            settings=settings,
+            recipe=recipe,
+            checkpointing=checkpointing,
+            pretrained=pretrained,
+            latency=latency,
+            plan_only=plan_only,
+            record_latency=record_latency,
+            verbose=verbose,
+            **others,
+        )
         self._device_choice = device
 
     def setup_environment(self) -> None:
