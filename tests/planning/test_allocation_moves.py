@@ -9,7 +9,7 @@ from scipy import optimize
 from baoc.planning.allocators import lagrangian
 from baoc.planning.allocators.base import Floats, Problem, least_risk, make_problem, weighted
 from baoc.planning.allocators.feasible import find_feasible
-from baoc.planning.allocators.lagrangian import CLOSED_GAP, maximise
+from baoc.planning.allocators.lagrangian import maximise
 from baoc.planning.allocators.moves import SWAP_MOVES, SWAP_ROUNDS, fill, reduce_effort, repair, swap
 from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Limits
@@ -132,11 +132,12 @@ def test_repair_fill_and_swap_make_the_moves_that_they_describe():
 
 def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.MonkeyPatch):
     """Of large problems, as `SMALL` has it, the best start alone is improved, where its gap is open."""
-    told = [0, 0, 0]
+    told = [0, 0, 0, 0]
     for problem, small in product(problems(24), (True, False)):
         if minimise(problem, objective=problem.spent[0]) is None or problem.feasible(least_risk(problem)):
             continue
         monkeypatch.setattr(lagrangian, "SMALL", problem.risk.size - (not small))
+        monkeypatch.setattr(lagrangian, "CLOSED_GAP", 0.05)
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=100)
         entered = [repair(problem, choice, prices=dual.prices) for choice in dual.choices]
@@ -147,14 +148,16 @@ def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.Monke
         if not small:
             starts = [min(starts, key=problem.total_risk)]
         risk = min(map(problem.total_risk, starts))
-        closed = not small and risk - dual.bound <= CLOSED_GAP * risk
-        ends = starts if closed else [swap(problem, c, prices=dual.prices) for c in starts]
+        closed = not small and risk - dual.bound <= 0.05 * risk
+        swapped = [swap(problem, c, prices=dual.prices) for c in starts]
+        ends = starts if closed else swapped
+        told[3] += risk - dual.bound <= 0.05 * risk and min(map(problem.total_risk, swapped)) < risk - 1e-9
         wanted = reduce_effort(problem, fill(problem, min(ends, key=problem.total_risk), prices=dual.prices))
         found, bound = lagrangian.approximate(problem)
         assert problem.total_risk(found) == pytest.approx(problem.total_risk(wanted), abs=1e-12)
         assert bound == dual.bound and problem.feasible(found)
         told[closed + 2 * small] += 1
-    assert told[0] > 8 and told[1] > 1 and told[2] > 8, told
+    assert min(told) > 2, told
 
 
 @pytest.mark.parametrize("problem", problems(16))
