@@ -90,11 +90,13 @@ def test_a_limit_that_cannot_be_met_leaves_the_other_out_of_account(name: str):
 def test_what_weights_save_is_charged_less(name: str):
     """s1 keeps 2 bytes and saves 3: both blocks take -2 together, and no less."""
     options = {
-        block: [replace(c, cost=replace(c.cost, saved_bytes=3)) if c.spec == "s1" else c for c in row]
+        block: [replace(c, cost=replace(c.cost, saved_bytes=3, streamed_bytes=1)) if c.spec == "s1" else c for c in row]
         for block, row in TRADE.items()
     }
     for limit, chosen in ((-2, ["s1", "s1"]), (8, ["s1", "s1"]), (9, ["s1", "s0"]), (20, ["s0", "s0"])):
-        assert list(ALLOCATORS[name](options, limits=Limits(state_bytes=limit)).choices.values()) == chosen
+        allocation = ALLOCATORS[name](options, limits=Limits(state_bytes=limit))
+        assert list(allocation.choices.values()) == chosen
+        assert (allocation.saved_bytes, allocation.transfer_bytes) == (3 * chosen.count("s1"), 2 * chosen.count("s1"))
     with pytest.raises(NoFeasibleAllocation) as error:
         ALLOCATORS[name](options, limits=Limits(state_bytes=-3))
     assert (error.value.least_state_bytes, error.value.least_step_s) == (-2, 2.0)

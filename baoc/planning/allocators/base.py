@@ -1,7 +1,7 @@
 """Shared parts of allocators: the protocol, the candidates as padded arrays, and how choices become an answer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import fsum
 from typing import Protocol
 
@@ -212,8 +212,10 @@ def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | Non
 
 def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: float | None = None) -> Allocation:
     """The chosen indices as an Allocation; `bound` is a lower bound of the risk, from which the gap follows."""
-    made = allocated(problem.chosen(choice), allocator=allocator)
-    return made if bound is None else replace(made, gap=max(0.0, made.risk - bound) / max(abs(made.risk), TINY))
+    chosen = problem.chosen(choice)
+    risk = fsum(candidate.risk.total for candidate in chosen)
+    gap = None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY)
+    return allocated(chosen, allocator=allocator, gap=gap)
 
 
 def without_choice(

@@ -32,7 +32,7 @@ def search(problem: Problem) -> Ints | None:
     With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
     """
     for spent in problem.spent:
-        choice = problem.least(spent, problem.risk)
+        choice = problem.least(spent)
         if problem.feasible(choice):
             return choice
     if (problem.least_totals > problem.limits).any():
