@@ -145,11 +145,12 @@ class DiffusionTask(Task):
         to [-1, 1].
         """
         settings, training = self.hparams, self.training
+        kept = next((param.dtype for param in self.parameters()), torch.float32)  # averages may be of another type
         generator = torch.Generator().manual_seed(0)
         self.eval()
         made = [
             sample(
-                self.predict,
+                lambda noisy, *others: self.predict(noisy.to(kept), *others).float(),
                 part.to(self.device),
                 shape=shape,
                 schedule=self.schedule,

@@ -230,13 +230,13 @@ def test_fixed_noise_and_timesteps_belong_to_the_sample():
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def trained(pictures, **options):
+def trained(pictures, *, precision="32-true", **options):
     return fit(
         model=Small(),
         data=digits(batch_size=256),
         callbacks=[pictures],
         sample_steps=2,
-        trainer={"max_steps": 1, "logger": False},
+        trainer={"max_steps": 1, "logger": False, "limit_val_batches": 1, "precision": precision},
         **options,
     )
 
@@ -269,6 +269,12 @@ def test_finished_run_leaves_a_grid(tmp_path, capsys):
     trained(FinalPictures(tmp_path / "again"))
     once, again = (tmp_path / folder / "samples.png" for folder in ("", "again"))
     assert once.read_bytes() == again.read_bytes(), "they depend on nothing but the weights"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_samples_are_drawn_in_every_precision(tmp_path, precision):
+    trained(FinalPictures(tmp_path), precision=precision, num_samples=2)
+    assert (tmp_path / "samples.png").is_file()
 
 
 def test_more_samples_at_once_than_a_micro_batch_where_training_keeps_the_activations_of_many_layers():
