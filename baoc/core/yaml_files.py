@@ -15,6 +15,8 @@ class _Loader(_Parser):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         found: list[Any] = []
         for written, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if written.tag == "tag:yaml.org,2002:merge":
+                continue
             if (key := self.construct_object(written, deep=True)) in found:  # pyright: ignore
                 raise yaml.constructor.ConstructorError(
                     problem=f"{key} is written twice: leave one", problem_mark=written.start_mark
