@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ class Watch(L.Callback):
 
 def run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, watch: L.Callback | None = None, **changes: Any) -> RunResult:
     run_dir.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(assembly, "progress_bar", lambda **_: watch)
-    result = training.run(config(**changes), run_dir=run_dir, command="python run.py")
+    settings = config(**changes)
+    if watch is not None:  # in the place of the bar
+        monkeypatch.setattr(assembly, "RunProgress", lambda: watch)
+        settings = replace(settings, trainer=replace(settings.trainer, enable_progress_bar=True))
+    result = training.run(settings, run_dir=run_dir, command="python run.py")
     assert result is not None
     return result
 

@@ -72,11 +72,10 @@ def test_stopped_and_resumed_it_is_the_same_run(whole, tmp_path, monkeypatch):
                 raise Killed
 
     run_dir = tmp_path / "day" / "cut"
-    whole_bar = assembly.progress_bar
-    monkeypatch.setattr("baoc.training.trainer.progress_bar", lambda **_: Kill())
+    monkeypatch.setattr(assembly, "RunProgress", Kill)
     with pytest.raises(Killed):
         run(run_dir, trainer=replace(config().trainer, enable_progress_bar=True), checkpoint=EVERY_STEP)
-    monkeypatch.setattr("baoc.training.trainer.progress_bar", whole_bar)
+    monkeypatch.undo()
     resumed = run(run_dir, resume="auto", checkpoint=EVERY_STEP)
     assert logged(run_dir) == logged(whole[0])
     assert resumed.quality == whole[1].quality
