@@ -28,7 +28,7 @@ from baoc.callbacks.trainer_state import (
     values_to_log,
 )
 from baoc.callbacks.vote import StepVote, ranks_of
-from baoc.errors import CheckpointError, causes
+from baoc.errors import NO_ROOM, CheckpointError, causes
 from baoc.parallel import ALONE, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
@@ -66,7 +66,7 @@ class AsideCheckpointIO(TorchCheckpointIO):
                 hashing_file.append_checksum()
             except RuntimeError as error:
                 for cause in causes(error):
-                    if isinstance(cause, OSError):  # a full disk, of which torch.save makes an error about positions
+                    if isinstance(cause, OSError) and cause.errno in NO_ROOM:  # torch.save speaks of positions
                         raise cause from None
                 raise
 

@@ -13,20 +13,19 @@ else:
 
 class _Loader(_Parser):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        found: list[Any] = []
+        found: set[tuple[str, str]] = set()
         for written, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if written.tag == "tag:yaml.org,2002:merge":
-                continue
-            if (key := self.construct_object(written, deep=True)) in found:  # pyright: ignore
+            key = (written.tag, str(written.value))
+            if key in found and written.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key} is written twice: leave one", problem_mark=written.start_mark
+                    problem=f"{written.value} is written twice: leave one", problem_mark=written.start_mark
                 )
-            found.append(key)
+            found.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
 _Loader.add_implicit_resolver(  # pyright: ignore  # of YAML 1.2; PyYAML asks for a point and a sign
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 

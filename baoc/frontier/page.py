@@ -41,6 +41,7 @@ from baoc.types import FrontierPoint
 MAX_CURVE_POINTS = 200
 FEWEST_RUNS = 20  # whose best quarter says something of a setting
 LEVEL = 0.95  # of the intervals over seeds
+_LONG_NUMBER = re.compile(r"(?<![^\[,])-?\d*\.\d{4,}(e-?\d+)?(?![^,\]])")  # a whole value or element of a list
 
 
 def page_data(
@@ -255,7 +256,7 @@ def _short_name(label: str) -> str:
     words: dict[str, str] = {}
     for word in re.split(r" (?=[\w.]+=)", label):
         key, _, value = word.partition("=")
-        words[key] = re.sub(r"\d*\.\d{4,}(e-?\d+)?", lambda digits: f"{float(digits[0]):.4g}", value)
+        words[key] = _LONG_NUMBER.sub(lambda digits: f"{float(digits[0]):.4g}", value)
     allocator = words.get("allocator", "")
     uniform = allocator.startswith("uniform_")
     parts = [allocator.removeprefix("uniform_")] if allocator else []

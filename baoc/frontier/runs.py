@@ -1,5 +1,6 @@
 """Finds run folders, and labels runs by the settings in which they differ."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ _RESULT_FIELDS = (
     *("samples_per_s", "num_steps", "seed", "risk_total", "command"),
 )
 SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # folders inside a run with another config.yaml
+_UNQUOTED = re.compile(  # text that Hydra reads as such without quotes
+    r"(?!(?:true|false|null|[-+]?(?:nan|inf|[\d_.]+(?:e[-+]?[\d_]+)?))\Z)[A-Z0-9_./:+@-]+", re.IGNORECASE | re.ASCII
+)
 
 AT, SHOWN_SHA = "@", 8  # between a data set's name and the beginning of its hash
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
@@ -97,9 +101,23 @@ def varying_settings(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _override_text(value: Any) -> str:
+    """A value as Hydra's command line reads it back."""
     if isinstance(value, list):
         return f"[{','.join(map(_override_text, value))}]"  # a space would end it in a shell
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_override_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, str):
+        return quote(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def quote(value: str) -> str:
+    """Text as Hydra's command line reads it, with quotes if it needs them."""
+    if _UNQUOTED.fullmatch(value):
+        return value
+    # Hydra reads a backslash as an escape before a quote only
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:

@@ -26,7 +26,7 @@ from baoc.core.recipes import RECIPES, find_recipe, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
-from baoc.frontier.runs import INCIDENTAL
+from baoc.frontier.runs import INCIDENTAL, quote
 from baoc.models import family_of
 from baoc.parallel import refuse_ranks
 from baoc.racing import records
@@ -50,7 +50,7 @@ from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.storage import differences, setting_text
 from baoc.sweep.study import run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
-from baoc.sweep.trial_process import COMMAND, TrialProcess, preload, quote
+from baoc.sweep.trial_process import COMMAND, TrialProcess, preload
 from baoc.tracking import files
 from baoc.tracking.console import figures, make_console, make_table, say
 from baoc.tracking.files import read_json, write_json, write_text

@@ -1,7 +1,6 @@
 """One run of a trial in its own process: how it starts, resumes from its checkpoint, and what its outcome is."""
 
 import os
-import re
 import shlex
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 from baoc.cli.failures import BUG
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
-from baoc.frontier.runs import CONFIG, ERROR, RESULT
+from baoc.frontier.runs import CONFIG, ERROR, RESULT, quote
 from baoc.models import MODELS
 from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import count_oom_kills
@@ -27,7 +26,6 @@ COMMAND = "import sys; from baoc.cli.main import main; sys.exit(main(sys.argv[1:
 LOCK, LOG = "trial.lock", "trial.log"
 # Exit codes that say something about the settings; they are not failures.
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code
-_UNQUOTED = re.compile(r"[A-Za-z0-9_./:+@-]+")  # values that Hydra reads without quotes
 _BESIDE = ("hydra", "trainer.devices=")  # words that say how a trial runs, not what it is
 SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
 _TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
@@ -172,15 +170,6 @@ def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
         )
         sys.exit(BadInputError.exit_code)
     sys.exit(BREACHED if result.get("budget_met") is False else 0)
-
-
-def quote(value: str) -> str:
-    """A value as Hydra's command line reads it, with quotes if it needs them."""
-    if _UNQUOTED.fullmatch(value):
-        return value
-    # Hydra reads a backslash as an escape before a quote only
-    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{escaped}'"
 
 
 def _run_command(code: str, overrides: Sequence[str], folder: Path, *, resume: bool) -> int:

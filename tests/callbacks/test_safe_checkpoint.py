@@ -1,5 +1,6 @@
 """What lies in checkpoints/ and when, and that nothing there is ever half-written."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,20 @@ def test_a_full_disk_while_saving_keeps_the_last_good_one(tmp_path: Path, monkey
         fit(SafeCheckpoint(tmp_path, every_n_steps=2))
     assert names(tmp_path) == ["last.ckpt"]
     assert load_checked(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 2
+
+
+def test_an_error_of_torch_keeps_its_text_where_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: Any) -> None:
+        try:
+            raise OSError(errno.EIO, "of something else")
+        except OSError:
+            raise RuntimeError("cannot write this tensor")  # noqa: B904
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match="cannot write this tensor"):
+        AsideCheckpointIO().save_checkpoint({}, tmp_path / "last.ckpt")
 
 
 def test_an_interrupt_in_the_middle_of_a_step_writes_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from baoc.config import assets
 from baoc.config.compose import compose
@@ -15,6 +16,7 @@ from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.core.budgets import PRESETS, parse_budget
+from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.risk import RISKS, SEVERITY
@@ -301,6 +303,13 @@ def test_a_broken_experiment_is_named(content: str, message: str, tmp_path: Path
     monkeypatch.setattr(assets, "options", lambda group: {"broken": file} if group == "experiments" else {})
     with pytest.raises(BadInputError, match=message):
         run_of()
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 1e-3 was best", "a: 2e4_steps", "a: [1e-3, -2E4, .5]", "{true: a, 1: b}", "{<<: {a: 1}, a: 2}"]
+)
+def test_yaml_is_read_as_hydra_reads_it(text: str):
+    assert read_yaml(text) == OmegaConf.create(text)
 
 
 def test_whole_bytes_are_a_budget_on_the_command_line():

@@ -246,9 +246,11 @@ def test_keys_of_a_group_come_one_by_one_or_together(words: list[str]):
 
 def test_a_recipe_comes_from_a_file(tmp_path: Path):
     file = tmp_path / "mine.yaml"
-    file.write_text("base: muon8_lean\nhead: adamw\nlr: {<<: {embedding: 3}, embedding: 5e-1}\n")
+    file.write_text(
+        "base: muon8_lean\nhead: adamw\nlr: {<<: {embedding: 3}, embedding: 5e-1}\ndescription: 1e-3 was the best rate"
+    )
     found = find_recipe(str(file))
-    assert found.name == "mine"
+    assert (found.name, found.description) == ("mine", "1e-3 was the best rate")
     assert found.specs == {**RECIPES["muon8_lean"].specs, "head": "adamw"} and found.lr == {"embedding": 0.5}
     words = [f"recipe={file}", "recipe.lr.muon=3"]
     run = from_hydra(compose(words))

@@ -8,6 +8,7 @@ import yaml
 
 from baoc.errors import BadInputError
 from baoc.frontier.build import frontier_of
+from baoc.frontier.runs import find_runs, setting_labels
 from baoc.types import Quality
 from tests.support.sweep_jobs import config, error, job
 
@@ -187,3 +188,15 @@ def test_bad_folders_are_said(tmp_path: Path) -> None:
     (tmp_path / "0_x" / "result.json").write_text('{"half": ')
     with pytest.raises(BadInputError, match=r"result\.json is not JSON"):
         frontier_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["/a/b-1.2", "/a b/\u00fc", "it's", "a,b={c}", "x\\'y", "tail\\", "a\\b", "-1e3"])
+def test_a_label_is_read_back_by_hydra(text: str, tmp_path: Path) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = [text, [text, "true", "4gb", 2, True, None, {"a": [text, 0.5]}]]
+    for number, value in enumerate(given):
+        settings = {"dataset": {"name": "d", "path": value}}
+        job(tmp_path / str(number), loss=0.1, settings=settings)
+    labels = setting_labels(find_runs(tmp_path))
+    assert [OverridesParser.create().parse_override(label).value() for label in labels] == given

@@ -88,10 +88,10 @@ def test_short_names_leave_out_what_is_plain_and_stay_different():
         "budget=state_10 risk=statistics allocator=random",
         "budget=state_10 risk=prior allocator=random",
         "runs/7",
-        "optim.betas=[0.9,0.999] allocator=exact optim.lr=0.0008523657303064135 dataset.path=my data/set",
+        "optim.betas=[0.9,0.999] allocator=exact optim.lr=0.0008523657303064135 dataset.path=my data/v1.20240501/set",
     ]
     told = short_names(labels)
-    assert told[labels[5]] == "exact betas [0.9,0.999] lr 0.0008524 path my data/set"
+    assert told[labels[5]] == "exact betas [0.9,0.999] lr 0.0008524 path my data/v1.20240501/set"
     assert told[labels[0]] == "adamw" and told[labels[1]] == "exact state_10 prior lr 0.003"
     assert (told[labels[2]], told[labels[3]]) == (labels[2], labels[3]), "alike without their risk"
     assert told["runs/7"] == "runs/7"

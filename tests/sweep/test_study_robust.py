@@ -292,13 +292,6 @@ def test_a_trial_that_writes_does_not_hang(tmp_path: Path, monkeypatch: pytest.M
         assert trial.silent_s() == 5
 
 
-@pytest.mark.parametrize("value", ["/a/b-1.2", "/a b/\u00fc", "it's", "a,b={c}", "x\\'y", "tail\\", "a\\b"])
-def test_any_folder_can_be_given_to_hydra(value: str):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    assert OverridesParser.create().parse_override(f"k={trial_process.quote(value)}").value() == value
-
-
 def test_two_studies_in_one_folder_are_refused_and_the_first_is_untouched(tmp_path: Path):
     run_study(config(n_trials=2), folder=tmp_path, code=STUB)
     with pytest.raises(BadInputError, match=r"is the folder of study s, and study other was asked for: .*sweep.dir"):
