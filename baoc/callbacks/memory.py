@@ -301,12 +301,13 @@ class MemoryMonitor(L.Callback):
 
     # -- tracking -------------------------------------------------------------------------------------------------
 
-    def _enter(self, label: str, batch: Any = None) -> None:
+    def _enter(self, label: str, *held: Any) -> None:
         """Starts a tracked part with all that is alive by now: the module with its gradients, states, and the batch."""
         if self._tracker is None or self._trainer is None:
             return
-        self._tracker.prime(self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.held())
-        self._tracker.read(tensors_in(batch))
+        self._tracker.prime(
+            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.held(), held
+        )
         self._tracker.reset_peak()
         self._tracker.__enter__()
         self._label = label

@@ -5,8 +5,8 @@ interpreter. `torch.distributed._tools.MemTracker` does not reset its peak withi
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,41 +14,22 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
     _get_current_dispatch_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode,  # pyright: ignore[reportPrivateUsage]
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 
 from baoc.optim.shards import local
 from baoc.profiling.cuda_emulation import CachingAllocator
 
-PICKING = (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.take)
-
-
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose operators no tracker sees."""
-
-    @wraps(function)
-    def unseen(*args: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args)
-
-    return unseen
-
 
 class MemoryTracker(TorchDispatchMode):
-    """Live bytes and their peak over all storages that operators inside `with tracker:` make or compute with.
+    """Live bytes and their peak over all storages that operators inside `with tracker:` return or receive.
 
     A storage counts once, however many views it has, from the first operator that sees it until it is freed, also
     outside of the `with`. Resizes are followed. The tracker keeps only weak references, so tensors saved by autograd
-    count as long as the graph holds them. Workspace that a kernel allocates and frees inside one operator is not
-    counted.
-
-    Existing tensors count from `prime`. Others from before, such as a data set, count by the largest part that an
-    operator computes with; making a view of them and picking rows by index is no computing. What a DataLoader does to
-    make a batch is not seen.
+    count as long as the graph holds them. Existing tensors count from `prime`, or from their first use. Workspace that
+    a kernel allocates and frees inside one operator is not counted.
 
     The tracker may be entered many times; `peak_bytes` continues until `reset_peak`. Use it from one thread at a time.
 
@@ -57,17 +38,13 @@ class MemoryTracker(TorchDispatchMode):
         allocator: an emulated allocator; bytes are then rounded as it rounds, and `reserved_bytes` is what it reserves.
     """
 
-    _entered = 0  # trackers that are
-
     def __init__(self, *, device: str | torch.device | None = None, allocator: CachingAllocator | None = None):
         super().__init__()
         self._allocator = allocator
         self._device = torch.device(device).type if device is not None else None
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage's address -> (weak reference, bytes)
-        self._parts: set[int] = set()  # addresses of those that count in part
         self._left_out: dict[int, weakref.ref[Any]] = {}
         self._composite: dict[Any, bool] = {}
-        self._computes_from: dict[Any, int | None] = {}
         self._resize: Callable[..., Any] | None = None
         self._depth = 0
         self._current = 0
@@ -98,11 +75,6 @@ class MemoryTracker(TorchDispatchMode):
         self._peak = max(self._peak, self._current)
         return self
 
-    def read(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the parts of their storages that these existing tensors are: a batch may be rows of a data set."""
-        self._see_all(tensors, self._take)
-        self._peak = max(self._peak, self._current)
-
     def leave_out(self, *tensors: Tensor) -> "MemoryTracker":
         """Does not count these: the pages of a file that is mapped, which the system takes back when it likes."""
         for tensor in tensors:
@@ -115,9 +87,9 @@ class MemoryTracker(TorchDispatchMode):
         if isinstance(value, nn.Module):
             self.prime(*value.parameters(), *value.buffers())
         elif isinstance(value, Tensor):
-            self._see(value, self._hold)
+            self._see(value)
             if value.is_leaf and value.grad is not None:
-                self._see(value.grad, self._hold)
+                self._see(value.grad)
         elif isinstance(value, Mapping):
             self.prime(*value.values())
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
@@ -137,14 +109,14 @@ class MemoryTracker(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        first = self._first_computed(func)
-        if first is not None:
-            self._see_all(args[first:], self._take)
-            if kwargs:
-                self._see_all(kwargs.values(), self._take)
+        self._see_all(args)
+        if kwargs:
+            self._see_all(kwargs.values())
         out = func(*args, **kwargs)
-        if first is not None:
-            self._see_all(out if isinstance(out, list | tuple) else (out,), self._made)
+        if isinstance(out, Tensor):
+            self._see(out)
+        elif isinstance(out, list | tuple):
+            self._see_all(out)
         if self._current > self._peak:
             self._peak = self._current
         return out
@@ -167,75 +139,36 @@ class MemoryTracker(TorchDispatchMode):
             self._composite[func] = known
         return known
 
-    def _first_computed(self, func: Any) -> int | None:
-        """Index of the first argument that `func` computes with: 1 where it picks from the first one by index. None
-        where it makes a view, which allocates nothing."""
-        if func not in self._computes_from:
-            returns = func._schema.returns if isinstance(func, OpOverload) else ()
-            views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-            picks = isinstance(func, OpOverload) and func.overloadpacket in PICKING
-            self._computes_from[func] = None if views else int(picks)
-        return self._computes_from[func]
-
-    def _see_all(self, values: Iterable[Any], count: Callable[[Tensor], None]) -> None:
+    def _see_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._see(value, count)
+                self._see(value)
             elif isinstance(value, list | tuple):
-                self._see_all(value, count)
+                self._see_all(value)
 
-    def _see(self, tensor: Tensor, count: Callable[[Tensor], None]) -> None:
+    def _see(self, tensor: Tensor) -> None:
         tensor = local(tensor)
         if self._device is not None and tensor.device.type != self._device:
             return
         if tensor.layout is torch.strided:
-            count(tensor)
+            self._count(tensor.untyped_storage())
         elif tensor.layout is torch.sparse_coo:
-            self._see_all((tensor._indices(), tensor._values()), count)
+            self._see_all((tensor._indices(), tensor._values()))
 
-    def _hold(self, tensor: Tensor) -> None:
-        """Counts the whole storage."""
-        storage = tensor.untyped_storage()
-        self._parts.discard(storage._cdata)
-        self._count(storage, storage.nbytes())
-
-    def _made(self, tensor: Tensor) -> None:
-        """Counts what an operator returned, whose storage may be that of an argument."""
-        if tensor.untyped_storage()._cdata not in self._parts:
-            self._hold(tensor)
-
-    def _take(self, tensor: Tensor) -> None:
-        """Counts what an operator computes with: of a storage that was there before, the part that it reads."""
-        storage = tensor.untyped_storage()
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._left_out:
             return
-        known = self._live.get(key)
-        if known is not None and key not in self._parts:
-            self._count(storage, storage.nbytes())
-            return
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize if tensor.numel() else 0
-        self._parts.add(key)
-        self._count(storage, max(min(extent, storage.nbytes()), 0 if known is None else known[1]))
-
-    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        key = storage._cdata
-        if key in self._left_out:
-            return
+        nbytes = storage.nbytes()
         known = self._live.get(key)
         if known is not None:
             if known[1] != nbytes:
                 self._live[key] = (known[0], nbytes)
                 self._grow(key, before=known[1], after=nbytes)
             return
-        freed = weakref.ref(storage, lambda _: self._freed(key))
+        freed = weakref.ref(storage, lambda _: self._grow(key, before=self._live.pop(key)[1], after=0))
         self._live[key] = (freed, nbytes)
         self._grow(key, before=0, after=nbytes)
-
-    def _freed(self, key: int) -> None:
-        self._parts.discard(key)
-        self._grow(key, before=self._live.pop(key)[1], after=0)
 
     def _grow(self, key: int, *, before: int, after: int) -> None:
         if self._allocator is None:
@@ -251,9 +184,6 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 0:
             self._resize = torch.UntypedStorage.resize_
             torch.UntypedStorage.resize_ = self._resizing(self._resize)  # pyright: ignore[reportAttributeAccessIssue]
-            MemoryTracker._entered += 1
-            if MemoryTracker._entered == 1:  # reading data is no part of a step
-                _BaseDataLoaderIter.__next__ = _unseen(_BaseDataLoaderIter.__next__)
         self._depth += 1
         super().__enter__()
         return self
@@ -263,29 +193,40 @@ class MemoryTracker(TorchDispatchMode):
         self._depth -= 1
         if self._depth == 0:
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
-            MemoryTracker._entered -= 1
-            if MemoryTracker._entered == 0:
-                _BaseDataLoaderIter.__next__ = _BaseDataLoaderIter.__next__.__wrapped__
 
     def leave(self) -> None:
         """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
-        above: list[Any] = []
-        while (mode := _get_current_dispatch_mode()) is not None and mode is not self:
-            above.append(_pop_mode())
-        if mode is self:
-            self.__exit__(None, None, None)
-        for other in reversed(above):
-            _push_mode(other)
+        with _popped(down_to=self) as mode:
+            if mode is self:
+                self.__exit__(None, None, None)
 
     def _resizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = original(storage, size)
             if storage._cdata in self._live:
-                self._count(storage, storage.nbytes())
+                self._count(storage)
                 self._peak = max(self._peak, self._current)
             return out
 
         return resize_
+
+
+@contextmanager
+def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispatchMode | None]:
+    """Inside, there are no dispatch modes above `down_to`, which is given where it is active."""
+    above: list[Any] = []
+    while (mode := _get_current_dispatch_mode()) is not None and mode is not down_to:
+        above.append(_pop_mode())
+    try:
+        yield mode
+    finally:
+        for other in reversed(above):
+            _push_mode(other)
+
+
+def untracked() -> AbstractContextManager[object]:
+    """Inside, no tracker sees operators: for reading data, which is no part of what a step holds on its device."""
+    return _popped()
 
 
 class PeakMeter:

@@ -98,14 +98,6 @@ def test_the_peak_of_a_linear_model_is_its_tensors() -> None:
     assert held < monitor.peak_bytes <= held + 4 * (3 * largest), "the step's temporaries are of the largest tensor"
 
 
-def test_a_batch_of_rows_of_a_data_set_counts_by_its_rows() -> None:
-    few, many = MemoryMonitor(every_step=True), MemoryMonitor(every_step=True)
-    for monitor, batches in ((few, 8), (many, 8192)):
-        trainer = tiny_trainer(callbacks=[monitor], limit_val_batches=2, val_check_interval=2)
-        trainer.fit(TinyModule(), TinyLoader(num_batches=batches), TinyBatches(num_batches=batches))
-    assert few.peaks == many.peaks
-
-
 def test_all_micro_batches_of_the_first_steps_are_tracked_and_no_more() -> None:
     seen: list[tuple[int, bool]] = []
 
