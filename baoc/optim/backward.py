@@ -11,7 +11,8 @@ A step with either is:
    backward's autocast. Options are read once, at the first gradient. On a GPU, from the second step on, blocks are
    stepped in groups that hold at most `grouped_bytes` more (`planning.cost.together`), because the host, which has to
    stay ahead of the device, takes as long for a group as for a block.
-4. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
+4. `increment_version` tells autograd that weights changed, because kernels write where it does not see it.
+5. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
    keeps the norm. Overlap checks that gradients it used are unchanged; `step` then steps the other pieces.
 
 Release excludes what needs all gradients before the first update: accumulation, skipping a step, GradScaler, averaging
@@ -271,9 +272,7 @@ class DropGradients(BackwardStepper):
         self.sizes: dict[Tensor, int] = {}  # gradient bytes to group by, of parameters that stand for larger ones
         self.norm: Tensor | None = None  # of all gradients in the last step that had some
         self._told_hooks = False
-        self._awaited: dict[int, _Awaited] = {}  # `id` of a parameter -> its block
-        self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
-        self._device = torch.device("cpu")
+        self._know_nothing()
         super().__init__(owner)
         if settings.clip_norm is not None:
             log.warning(
@@ -281,6 +280,11 @@ class DropGradients(BackwardStepper):
                 "the first step block by block",
                 settings.clip_norm,
             )
+
+    def _know_nothing(self) -> None:
+        self._awaited: dict[int, _Awaited] = {}  # `id` of a parameter -> its block
+        self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
+        self._device = torch.device("cpu")
 
     def _adopt(self, owner: SteppedOptimizer) -> None:
         refuse_ranks("release")
@@ -305,11 +309,11 @@ class DropGradients(BackwardStepper):
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
         kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
-        fresh = {"observer": None, "before_block": None, "any_released": False, "sizes": {}}
-        return {**kept, **fresh, "_awaited": {}, "_groups": None, "_device": self._device}
+        return {**kept, "observer": None, "before_block": None, "any_released": False, "sizes": {}}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
+        self._know_nothing()
         self._reset()
         self._adopt(owner)
 
@@ -463,6 +467,8 @@ class DropGradients(BackwardStepper):
             inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
             with _without_autocast(self._device.type):
                 unit.backends[0](inputs)
+            # Kernels write unseen by autograd: a later backward that needs the old weights has to fail.
+            torch.autograd.graph.increment_version([param for param in params if param.grad is not None])
             for param in params:
                 param.grad = None
 
@@ -748,6 +754,7 @@ class KeepGradients(BackwardStepper):
         inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
         with _without_autocast(slots[0].param.device.type):
             backend.step(index, inputs)
+        torch.autograd.graph.increment_version([slot.param for slot in slots])  # as in `DropGradients.step_with`
         backend.done.add(index)
         # `check` compares these: gradients that were used may not change.
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore

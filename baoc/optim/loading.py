@@ -248,8 +248,11 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
             continue
         low, high = (float(end) for end in value.aminmax())  # either is NaN if any element is
         never_below = key in squares or key.endswith(".scale") or key == "step"
-        counts = key != "step" or low in range(FP32_STEPS + 1)
-        if not isfinite(high - low) or (never_below and low < 0) or not counts:
+        if (
+            not isfinite(high - low)
+            or (never_below and low < 0)
+            or (key == "step" and (low != int(low) or low > FP32_STEPS))
+        ):
             raise CheckpointError(
                 f"state {key} of {slot.name} reaches from {low:g} to {high:g} in the checkpoint, which no step of "
                 f"{slot.rule.info.name} leaves: it is damaged, use another one"

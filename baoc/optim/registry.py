@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ from baoc.units import format_bytes
 log = logging.getLogger(__name__)
 _LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
 _DATA_PTR = torch._C.TensorBase.data_ptr  # of the class: a third faster than looked up in each tensor
-_LOOKED_AT = 4  # parts whose address is compared in each step, by turns
 FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all
 
 
@@ -84,6 +83,8 @@ class BlockRegistry:
         rows: Group and tuning of each set of options that follows those of the groups in a step.
     """
 
+    graphs = True  # whether backends may capture what they launch
+
     def __init__(
         self,
         shown: dict[Tensor, State],
@@ -103,9 +104,6 @@ class BlockRegistry:
         self.names: dict[Tensor, str] = {}
         self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
         self.shards: Shards | None = None
-        self._parts: list[Tensor] = []  # of sharded parameters on this rank, as last lent from
-        self._lent: list[Tensor] = []  # twins
-        self._look = 0  # the part that is looked at next
         self.idle: list[Slot] = []
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []
@@ -116,7 +114,6 @@ class BlockRegistry:
         self._alone: dict[tuple[str, ...], StepUnit] = {}
         self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
         self._choices: dict[str, Choice] = {}
-        self.graphs = True  # whether backends may capture what they launch
         self._unread: dict[str, int] = {}  # non-finite elements that dropped backends had found
         self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
         self.placed = self.unstepped = False  # `unstepped`: weights may have changed since the last step
@@ -186,27 +183,21 @@ class BlockRegistry:
     def lend_gradients(self) -> None:
         """Gives twins their parameters' gradients, and the data of parameters that were moved.
 
-        The device waits meanwhile, and in training none of these tensors is in the processor's caches: .1 ms for 200
-        addresses. So they are compared where a part is another object than before, and a few by turns else, as
-        backends do of plain parameters.
+        All of one kind at once: in every step it is done for each tensor, and the device waits for the host meanwhile.
         """
+        twins = [twin for twin, _ in self.twins.values()]
         parts = list(map(_LOCAL, self.twins))
-        same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
-        if not same:
-            self._parts, self._lent = parts, [twin for twin, _ in self.twins.values()]
-        looked = slice(self._look, self._look + _LOOKED_AT) if same else slice(None)
-        self._look = looked.stop if same and looked.stop < len(parts) else 0
-        if list(map(_DATA_PTR, parts[looked])) != list(map(_DATA_PTR, self._lent[looked])):
-            for twin, part in zip(self._lent, parts, strict=True):
+        if list(map(_DATA_PTR, parts)) != list(map(_DATA_PTR, twins)):
+            for twin, part in zip(twins, parts, strict=True):
                 twin.grad = None
                 twin.data = part.detach()
             self.drop_backends()
-        for twin, grad in zip(self._lent, map(_GRAD, self.twins), strict=True):
+        for twin, grad in zip(twins, map(_GRAD, self.twins), strict=True):
             twin.grad = getattr(grad, "_local_tensor", grad)
 
     def return_gradients(self) -> None:
         """Drops the twins' gradients, so that whoever drops a parameter's gradient frees it."""
-        for twin in self._lent:
+        for twin, _ in self.twins.values():
             twin.grad = None
 
     def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:

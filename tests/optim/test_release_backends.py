@@ -1,5 +1,7 @@
 """Blocks stepped one by one in backward, natively and fused, against the same backend stepping all of them at once."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.optim.backends.native import native_refusal
 from tests.support.fused_pair import SHAPES
 from tests.support.interpreting import interpreted
-from tests.support.optimizing import info, one_block, shapes_for
+from tests.support.optimizing import Gradients, build, info, make_params, one_block, shapes_for
 from tests.support.releasing import Pair, backward
 
 STEPPED = [name for name, spec in NATIVE.items() if not native_refusal(spec)][::2]
@@ -60,12 +62,17 @@ def test_what_kernels_leave_out_is_left_out_and_counted_by_block() -> None:
 
 
 @interpreted
-def test_a_backward_that_still_needs_the_old_weights_is_told() -> None:
+@pytest.mark.parametrize("spec", ["adamw", "adamw@streamed"])
+@pytest.mark.parametrize("needed", ["a", "scale"])
+def test_a_backward_that_still_needs_the_old_weights_is_told(needed: str, spec: str) -> None:
     """Kernels write past autograd, which would else compute gradients with the new weights and say nothing."""
-    pair = Pair("adamw", {"a": (4, 4)}, backend="fused")
-    weight = pair.twins["a"]
+    shapes = {"a": (4, 4), "scale": (4,)}
+    params = make_params(shapes)
+    blocks = [one_block("both", [info(name, shape) for name, shape in shapes.items()])]
+    optimizer = build(params, spec, blocks=blocks, backend="fused", release="@" not in spec)
     x = torch.ones(4, 4, requires_grad=True)
-    early = (x @ weight.detach()).exp().sum()
-    backward(pair.twins, pair.gradients.next())
+    early = (x * params[needed].detach()).sum()
+    with optimizer.last_backward() if "@" in spec else nullcontext():
+        backward(params, Gradients(params).next())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         early.backward()

@@ -372,6 +372,18 @@ def test_no_rank_waits_for_others_while_a_profiler_is_built_and_measured(
         assert summed == [1]
 
 
+def test_a_part_that_moved_is_stepped_where_it_is_from_the_next_step_on(tmp_path: Path) -> None:
+    with group(0, 1, store=tmp_path / "store"):
+        module = sharded()
+        optimizer = BlockwiseOptimizer(module, "adamw", lr=1e-2)
+        stepped(optimizer, module, steps=2)
+        part = next(module.parameters())._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        part.data = part.data.clone()
+        before = part.clone()
+        stepped(optimizer, module, first=2, steps=1)
+        assert not torch.equal(part, before)
+
+
 FUSED = ("lion", "foam_l1", "muon_int8")  # matched, by element, by row and by matrix
 
 
