@@ -238,7 +238,7 @@ def _param(key: str, spec: Any) -> Param:
     if not all(key.split(".")):
         raise BadInputError(f"{path} names no setting: give one of a run, such as optim.lr")
     if "choices" in spec and {"low", "high"} & set(spec):
-        raise BadInputError(f"{path} has choices and a range: leave one of the two out")
+        raise BadInputError(f"{path} cannot have choices and a range: leave one of the two out")
     spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
     if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
         spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}

@@ -179,4 +179,8 @@ def test_a_status_that_is_shown_again_and_again_ends_at_ctrl_c(monkeypatch: pyte
         return status.Status(total=3, running=3, remaining_s=None, best=(), **zero)
 
     monkeypatch.setattr(status, "show", show)
-    assert status.main(["x", "--every", "0.01"]) == code_of("Ctrl-C")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert status.main(["x", "--every", "0.01"]) == code_of("Ctrl-C")
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -108,7 +108,7 @@ def test_a_list_is_held_against_the_first_of_its_group():
     ]
     bad = {"group": "g", "label": "other", "seed": 2, "status": "diverged", "value": "", "state_fraction": ""}
     first, second = listed_runs.table([*rows, bad])
-    assert "n 2" in first and second.split()[-3:] == ["+0.0000", "(t", "+0.0)"]
+    assert "n 2" in first and second.split()[-5:] == ["+0", "+-", "6.4", "(n", "2)"]
 
 
 def test_a_list_runs_seed_by_seed_and_some_lines_last(tmp_path: Path):

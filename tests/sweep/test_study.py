@@ -178,7 +178,10 @@ def test_a_study_has_one_folder_which_may_move(tmp_path: Path):
         ({"space": {"x": {"low": 1, "high": 0}}}, "low must be below high"),
         ({"space": {"x": {"low": 0.0, "high": 1.0}}, "sampler": "grid"}, "grid sampler needs choices"),
         ({"space": {"x": 3}}, "give choices, or low and high"),
-        ({"space": {"x": {"choices": [1, 2], "low": 0}}}, "space.x has choices and a range: leave one of the two out$"),
+        (
+            {"space": {"x": {"choices": [1, 2], "low": 0}}},
+            "space.x cannot have choices and a range: leave one of the two out$",
+        ),
         ({"space": {"x": {"choices": [1, 2, 1]}}}, "space.x has the choice 1 twice: leave one out$"),
         ({"space": {"": {"low": 0, "high": 1}}}, r"space. names no setting: give one of a run, such as optim\.lr$"),
         ({"space": {"optim.": {"choices": [1]}}}, r"space.optim\. names no setting"),

@@ -145,7 +145,8 @@ def _measuring(
             slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
     if not (matched and inputs.matching):
         return direction, norm, count
-    direction = Direction(numerator=direction.update(), divisor=direction.divisor)
+    if direction.denominator is not None:
+        direction = Direction(numerator=direction.numerator / direction.denominator, divisor=direction.divisor)
     if slot.param.numel():
         norm, count = update_norm(direction.numerator, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
     if slot.shard is None:
@@ -219,8 +220,16 @@ def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool
     states = decoded(slot, state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
-    ctx = slot.context(step=step, betas=options.betas, eps=options.eps)
-    ctx.finite = finite
+    ctx = RuleContext(
+        step=step,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        finite=finite,
+        matrix=slot.matrix,
+        transposed=slot.info.transposed,
+        shard=slot.shard if slot.gathers or slot.sums else None,
+    )
     old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
     return _Work(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
 
