@@ -83,7 +83,7 @@ class BlockRegistry:
         rows: Group and tuning of each set of options that follows those of the groups in a step.
     """
 
-    graphs = True  # whether backends may capture what they launch
+    graphs = True  # whether the backends of whole steps may capture what they launch
 
     def __init__(
         self,
@@ -344,7 +344,6 @@ class BlockRegistry:
             self._keep_counts()
         lives = [self.live[name] for name in names]
         backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines)
-        backend.graphs &= self.graphs
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         guarded = {slot.param: slot.name for slot in slots}
         self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)

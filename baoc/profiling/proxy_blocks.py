@@ -58,7 +58,7 @@ class ProxyBlocks:
             backend=names.pop() if len(names) == 1 else "auto",
             release=release is not None,
         )
-        self.optimizer.registry.graphs = False  # room may be short, and a capture that finds none ends the process
+        self.optimizer.registry.graphs = False  # room may be short, see `build_alone`
         self._releaser = self.optimizer.releaser
         if self._releaser is not None and release is not None:
             self._releaser.settings = release  # not told again: the run's own optimizer says what it means

@@ -1,13 +1,13 @@
 """What gradient release costs and saves: whole training steps with it and without, by turns in one process.
 
 `python experiments/benchmarks/release_step.py FOLDER` on a machine with an NVIDIA GPU, two minutes. A decoder of Llama
-130M's widths in bf16 autocast, each parameter a block (with Muon embedding and head are AdamW's). Kept, released,
-`plain`, which launches released steps without CUDA graphs, and `norm`, which clips by the previous step's norm where
-gradients are released, are built side by side and run `--steps` steps one behind the other, as training does, in each
-of five repetitions. A row of release_step.csv in FOLDER is one repetition: milliseconds of a step between CUDA events,
-and those that all threads of the host took. Its peak is what torch allocated in a step beyond what lay there between
-steps, `beyond_mib` what the driver took meanwhile beyond torch, CUDA graphs among it. Rows of release_parts.csv say
-what the host does of a released step, in microseconds by part.
+130M's widths in bf16 autocast, each parameter a block (with Muon embedding and head are AdamW's). Kept, released and
+`norm`, which clips by the previous step's norm where gradients are released, are built side by side and run `--steps`
+steps one behind the other, as training does, in each of five repetitions. A row of release_step.csv in FOLDER is one
+repetition: milliseconds of a step between CUDA events, and those that all threads of the host took. Its peak is what
+torch allocated in a step beyond what lay there between steps, `beyond_mib` what the driver took meanwhile beyond torch,
+CUDA graphs of kept steps among it. Rows of release_parts.csv say what the host does of a released step, in microseconds
+by part.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from baoc.optim.nonfinite import NonFiniteFilter  # noqa: E402
 
 VOCABULARY, REPETITIONS, WARM = 32000, 5, 8
 SPECS = ("adamw", "adamw_int8", "adamw_int8+split8", "muon")
-RELEASES = {"kept": False, "released": True, "plain": True, "norm": GradientRelease(clip_norm=1.0)}
+RELEASES = {"kept": False, "released": True, "norm": GradientRelease(clip_norm=1.0)}
 PARTS = (
     (DropGradients, "ready"), (DropGradients, "step_with"), (FusedBackend, "__call__"), (Engine, "stage"),
     (Engine, "run"), (NonFiniteFilter, "check"),
@@ -77,7 +77,6 @@ class Case:
             inner = {name for name, param in self.net.layers.named_parameters(prefix="layers") if param.ndim == 2}
             specs = {name: spec if name in inner else "adamw" for name, _ in self.net.named_parameters()}
         self.optimizer = BlockwiseOptimizer(self.net, specs, lr=1e-4, weight_decay=0.1, release=RELEASES[how])
-        self.optimizer.registry.graphs = how != "plain"
         before = self._beyond()
         for _ in range(WARM):
             self.step()

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from baoc.core.catalogue import SPECS
 from baoc.kernels.triton import engine as graphs
 from baoc.kernels.triton.engine import Graphs
+from baoc.optim import GradientRelease
+from baoc.profiling.proxy_blocks import ProxyBlocks
+from tests.support.interpreting import interpreted
+from tests.support.optimizing import Gradients, build, make_params
+from tests.support.releasing import backward
 
 
 class Graph:
@@ -119,3 +125,29 @@ def test_nothing_is_collected_during_a_capture_and_the_collector_is_as_before_af
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def step_twice(how: str) -> None:
+    if how.startswith("proxy"):
+        blocks = [[torch.nn.Parameter(torch.ones(4, 8))] for _ in range(2)]
+        ProxyBlocks(blocks, specs=[SPECS["adamw"]] * 2, release=GradientRelease() if "released" in how else None)
+        return
+    params = make_params({"a": (4, 8), "b": (8, 4)})
+    spec = "adamw@streamed" if how == "hosted" else "adamw"
+    optimizer = build(params, spec, backend="fused", release=how == "released")
+    for _ in range(2):
+        backward(params, Gradients(params).next())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@interpreted
+@pytest.mark.parametrize("how", ["kept", "released", "hosted", "proxy", "proxy released"])
+def test_whole_steps_alone_are_captured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward and beside a network that is being measured, memory may be short."""
+    asked: list[bool] = []
+    init = Graphs.__init__
+    monkeypatch.setattr(Graphs, "__init__", lambda self, *a, on: asked.append(on) or init(self, *a, on=on))
+    monkeypatch.setattr("baoc.profiling.proxy_blocks.stand_in", lambda *_, **__: "fused")
+    step_twice(how)
+    assert asked and set(asked) == {how == "kept"}

@@ -117,7 +117,8 @@ def build_alone(
     blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipelines: Pipelines
 ) -> Backend:
     """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed
-    block comes by itself."""
+    block comes by itself. Kernels are launched without CUDA graphs: backward is where memory is short, and torch cannot
+    empty its cache while it captures, nor after a capture that failed."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
     block = blocks[0]
@@ -125,7 +126,9 @@ def build_alone(
     if pipeline is not None:
         piece = pipeline.single(block.block.name)
         return HostedBackend([piece], pipeline=pipeline, build=BACKENDS[backend], state=state, releases=True)
-    return BACKENDS[backend](to_buckets(blocks), state=state)
+    alone = BACKENDS[backend](to_buckets(blocks), state=state)
+    alone.graphs = False
+    return alone
 
 
 def _check_as_built(slot: Slot) -> None:
