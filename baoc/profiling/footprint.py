@@ -4,7 +4,8 @@ How a peak is predicted:
 1. `probe_footprint` restores everything that it touches (`restored`): RNG states, training modes, buffers, parameters
    that forward writes into, Python state of the modules. Gradients are None before and after.
 2. It runs a micro-batch twice. The first run creates the gradients of a step before; the second one runs beside them,
-   as every later step does. If gradients are set to None between forward and backward, the probe does the same.
+   as every later step does. If gradients are set to None between forward and backward, the probe does the same. A
+   callable that runs backward itself and leaves gradients there, or releases all, runs twice more on CUDA without them.
 3. Bytes are measured by `tracker.PeakMeter`: on CUDA by torch's allocator; on the CPU and on meta by `MemoryTracker`,
    which counts the storages that are alive after each operator. Planning for an absent card runs fake tensors through
    an emulated CUDA allocator (`cuda_emulation`), which adds the pages that the real one would reserve.
@@ -287,8 +288,8 @@ def _training_peak(
     if not warm:
         line.reserve(meter.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
-        # Gradients were neither freed nor replaced: the caller's loop drops them before forward. On a card a step is
-        # laid where the one before it left room, which may take more than the first one did.
+        # Gradients were neither freed nor replaced, or all released: the caller's loop has none in forward. On a card a
+        # step is laid where the one before it left room, which may take more than the first one did.
         if meter.device.type == "cuda":
             _drop_gradients(params)
             meter.forget()
