@@ -167,7 +167,7 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
             f"the study sets {DEVICES}: leave it out; {PATH}.gpus_per_trial=N gives each trial N GPUs, or N processes "
             "without GPUs"
         )
-    drawn = {param.key for param in space}
+    drawn = {param.key for param in space if not param.when}  # one with `when` leaves a trial without it to `fixed`
     if overruled := next((word for word in config.fixed if key_of(word) in drawn), None):
         raise BadInputError(
             f"{PATH}.fixed has {overruled}, which {PATH}.space.{key_of(overruled)} overrules: leave one of the two out"

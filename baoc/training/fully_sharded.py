@@ -23,9 +23,9 @@ from baoc.models.pretrained import remember_origin
 from baoc.models.switches import recomputable_layers
 from baoc.optim.shards import cut_again, is_sharded, whole_on_first
 from baoc.parallel import ranks, refusal
-from baoc.training.lightning import RanksStrategy
+from baoc.training.lightning import BudgetedStrategy, RanksStrategy
 from baoc.training.session import Resharding
-from baoc.training.user_optimizer import averaging_callbacks
+from baoc.training.user_optimizer import averaging_callbacks, check_arguments
 from baoc.types import Budget
 
 
@@ -120,6 +120,7 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
         reshard_after_forward: bool | Literal["auto"] = "auto",
         **settings: Any,
     ):
+        check_arguments(settings, BaocFSDPStrategy, BudgetedStrategy, ModelParallelStrategy)
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
         self.reshard_after_forward = reshard_after_forward
         self._layers: list[FSDPModule] = []  # whose gathering is decided here

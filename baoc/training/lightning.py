@@ -242,10 +242,11 @@ class BudgetedStrategy(Strategy):
             )
             for number, one in enumerate(self.reallocators, start=1)
         ]
+        unseen = set(self.reallocators)
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
             narrator.layers_told = self.layers_told
             if self._unmeasured is not None:
-                one.optimizer.register_step_post_hook(lambda *_, one=one: self._learn(one))
+                one.optimizer.register_step_post_hook(lambda *_, one=one: self._learn(one, unseen=unseen))
             else:
                 narrator.begin()
         for listener in self.plan_listeners:
@@ -438,11 +439,14 @@ class BudgetedStrategy(Strategy):
         self._first_step.__enter__()
 
     @in_own_words
-    def _learn(self, stepped: Reallocator) -> None:
+    def _learn(self, stepped: Reallocator, *, unseen: set[Reallocator]) -> None:
         """After the first real step of each optimizer here, which told what forward and backward need."""
-        if self._unmeasured is not None and self._unmeasured.is_over(stepped, waits=True):
+        if not stepped.has_gradients:
+            return
+        unseen.discard(stepped)
+        if self._unmeasured is not None and not unseen:
             first, self._unmeasured = self._unmeasured, None
-            first.learn()
+            first.learn(*self.reallocators)
             for narrator in self.narrators:
                 narrator.first_step_bytes = first.peak_bytes
 
@@ -667,6 +671,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **settings: Any,
     ):
+        check_arguments(settings, BaocDDPStrategy, BudgetedStrategy, DDPStrategy, DistributedDataParallel)
         super().__init__(budget, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
         self._first_since_wrapped = False
 

@@ -34,6 +34,7 @@ class Narrator:
         ranks = ranks_here()
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
+        self.alone = True  # False: another optimizer's memory is in no window of this one's on a CPU
         self.by_rank: tuple[int, ...] = ()  # peaks as of the newest comparison; empty for a process alone
         self.layers_told = ""  # see Session
         self.num_moves = 0  # that were accepted
@@ -70,7 +71,7 @@ class Narrator:
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the limit on memory or state holds; None without such a limit, and where no peak was measured."""
+        """Whether the limit on memory or state holds; None without such a limit, and where no peak was seen."""
         limit, held = self._limit_and_held()
         return None if limit is None or held is None else held <= limit
 
@@ -78,7 +79,9 @@ class Narrator:
         """In the budget's own measure. The plan's bytes of state are those that the optimizer allocated."""
         plan, late = self.plan, self.reallocator
         if plan.budget.memory_bytes is not None:
-            return plan.budget.memory_bytes, self.peak_bytes
+            limit, held = plan.budget.memory_bytes, self.peak_bytes
+            seen = self.alone or self.device.type == "cuda" or (held or 0) > limit
+            return limit, held if seen else None
         limit = plan.limits.state_bytes
         if limit is not None and late.late:  # of which each has the same share
             limit += int((plan.budget.state_fraction or 0) * late.late_bytes_adamw)
@@ -129,7 +132,10 @@ class Narrator:
         if limit is None:
             lines.append(f"budget {plan.budget.name}: no limit on memory or state")
         elif held is None:
-            lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, to be judged once a peak is measured")
+            why = "to be judged once a peak is measured"
+            if not self.alone:
+                why = "not judged, because no peak of this and the other optimizer together is measured"
+            lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, {why}")
         else:
             told = budget_verdict(limit, held_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
             lines.append(f"budget {plan.budget.name}: {told}")

@@ -5,6 +5,7 @@ The loop stays as it is; the optimizer plans when it is built, watches gradients
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -194,7 +195,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         if first_step is not None:
             first_step.begin(self.reallocator, owner=self)
             self.register_step_post_hook(_learn_footprint)
-        _share_budget(self)
+        _warn_of_others(self, budget=limit)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
         self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
@@ -238,7 +239,8 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known
+        or, on a CPU, another optimizer has a memory budget too."""
         return self.narrator.budget_met
 
     def summary(self) -> str:
@@ -247,14 +249,10 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @in_own_words
     def _learn_footprint(self) -> None:
-        first_step = self._first_step
-        if first_step is not None and first_step.is_over(self.reallocator, waits=False):
-            sharing: list[Any] = [one.optimizer for one in first_step.members()]
-            for optimizer in sharing:
-                optimizer._first_step = None
-            first_step.learn()
-            for optimizer in sharing:
-                optimizer.narrator.first_step_bytes = first_step.peak_bytes
+        if self._first_step is not None and self.reallocator.has_gradients:
+            first_step, self._first_step = self._first_step, None
+            first_step.learn(self.reallocator)
+            self.narrator.first_step_bytes = first_step.peak_bytes
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -307,36 +305,35 @@ class BaocOptimizer(BlockwiseOptimizer):
         self.reallocator.attach()
 
 
-_limited: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers under a budget of memory
+class _Limited(threading.local):
+    def __init__(self):
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _share_budget(new: Any) -> None:
-    """Has an optimizer share budget and first step with those that wait for theirs under the same budget on the same
-    device, as the two of a GAN do. Warns where a probe has seen the steps of one alone."""
-    if new._first_step is None and new.plan.budget.memory_bytes is None:
+_limited = _Limited()  # this thread's optimizers under a memory budget
+
+
+def _warn_of_others(new: Any, *, budget: Budget) -> None:
+    """Warns where another optimizer has a memory budget on this device too: no plan and no first step sees both."""
+    if budget.memory_bytes is None:
         return
     device, mine = new.narrator.device, new.registry.names.keys()
 
     def beside() -> list[Any]:
-        near = [other for other in _limited if other.narrator.device == device]
+        near = [other for other in _limited.optimizers if other.narrator.device == device]
         return [other for other in near if mine.isdisjoint(other.registry.names)]  # else this one takes its place
 
     if beside():
         gc.collect()  # one of a loop that is over may wait for that
-    others = beside()
-    if others and new._first_step is None:
+    if others := beside():
         log.warning(
-            "another BaocOptimizer plans for the memory of this %s too, and a probe sees the steps of one alone: build "
-            "both without probe=, so that they share the budget",
+            "another BaocOptimizer has a memory budget on this %s too, and each plans for the whole of its budget as "
+            "if alone: build one over the parameter groups of both modules, or give each its part of the budget",
             device.type,
         )
-    for other in others if new._first_step is not None else ():
-        if other._first_step is not None and other._first_step.shares_with(new._first_step):
-            both = other._first_step.joined(new._first_step)
-            for one in both.members():
-                one.optimizer._first_step = both  # pyright: ignore[reportAttributeAccessIssue]
-            break  # those before share one already
-    _limited.add(new)
+        for one in (new, *others):
+            one.narrator.alone = False
+    _limited.optimizers.add(new)
 
 
 def _learn_footprint(optimizer: Any, *_: object) -> None:
@@ -404,7 +401,8 @@ def network_of(params: Iterable[Tensor]) -> nn.Module | None:
     `model.parameters()` says neither names nor layers, by which roles, measured recipes and checkpoints go.
     """
     wanted = set(map(id, params))
-    found = [module for module in alive(nn.Module) if wanted <= set(map(id, module.parameters()))]
+    built = [module for module in alive(nn.Module) if "_modules" in module.__dict__]  # by nn.Module.__init__
+    found = [module for module in built if wanted <= set(map(id, module.parameters()))]
     return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 

@@ -85,11 +85,11 @@ class _Saved:
     choices: Mapping[str, str]
     gap: float | None
     profile: Profile | None
-    planned: bool
     first_profile: Profile | None = None
     watched_from: int = 0
     tuning: Tuning | None = None
     budget: Budget | None = None
+    planned: bool | None = None  # None, before 2026-11-30: as if it was of least state to be measured
     late: Mapping[str, str] = field(default_factory=dict[str, str])
     left: Mapping[str, str] = field(default_factory=dict[str, str])
     switch: _Switch | None = None
@@ -650,7 +650,10 @@ class Reallocator:
         self._saved_bytes = saved.state_bytes
         if self.profiler is not None and not watching:
             self.profiler.release()
-        self.goes_on = self.step > 0 and saved.planned and not changed
+        planned = saved.planned
+        if planned is None:
+            planned = saved.choices != dict(self.planner.least().allocation.choices)
+        self.goes_on = self.step > 0 and planned and not changed
         notes = changed + notes
         self.plan = _as_tuned(plan, saved)
         self.late_specs = dict(saved.late) if not changed else {}

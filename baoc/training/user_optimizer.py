@@ -53,8 +53,10 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
 
 
 def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: Iterable[str] = ()) -> None:
-    """Raises BadInputError for an argument that none of the doors takes."""
-    takes = [name for door in doors for name, one in signature(door).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    """Raises BadInputError for an argument that none of the doors, which are classes, takes."""
+    listed = [one for door in doors for one in signature(door).parameters.values()]
+    named = [one.name for one in listed if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes = [name for name in dict.fromkeys(named) if name not in ("params", "module")]
     for name in given:
         if name == "race":
             raise BadInputError(

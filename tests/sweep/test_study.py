@@ -216,6 +216,11 @@ def test_what_a_study_cannot_be(changes: dict[str, object], message: str):
         config(**changes)
 
 
+def test_fixed_may_set_what_is_drawn_under_a_condition():
+    space = {"kind": {"choices": ["a", "b"]}, "x": {"choices": [1, 2], "when": {"kind": "a"}}}
+    assert config(space=space, fixed=["x=3"]).fixed == ("x=3",)
+
+
 def test_several_values_beside_a_study_are_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match="several values beside sweeps=s"):
         run_study(config(), folder=tmp_path, extra=["seed=0,1"], code=STUB)

@@ -56,6 +56,8 @@ def test_the_network_of_plain_parameters_is_the_smallest_that_lives_with_all_of_
     outer = nn.ModuleDict({"ours": inner, "other": nn.Linear(2, 2)})
     wrapper = nn.ModuleDict({"module": inner})
     copied: Any = copy.deepcopy(outer)
+    unbuilt = nn.Module.__new__(nn.Module)  # as before super().__init__(), which some helpers never call
+    assert not vars(unbuilt)
     assert network_of(inner.parameters()) is network_of(wrapper.parameters()) is inner
     assert network_of([inner[1].weight]) is inner[1] and network_of(outer.parameters()) is outer
     assert network_of([*copied["other"].parameters(), *copied["ours"][0].parameters()]) is copied

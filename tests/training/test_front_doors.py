@@ -21,6 +21,8 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import memory
+from baoc.training.fully_sharded import BaocFSDPStrategy
+from baoc.training.lightning import BaocDDPStrategy
 from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.probe import silent
 from baoc.training.run import build, run
@@ -337,10 +339,15 @@ def test_a_recipe_typed_wrong_is_told_the_same_at_every_door(door: Callable[[str
         door("rased")
 
 
-@pytest.mark.parametrize("door", [BaocStrategy, lambda **given: BaocOptimizer(Classifier(), **given)])
+@pytest.mark.parametrize(
+    "door",
+    [BaocStrategy, BaocDDPStrategy, BaocFSDPStrategy, lambda **given: BaocOptimizer(Classifier(), **given)],
+)
 def test_an_argument_typed_wrong_is_told_with_what_is_near(door: Callable[..., object]):
     with pytest.raises(BadInputError, match=r"there is no argument 'receipe' \(did you mean recipe\?\)"):
         door(receipe="muon8_lean")
+    with pytest.raises(BadInputError, match=r"there is no argument 'bugdet' \(did you mean budget\?\)"):
+        door(bugdet="1gb")
     with pytest.raises(
         BadInputError, match=r'race is an argument of run.py.*mode=race. Here recipe="raced" takes what'
     ):

@@ -31,8 +31,9 @@ def search(problem: Problem) -> Ints | None:
 
     With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
     """
-    for spent in problem.spent:
-        choice = problem.least(spent)
+    for kind, spent in enumerate(problem.spent):
+        others = [values for other, values in enumerate(problem.spent) if other != kind]
+        choice = problem.least(spent, *others, problem.risk)
         if problem.feasible(choice):
             return choice
     if (problem.least_totals > problem.limits).any():

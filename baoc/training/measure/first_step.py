@@ -1,7 +1,6 @@
 """Measures the first real step of a loop, where nobody could measure one before: it runs on the plan of least state,
 outside of the cap, and the budget is planned for when its memory is known."""
 
-import gc
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,8 +20,8 @@ class FirstStep:
     """From before the optimizers are built to the end of their first step. `close` where that never comes.
 
     Several optimizers of one loop, a session each, share the budget: of what it leaves beside forward and backward each
-    gets a part by the bytes that fp32 AdamW would keep for it. They are planned for once all have stepped. `peak_bytes`
-    is what the first step held, once it is over.
+    gets a part by the bytes that fp32 AdamW would keep for it. `peak_bytes` is what the first step held, once it is
+    over.
     """
 
     def __init__(self, *sessions: Session):
@@ -31,7 +30,6 @@ class FirstStep:
         self._memory: FirstStepMemory | None = None
         self._hooks = ExitStack()  # and what measures: all that is to end with the owner, at the latest
         self._reallocators: list[weakref.ref[Reallocator]] = []
-        self._stepped: weakref.WeakSet[Reallocator] = weakref.WeakSet()
         self.peak_bytes: int | None = None
         device, budget = sessions[0].device, sessions[0].budget
         settle_allocator(device)
@@ -52,7 +50,7 @@ class FirstStep:
         if self._memory is not None:
             self._memory.stop()
         params = [param for session in self._sessions for param in session.params.values()]
-        optimizers = [one.optimizer for one in self.members()]
+        optimizers = [one.optimizer for ref in self._reallocators if (one := ref()) is not None]
         context = context_bytes(self._sessions[0].device)
         held = [session.module for session in self._sessions if session.module is not None]
         held = [*held, *(optimizer.state for optimizer in optimizers)]
@@ -61,50 +59,17 @@ class FirstStep:
         for optimizer in optimizers:
             subscribe(self._memory, optimizer, ends=self._hooks)
 
-    def shares_with(self, other: "FirstStep") -> bool:
-        """Whether both wait for a first step under one budget on one device."""
-        own, its = self._sessions[0], other._sessions[0]
-        return not self._stepped and (own.budget, own.device) == (its.budget, its.device)
-
-    def joined(self, other: "FirstStep") -> "FirstStep":
-        """That of the optimizers of both; neither is in use afterwards."""
-        members = [*self._pairs(), *other._pairs()]
-        self.close()
-        other.close()
-        both = FirstStep(*(session for session, _ in members))
-        both.begin(*(one for _, one in members), owner=both)
-        return both
-
-    def members(self) -> list[Reallocator]:
-        """Those whose optimizers live."""
-        return [one for _, one in self._pairs()]
-
-    def _pairs(self) -> list[tuple[Session, Reallocator]]:
-        given = zip(self._sessions, self._reallocators, strict=True)
-        return [(session, one) for session, ref in given if (one := ref()) is not None and _lives(one)]
-
-    def is_over(self, stepped: Reallocator, *, waits: bool) -> bool:
-        """To be called after a step of `stepped`: whether all have stepped, or `stepped` has twice and nobody `waits`
-        for the others."""
-        again = stepped in self._stepped and not waits
-        if stepped.has_gradients:
-            self._stepped.add(stepped)
-        if not waits and not again and len(self._stepped) < len(self.members()):
-            gc.collect()  # one that nobody has any more takes no part
-        return again or all(one in self._stepped for one in self.members())
-
     def close(self) -> None:
         self._memory = None
         _close(self._hooks, self._cap)
 
-    def learn(self) -> None:
+    def learn(self, *reallocators: Reallocator) -> None:
         """After the very first step: the memory of its forward and backward is known, so the budget is planned for.
 
-        Raises InfeasibleBudgetError where nothing meets the budget, and BadInputError where the model was moved since.
+        `reallocators`: one for each session. Raises InfeasibleBudgetError where nothing meets the budget, and
+        BadInputError where the model was moved since.
         """
         assert self._memory is not None
-        pairs = self._pairs()
-        reallocators = [one for _, one in pairs]
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
         now = next(iter(self._sessions[0].params.values())).device
         if now.type != device.type:
@@ -121,7 +86,7 @@ class FirstStep:
         profilers = [one.profiler for one in reallocators if one.profiler is not None]
         held = sum(profiler.nbytes for profiler in profilers)
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
-        for session, reallocator in pairs:
+        for session, reallocator in zip(self._sessions, reallocators, strict=True):
             reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
             reallocator.planner.budget, reallocator.awaited = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
@@ -137,13 +102,6 @@ class FirstStep:
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
                 reallocator.replan(why=why, stays=reallocator in staying)
-
-
-def _lives(reallocator: Reallocator) -> bool:
-    try:
-        return bool(reallocator.optimizer.registry.names)
-    except ReferenceError:  # of a proxy, as an optimizer's own reallocator has one
-        return False
 
 
 def _without_state(footprint: Footprint) -> int:
