@@ -6,6 +6,7 @@ option is measured as long as its rate, times the error that is stated for the w
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,13 +56,23 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     what leads then is tried, and what could beat it at its true rate is measured in turn. An option is left out where
     the seconds that it takes are worth more than what it may gain: a percent of the rate for each, less in a run of
     more than WORTH_S, of which they are a smaller part. With no seconds left and nothing tried, one option at most is
-    compared, if it is surest to be fast, and what leads then is tried.
+    compared, if it is surest to be fast, and what leads then is tried; where none had room, the one that takes the
+    fewest bytes beside states is next.
     """
-    options, measured, late = list(options), 0, False
+    options, times, late = list(options), Counter[tuple[int, int, bool]](), False
     first = best(options, objective=objective)
-    while (following := _next(options, objective=objective, race=race, late=late)) is not None:
+    while (
+        following := _next(
+            [o for o in options if o.tried or times[o.way] < 2],  # twice, and not tried: nor would a third time
+            objective=objective,
+            race=race,
+            late=late,
+        )
+    ) is not None:
         late = race.left_s() <= 0
-        options, measured = race.measure(following), measured + 1
+        options = race.measure(following)
+        times[following.way] += 1
+    measured = times.total()
     chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
         return Choice(options=options, chosen=None, measured=measured)
@@ -79,8 +90,10 @@ def _next(options: Sequence[Option], *, objective: str, race: Race, late: bool) 
     """The option to measure next; None if none is left. `late`: the last one was measured with no seconds left."""
     measured = _measured(options)
     leader = best(measured, objective=objective)
-    if leader is None:
-        return best(options, objective=objective)  # something has to be run
+    if leader is None:  # something has to be run
+        fitting = [option for option in options if late and option.fits]
+        least = min(fitting, key=lambda option: option.peak_bytes - option.state_bytes, default=None)
+        return least or best(options, objective=objective)
     left_s = race.left_s() - (0.0 if leader.tried else race.cost_s(leader, True))
     price = 1 / max(WORTH_S, race.run_s(leader.samples_per_s))
     worth: dict[int, float] = {}

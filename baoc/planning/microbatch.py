@@ -396,8 +396,12 @@ def _fewest_of_any(
 
 
 def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
-    """Rows for options.csv."""
-    return [{"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}} for option in options]
+    """Rows for options.csv; no bytes where an option was not planned."""
+    rows: list[dict[str, object]] = []
+    for option in options:
+        row: dict[str, object] = {"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}}
+        rows.append(row if option.peak_bytes else row | {"peak_bytes": None, "state_bytes": None})
+    return rows
 
 
 def none_fits(

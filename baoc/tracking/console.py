@@ -220,7 +220,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
     for option in options:
         rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
-        peak = format_bytes(option.peak_bytes)
+        peak = format_bytes(option.peak_bytes) if option.peak_bytes else "-"
         mark = ">" if option.chosen else ""
         step = "-" if option.step_s != option.step_s else _ms(option.step_s * 1e3)
         name = f"{option.name}: {option.why}" if option.why else option.name

@@ -60,12 +60,13 @@ class Entry:
 def key_of(
     config: RunConfig, *, network: nn.Module, batches: Sequence[Any], budget: Budget, device: torch.device
 ) -> dict[str, Any]:
-    """All that a decision rests on. `batches`: of training and validation; their shapes count, not their numbers."""
+    """All that a decision rests on. `batches`: of training and validation; their shapes count, not their numbers, as a
+    budget's bytes do and not its name."""
     asked = to_plain(config)
     asked = {key: value for key, value in asked.items() if key not in _RUN}
     asked["trainer"] = {key: value for key, value in asked["trainer"].items() if key not in _TRAINER}
     return _surroundings(network, device=device) | {
-        "config": asked | {"budget": to_plain(budget)},
+        "config": asked | {"budget": to_plain(replace(budget, name=""))},
         "code": code_of(config) | _code_of_layers(network),
         "batches": [_shapes(batch) for batch in batches],
     }

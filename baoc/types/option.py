@@ -9,7 +9,8 @@ class Option:
     """`peak_bytes`, `samples_per_s` and `step_s` (of a whole step) are predicted; NaN where nothing was timed or fits.
 
     `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
-    ones. `risk`: of the best allocation within the budget (`prior`); None where none fits, and `why` says so.
+    ones. `risk`: of the best allocation within the budget (`prior`); None where none fits or none was planned, and
+    `why` says so; `peak_bytes` is 0 without a plan.
     `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in.
     `weights` to `risk` keep their defaults until a plan is known.
     `fastest_s`: where only seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused

@@ -241,6 +241,35 @@ def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn():
     assert choice.chosen is not None and choice.chosen.micro_batch == 4
 
 
+def test_what_was_measured_twice_and_is_not_tried_gives_way():
+    """As where a look at it says that it does not fit and its plan says that it does."""
+
+    def options(seen: set[int]) -> list[Option]:
+        ones = [replace(option(size, rate=float(size), risk=0.1), compared=size in seen) for size in (4, 8)]
+        return [replace(one, tried=one.micro_batch == 4 in seen) for one in ones]
+
+    seen, choice = tries(options)
+    assert choice.chosen is not None and choice.chosen.micro_batch == 4 and seen.count(8) == 2
+
+
+def test_late_the_one_of_fewest_bytes_is_tried_where_none_had_room():
+    """As many as there are would each be compiled for half a minute; the second of them ends the time."""
+    seen: list[int] = []
+
+    def options() -> list[Option]:
+        sizes = [2**power for power in range(11)]
+        risks = {size: None if size in seen and size > 1 else 0.1 for size in sizes}
+        return [replace(option(size, rate=float(size), risk=risks[size]), tried=size in seen) for size in sizes]
+
+    def measure(found: Option) -> list[Option]:
+        seen.append(found.micro_batch)
+        return options()
+
+    race = Race(measure=measure, cost_s=lambda *_: 30.0, left_s=lambda: 42.0 - 30 * len(seen), run_s=lambda _: EVER)
+    choice = choose(options(), objective="throughput", race=race)
+    assert seen == [1024, 512, 256, 1] and choice.chosen is not None and choice.chosen.micro_batch == 1
+
+
 def test_what_computes_more_for_a_sample_is_no_faster():
     kept = replace(option(64, rate=100.0, risk=0.1), tried=True)
     more = partial(replace, option(64, rate=300.0, risk=0.1), recomputed=12)

@@ -152,6 +152,8 @@ def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
     assert (pressed.risk or 0) > 0 and pressed.state_bytes <= ADAMW // 2 and math.isnan(pressed.samples_per_s)
     assert pressed.name == "30 x 8, recomputed layers 4 of 4"
     assert option_rows([pressed])[0]["option"] == pressed.name
+    unplanned = option_rows([replace(pressed, peak_bytes=0, state_bytes=0, risk=None)])[0]
+    assert unplanned["peak_bytes"] is unplanned["state_bytes"] is None
 
 
 def table(base_s: float) -> LatencyTable:

@@ -14,11 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
+from baoc.models.switches import recomputed_layers
 from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
@@ -139,16 +141,26 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
         run(tmp_path / "day" / "large", budget=parse_budget("3mb"), micro_batch=32, objective="throughput")
 
 
-def test_a_refusal_names_a_budget_within_which_an_option_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_refusal_names_a_budget_within_which_an_option_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """A stand-in for torch's CUDA allocator, which reserves more where it may have more."""
     caps: list[float] = []
+    seen: list[Any] = []
     given = lambda *_, budget, **__: caps.append(budget.memory_bytes)  # noqa: E731
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", given)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.bytes_may_differ", lambda *_: True)
-    within = lambda *given, **named: (more if caps[-1] > 2**20 else lambda t: t)(run_trial(*given, **named))  # noqa: E731
+
+    def within(trials: Trials, *given: Any, **named: Any) -> Trial:
+        seen.append(trials.module)
+        found = run_trial(trials, *given, **named)
+        return more(found) if caps[-1] > 2**20 else found
+
     monkeypatch.setattr(Trials, "run", within)
     with pytest.raises(InfeasibleBudgetError, match=r"of 1[4-9] options.*allows 1.00 MiB.* was found to do") as caught:
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
+    assert recomputed_layers(seen[-1].model) == 0, "layers are as they were"
+    assert "whether one fits within" in capsys.readouterr().out
     first, *tried = caps
     least = caught.value.least_feasible_bytes
     assert first == 2**20 < tried[0] < tried[-1] == least, "what was named by one step was too little for the next one"
@@ -361,11 +373,17 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     result = run(tmp_path / "day" / "narrow", trainer=given, catalogue=wide, **asked)
     assert result.budget_met and seen.count(False) <= 4 and seen[-1]
     assert chosen(tmp_path / "day" / "narrow")["weights"] == "native split8"
+    # What is kept of 16-bit weights' copies is the planner's and the trial's: else a plan is measured without end.
+    (pinned := tmp_path / "day" / "pinned").mkdir()
+    model = ModelConfig(options={"dropout": 0.1}, checkpointing=False)
+    off = ReallocationConfig(mode="off")
+    only = config(micro_batch=8, mode="plan", reallocation=off, trainer=given, catalogue=wide, model=model, **asked)
+    training.run(only, run_dir=pinned, command="")
+    assert chosen(pinned)["tried"] == "True"
     seen.clear()  # a cap that does not even hold the weights alone: those in full never come
     for module in ("measure.microbatch_search", "lightning"):
         monkeypatch.setattr(f"baoc.training.{module}.must_wait", lambda *_, **__: True)
     (run_dir := tmp_path / "day" / "waits").mkdir()
-    off = ReallocationConfig(mode="off")
     planned = config(micro_batch=8, mode="plan", reallocation=off, trainer=given, catalogue=wide, **asked)
     training.run(planned, run_dir=run_dir, command="")
     assert seen and all(seen) and chosen(run_dir)["weights"] == "native split8"
@@ -484,8 +502,58 @@ def test_a_decision_goes_on_where_compiled_layers_fail(
     result = run(run_dir, model=ModelConfig(options={"dropout": 0.1}, compile=asked))
     (row,) = [row for row in rows(run_dir) if row["compiled"] == "True"]
     assert row["why"] == "compiled layers fail: NotImplementedError: no rule for this operator"
+    assert row["peak_bytes"] == "" == row["state_bytes"], "it was not planned"
     assert (
         chosen(run_dir)["compiled"] == "False"
         and result.budget_met
         and "layers run as they are" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("pin", "works"), [(False, True), (2, False), (None, False)])
+def test_where_layers_cannot_be_recomputed_a_pin_keeps_them_compiled(
+    pin: Any, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those that all layers are recomputed with are looked at for bytes alone. Two of four that cannot be fail too."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    monkeypatch.setattr(switches, "compiled_layers", {})
+    explore = Measurements.explore
+
+    def explored(self: Measurements, recomputed: int) -> None:
+        if recomputed and self.compiled:
+            raise CheckpointError("layers do not do the same again")
+        explore(self, recomputed)
+
+    monkeypatch.setattr(Measurements, "explore", explored)
+    run_dir = tmp_path / "day" / "auto"
+    model = ModelConfig(options={"dropout": 0.1}, checkpointing=pin, compile=True)
+    run(run_dir, model=model, objective="throughput")
+    assert (chosen(run_dir)["compiled"] == "True") is works
+    assert any(row["why"].startswith("compiled layers fail: CheckpointError") for row in rows(run_dir)) is not works
+
+
+def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before():
+    axes = Axes(micro_batches=(8,), recomputed=(0,))
+    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "explored": {}}
+    given |= {"bf16_params": {}, "bf16_savings": {}, "where": torch.device("cpu"), "axes": axes}
+    measurements, way = Measurements(config(), **given), (8, 0, False)
+    measurements.tried = {0: [Trial(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
+    measurements._keep(way, Trial(micro_batch=8, footprint=footprint(8)))
+    assert [trial.seconds for trial in measurements.tried[0]] == [2.0]
+    measurements.tried = {0: [Trial(micro_batch=8, footprint=footprint(8))]}
+    decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)
+    decision.config = config(objective="throughput")
+    fast: Any = SimpleNamespace(fits=True, step_s=1.0)
+    assert Decision._too_slow(decision, way, than=[fast]) is None
+
+
+def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
+    plans: list[int] = []
+    planner: Any = SimpleNamespace(budget=parse_budget("8gb"), propose=lambda: plans.append(1) or refused())
+    refused = lambda: InfeasibleBudgetError("", budget_bytes=1, least_feasible_bytes=100)  # noqa: E731
+    self: Any = SimpleNamespace(planner=planner, budget=planner.budget, _plans={})
+    for context in (10, 10, 14, 14, 6):
+        planner.footprint = replace(footprint(8), context_bytes=context)
+        with pytest.raises(InfeasibleBudgetError):
+            Decision._proposed(self, (8, 0, False))
+    assert len(plans) == 2, "with less context another one may be better"

@@ -60,6 +60,7 @@ def test_what_is_kept_comes_back_as_it_was():
     keep_decision(key(), entry(run_s=7.0))
     again = read_decision(key())
     assert again is not None and again.run_s == 7.0
+    assert key(budget="5505024000b") == key(budget="5250mb"), "a refusal's bytes, by whatever name they are given"
 
 
 @pytest.mark.parametrize(

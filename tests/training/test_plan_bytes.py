@@ -1,5 +1,8 @@
 """A plan for which nothing is allocated counts the bytes that a probe of the same network finds: every model."""
 
+from dataclasses import replace
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -15,10 +18,13 @@ from baoc.planning.microbatch import between, released
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
+from baoc.training.measure import microbatches
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
 from baoc.training.session import declared_blocks
+from baoc.types import PeakInterval
+from tests.support import planners
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +108,19 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
     getattr(trials, tried)(2, **given.get(tried, {}))
     assert len(seen) > 1 and all(each == [True] for each in seen)
+
+
+def test_validation_counts_where_only_a_later_look_knows_intervals(monkeypatch: pytest.MonkeyPatch):
+    """Of the first look the largest number alone is known, as of steps too long to be followed."""
+    made: dict[str, Any] = {"batch": torch.ones(4, 4), "val_batch": torch.ones(4, 4), "precision": "32-true"}
+    trials = Trials(L.LightningModule(), device=torch.device("cpu"), **made)
+    first = replace(planners.footprint(2), validation_bytes=10**9, intervals=())
+    later = replace(first, validation_bytes=0, intervals=(PeakInterval(name="backward", num_bytes=9),))
+    looks = iter([first, later])
+    monkeypatch.setattr(microbatches, "probe_footprint", lambda *_, **__: next(looks))
+    for _ in range(2):
+        found = trials.run(2, accumulation=1, timed=False).footprint
+        assert found.peak_bytes(state_bytes=0) >= 10**9
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -279,9 +279,9 @@ class Measurements:
             self.compared[trial.micro_batch, recomputed, False] = count * trial.seconds
 
     def _timed(self, recomputed: int) -> bool:
-        """Whether layers are run as they are for their seconds too; kept ones take a share of recomputed ones' where
-        they are to be compiled."""
-        return bool(recomputed) or not self.compiled or not self.axes.num_layers
+        """Whether layers are run as they are for their seconds too; kept ones take a share of recomputed ones', if such
+        were tried, where they are to be compiled."""
+        return bool(recomputed) or not self.compiled or not max(self.tried, default=0)
 
     def _look(self, recomputed: int, size: int) -> Trial:
         """One trial. Raises _NoRoomInFull without room for weights in full, else torch.OutOfMemoryError."""
@@ -303,10 +303,8 @@ class Measurements:
     def _may_fit(self, footprint: Footprint) -> bool:
         """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
         such."""
-        if self.budget.memory_bytes is None:
-            return True
-        saved = (footprint.weights_bytes + footprint.gradients_bytes) // 2 if self.bf16_savings else 0
-        return footprint.peak_bytes(state_bytes=0) - saved <= self.budget.memory_bytes
+        memory = self.budget.memory_bytes
+        return memory is None or footprint.peak_bytes(state_bytes=0, saved=self.bf16_savings) <= memory
 
     def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
         """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
@@ -418,6 +416,8 @@ class Measurements:
 
     def _keep(self, way: Way, trial: Trial) -> None:
         size, recomputed, release = way
+        before = next((other.seconds for other in self.like(way) if other.micro_batch == size), math.nan)
+        trial = replace(trial, seconds=before) if math.isnan(trial.seconds) else trial
         if release:
             self.released[recomputed] = trial
         elif self.compiled or recomputed not in self.tried:

@@ -27,7 +27,7 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.models.switches import recomputable_layers, set_compiled, set_recomputed
+from baoc.models.switches import is_compiled, recomputable_layers, recomputed_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local
 from baoc.parallel import ALONE, ranks
 from baoc.planning.choice import PROMISED, Choice, Race, choose
@@ -66,6 +66,7 @@ from baoc.training.session import (
 )
 from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
+from baoc.units import format_bytes
 
 DECIDING_S = 12.0  # that it may take
 LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
@@ -128,11 +129,13 @@ def decide(
     """Micro-batch, recomputed layers and release chosen; the network is left with its layers set that way.
 
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need: on a GPU, unless
-    `confirm` is False, one within which an option was found to fit. Random numbers and the network's weights are as
-    before.
+    `confirm` is False, one within which an option was found to fit; the layers are then as before, and without
+    `confirm` they are so anyway. Random numbers and the network's weights are as before.
     """
     phases = PhaseTimer()
     with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
+        visit.callback(set_recomputed, task.model, recomputed_layers(task.model), name=config.model.name)
+        visit.callback(set_compiled, task.model, is_compiled(task.model))
         visit.callback(restore_rng, capture_rng())
         visit.callback(gc.unfreeze)
         visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run, nor was there before
@@ -169,11 +172,14 @@ def decide(
                 raise refusal
             del decision
             visit.close()  # the device is as it was before
+            least_bytes = format_bytes(refusal.least_feasible_bytes)
+            console.say(f"no option fits budget {config.budget.name}: whether one fits within {least_bytes} is tried")
             given: dict[str, Any] = {"task": task, "data": data, "device": device, "settings": settings}
             least = least_planned(refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given))
             raise refusal if least is None else none_fits(options, least_bytes=least, **told_by)
-        take_option(made.chosen, task=task, data=data, name=config.model.name)
     chosen = made.chosen
+    if confirm:
+        take_option(chosen, task=task, data=data, name=config.model.name)
     write_decision(decision_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
         clips = config.trainer.gradient_clip_val if config.trainer.gradient_clip_algorithm != "value" else None
@@ -354,11 +360,14 @@ class Decision:
         self.measurements.in_16_bits.clear()  # what a decision of before had room with says nothing of today
         kinds, most = self.axes.recomputed, self.axes.num_layers
         if self.measurements.compiled and kinds != (most,):  # of both ends: what compiled layers keep is between them
-            kinds = (0, most)
+            for end in (most, 0):
+                with nullcontext() if end in kinds else suppress(Exception):  # a pin stays, whatever others raise
+                    self.measurements.explore(end)
+            kinds = tuple(number for number in kinds if not self.measurements.reaches(number))
         for recomputed in kinds:
             if self.measurements.compiled or not (recomputed and self._roomy()):
                 self.measurements.explore(recomputed)
-        self._plan_by(next(iter(self.measurements.tried.values()))[0].footprint)
+        self._plan_by(self.measurements.tried[min(self.measurements.tried)][0].footprint)
         beyond = self.measurements.capped and not self.measurements.any_room
         if self.constant:
             return
@@ -494,8 +503,9 @@ class Decision:
             )
         table = replace(self.ranks.first(table), device=str(self.where))
         tried = self.measurements.tried.items()
-        known = [(trial, kind) for kind, trials in tried for trial in trials if not math.isnan(trial.seconds)]
-        trial, recomputed = min(known, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
+        known = [(trial, kind) for kind, trials in tried for trial in trials]
+        seconds = lambda trial: math.inf if math.isnan(trial.seconds) else trial.seconds / trial.micro_batch  # noqa: E731
+        trial, recomputed = min(known, key=lambda pair: seconds(pair[0]))
         way = trial.micro_batch, recomputed, False
         if limited and way not in self.measurements.no_room:  # options are held against it, so it is timed as they are
             self.measurements.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
@@ -571,7 +581,8 @@ class Decision:
         seconds = self.measurements.seconds(way)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
-        if counts or way in self.measurements.rehearsed or (1 - PROMISED) * seconds <= (1 + PROMISED) * fitting_s:
+        slow = (1 - PROMISED) * seconds > (1 + PROMISED) * fitting_s  # not where seconds are not known
+        if counts or way in self.measurements.rehearsed or not slow:
             return None
         return self._unplanned(way, why="not planned: too slow by its promise", seconds=seconds)
 
@@ -619,7 +630,7 @@ class Decision:
         grown = footprint.context_bytes - made.context_bytes if made and footprint else 0
         alike = made is not None and replace(made, context_bytes=made.context_bytes + grown) == footprint
         room = math.inf if memory is None or not isinstance(found, Plan) else memory - found.peak_bytes
-        if found is None or not alike or grown > room or self.planner.budget.step_time is not None:
+        if found is None or not alike or not 0 <= grown <= room or self.planner.budget.step_time is not None:
             try:
                 found = self.planner.propose()
             except InfeasibleBudgetError as error:

@@ -30,7 +30,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
-from baoc.types import Footprint, OptimizerSpec
+from baoc.types import Footprint, OptimizerSpec, PeakInterval
 
 MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -148,6 +148,7 @@ class Trials:
                 seconds = self._seconds(batch, per_step=per_step) if timed else math.nan
         if known is not None:
             seen = tuple(interval for interval in known.intervals if interval.name == "validation")
+            seen = seen or (PeakInterval(name="validation", num_bytes=known.validation_bytes),)
             intervals = (*footprint.intervals, *seen) if footprint.intervals else ()
             footprint = replace(footprint, validation_bytes=known.validation_bytes, intervals=intervals)
         elif looks and not self._emulate_cuda:
