@@ -317,12 +317,13 @@ def test_gradients_are_held_once_also_when_buckets_are_made_anew(found: list[dic
 def test_buckets_are_made_on_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that one stream has freed is of no use to another: the first bucket would stay reserved."""
     made: list[dict[str, Any]] = []
+    strategy = BaocDDPStrategy("8gb", find_unused_parameters=True)
     monkeypatch.setattr(BaocDDPStrategy, "determine_ddp_device_ids", lambda _: [0])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("a stream of its own"))
     monkeypatch.setattr(
         "baoc.training.lightning.DistributedDataParallel", lambda module, **given: made.append(given) or module
     )
-    BaocDDPStrategy("8gb", find_unused_parameters=True)._setup_model(net())
+    strategy._setup_model(net())
     assert made == [{"device_ids": [0], "find_unused_parameters": True, "gradient_as_bucket_view": True}]
 
 
