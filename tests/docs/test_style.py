@@ -35,8 +35,9 @@ def test_no_test_module_imports_another():
 
 # Private names of torch, Lightning, Optuna, SQLAlchemy, torchmetrics, ctypes that tests use: there is no public way.
 OF_OTHERS = {
-    "_backend", "_C", "_cdata", "_get_current_dispatch_mode", "_is_hf_initialized", "_len_torch_dispatch_stack", "_obj",
-    "_patch_lang", "_post_accumulate_grad_hooks", "_setup_model", "_storage", "_trial_id", "_update_count", "_version",
+    "_backend", "_C", "_cdata", "_get_current_dispatch_mode", "_is_hf_initialized", "_len_torch_dispatch_stack",
+    "_local_tensor", "_obj", "_patch_lang", "_post_accumulate_grad_hooks", "_setup_model", "_storage", "_trial_id",
+    "_update_count", "_version",
 }  # fmt: skip
 
 
