@@ -33,7 +33,7 @@ from baoc.errors import BadInputError, DivergedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import param_info, single_block
 from baoc.optim.nonfinite import POLICIES
-from baoc.optim.shards import Shards, check_edges, whole
+from baoc.optim.shards import Shards, check_edges, local, whole
 from baoc.planning.candidates import applies, sums_columns
 from baoc.profiling import GradientProfiler
 from baoc.profiling.footprint import step_temporary_bytes
@@ -377,7 +377,7 @@ def test_a_part_that_moved_is_stepped_where_it_is_from_the_next_step_on(tmp_path
         module = sharded()
         optimizer = BlockwiseOptimizer(module, "adamw", lr=1e-2)
         stepped(optimizer, module, steps=2)
-        part = next(module.parameters())._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        part = local(next(module.parameters()))
         part.data = part.data.clone()
         before = part.clone()
         stepped(optimizer, module, first=2, steps=1)

@@ -532,19 +532,21 @@ def test_where_layers_cannot_be_recomputed_a_pin_keeps_them_compiled(
     assert any(row["why"].startswith("compiled layers fail: CheckpointError") for row in rows(run_dir)) is not works
 
 
-def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before():
+def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypatch: pytest.MonkeyPatch):
     axes = Axes(micro_batches=(8,), recomputed=(0,))
     given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "explored": {}}
     given |= {"bf16_params": {}, "bf16_savings": {}, "where": torch.device("cpu"), "axes": axes}
     measurements, way = Measurements(config(), **given), (8, 0, False)
     measurements.tried = {0: [Trial(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
-    measurements._keep(way, Trial(micro_batch=8, footprint=footprint(8)))
-    assert [trial.seconds for trial in measurements.tried[0]] == [2.0]
-    measurements.tried = {0: [Trial(micro_batch=8, footprint=footprint(8))]}
+    untimed = Trial(micro_batch=8, footprint=footprint(8))
+    monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
+    monkeypatch.setattr(measurements, "run", lambda *_, **__: untimed)
+    assert measurements.measure(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0
+    measurements.tried = {0: [untimed]}
     decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)
     decision.config = config(objective="throughput")
     fast: Any = SimpleNamespace(fits=True, step_s=1.0)
-    assert Decision._too_slow(decision, way, than=[fast]) is None
+    assert Decision.too_slow(decision, way, than=[fast]) is None
 
 
 def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
@@ -555,5 +557,5 @@ def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
     for context in (10, 10, 14, 14, 6):
         planner.footprint = replace(footprint(8), context_bytes=context)
         with pytest.raises(InfeasibleBudgetError):
-            Decision._proposed(self, (8, 0, False))
+            Decision.proposed(self, (8, 0, False))
     assert len(plans) == 2, "with less context another one may be better"

@@ -24,7 +24,7 @@ from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
 from baoc.training.session import declared_blocks
 from baoc.types import PeakInterval
-from tests.support import planners
+from tests.support.planners import footprint as made_footprint
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_validation_counts_where_only_a_later_look_knows_intervals(monkeypatch: 
     """Of the first look the largest number alone is known, as of steps too long to be followed."""
     made: dict[str, Any] = {"batch": torch.ones(4, 4), "val_batch": torch.ones(4, 4), "precision": "32-true"}
     trials = Trials(L.LightningModule(), device=torch.device("cpu"), **made)
-    first = replace(planners.footprint(2), validation_bytes=10**9, intervals=())
+    first = replace(made_footprint(2), validation_bytes=10**9, intervals=())
     later = replace(first, validation_bytes=0, intervals=(PeakInterval(name="backward", num_bytes=9),))
     looks = iter([first, later])
     monkeypatch.setattr(microbatches, "probe_footprint", lambda *_, **__: next(looks))

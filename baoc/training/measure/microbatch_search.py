@@ -531,7 +531,7 @@ class Decision:
                 self.planner.budget = replace(self.budget, step_time=None)
             ends: dict[Way, Option] = {}
             for way in sorted(ways, key=self.measurements.seconds):
-                option = self._too_slow(way, than=ends.values()) or self._option(way)
+                option = self.too_slow(way, than=ends.values()) or self._option(way)
                 ends |= {} if option is None else {way: option}
             partly = [self._option(way) for way in self._partly(ends)]
         options = [*ends.values(), *(option for option in partly if option is not None)]
@@ -576,7 +576,7 @@ class Decision:
         context = max(footprint.context_bytes, self.context)
         return replace(footprint, context_bytes=context, **self.constant[way[2]])
 
-    def _too_slow(self, way: Way, *, than: Collection[Option]) -> Option | None:
+    def too_slow(self, way: Way, *, than: Collection[Option]) -> Option | None:
         """This way without a plan where the rate alone counts and it cannot be the best, as far as promises may err."""
         seconds = self.measurements.seconds(way)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
@@ -612,7 +612,7 @@ class Decision:
             num_layers=self.axes.num_layers,
             latency=self.latency(way),
             release=way[2],
-            propose=partial(self._proposed, way),
+            propose=partial(self.proposed, way),
         )
         tried = way in self.measurements.rehearsed and self.measurements.is_measured(way)
         compared = way in self.measurements.compared and not tried
@@ -622,7 +622,7 @@ class Decision:
             return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)
         return option
 
-    def _proposed(self, way: Way) -> Plan:
+    def proposed(self, way: Way) -> Plan:
         """The planner's plan; that of before where seconds have no part in it and its bytes are as they were, or more
         by what the context has grown and that leaves it room."""
         footprint, memory = self.planner.footprint, self.budget.memory_bytes
