@@ -2,8 +2,9 @@
 
     python -m experiments.analysis.role_table [experiments/results/role_table.csv]
 
-`value`, of data that chose nothing, is told. Intervals are 90 % (Student's t) of differences paired by seed; those of
-roles have the sd of all role rows of the task pooled, as one has one or two seeds.
+`value`, of data that chose nothing, is told. Intervals are 90 % (Student's t) of differences paired by seed, 95 % where
+a choice is held against others; those of roles have the sd of all role rows of the task pooled, as one has one or two
+seeds.
 """
 
 import argparse

@@ -4,13 +4,15 @@
     PYTHONPATH=FOLDER python experiments/benchmarks/mutants.py codecs|footprint|migrate|... [--out FOLDER]
 
 The tree is copied first, with what is not committed. A process collects the tests and forks once for each mutant: the
-tests that call the changed function, those that told its mutants before first, until one fails. `timeout`: a test took
+tests that call the changed function, those that told its mutants before first, until one fails; a test that fails in
+such a fork without a mutant is left out. `timeout`: a test took
 over three times its processor time and 2 s; other processes of the machine tell nothing. mutants_all.csv in
 --out or experiments/results gets a row per mutant (module, mutant, status, and the line before and after where no test
 told it), in place of the module's rows before. What --seconds cut short is `not checked`. The exit code is 0.
 """
 
 import argparse
+import ast
 import csv
 import fnmatch
 import gc
@@ -26,6 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -171,6 +174,7 @@ class Trial:
             return True
         seconds, calls = measured
         told = os.open("../told.csv", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # rows as they come
+        sound: dict[str, list[int]] = {}
         for mutant in sorted(self._mutants, key=lambda m: sum(seconds[i] for i in calls[m.partition("__mutmut_")[0]])):
             function = mutant.partition("__mutmut_")[0]
             order = sorted(calls[function], key=seconds.__getitem__)
@@ -181,7 +185,9 @@ class Trial:
             if not order:
                 self.status[mutant] = "no tests"
                 continue
-            order = list(dict.fromkeys([*self._tells[function], *order]))
+            if function not in sound:
+                sound[function] = self._sound(items, order, seconds)
+            order = list(dict.fromkeys([*self._tells[function], *sound[function]]))
             read, write = os.pipe()
             if (pid := os.fork()) == 0:
                 os._exit(self._tell(items, order, mutant, seconds, write))
@@ -236,6 +242,17 @@ class Trial:
         os.write(write, " ".join(["baoc", *(name for name in sys.modules if name not in here)]).encode())
         return 0
 
+    def _sound(self, items: list[pytest.Item], order: list[int], seconds: Mapping[int, float]) -> list[int]:
+        """The tests that pass in this order without a mutant: one that fails would tell none."""
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os._exit(self._tell(items, order, "", seconds, write))
+        os.close(write)
+        with os.fdopen(read) as lines:
+            failed = {int(line) for line in lines}
+        os.waitpid(pid, 0)
+        return [index for index in order if index not in failed]
+
     def _tell(
         self, items: list[pytest.Item], order: list[int], mutant: str, seconds: Mapping[int, float], write: int
     ) -> int:
@@ -244,12 +261,13 @@ class Trial:
             limit = time.process_time() + 3 * seconds[index] + 2
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit), resource.RLIM_INFINITY))
             signal.alarm(900)  # what waits for nothing takes no processor time
-            told: object = mutant  # by what ends pytest itself
+            told: object = True  # by what ends pytest itself
             with suppress(BaseException):
                 told = self._run(items[index], None if following is None else items[following])
             if told:
-                os.write(write, str(index).encode())
-                return 1
+                os.write(write, f"{index}\n".encode())
+                if mutant:
+                    return 1
         return 0
 
     def _reap(self, told: int) -> None:
@@ -268,8 +286,23 @@ class Trial:
             tells[:] = [int(teller), *(index for index in tells if index != int(teller))][:4]
 
 
+@cache
+def functions_in(path: Path) -> set[str]:
+    """The functions of a module, and CLASS.METHOD."""
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module(body=[])
+    holders = [("", tree), *((f"{node.name}.", node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    return {f"{at}{node.name}" for at, holder in holders for node in holder.body if isinstance(node, ast.FunctionDef)}
+
+
+def function_of(mutant: str) -> str:
+    """`f` of `baoc.a.x_f__mutmut_1`, `C.f` of `baoc.a.x\u01c1C\u01c1f__mutmut_1`."""
+    name = mutant.partition("__mutmut_")[0].rpartition(".")[2]
+    return name[2:].replace("\u01c1", ".")
+
+
 def record(rows: list[dict[str, str]], path: Path, *, only: str) -> None:
-    """Writes the rows in place of the earlier ones of their modules, of the names that were asked for."""
+    """Writes the rows in place of the earlier ones of their modules, of the names that were asked for, and without
+    those of functions that are gone."""
     modules = {row["module"] for row in rows}
     kept: list[dict[str, str]] = []
     if path.exists():
@@ -277,7 +310,8 @@ def record(rows: list[dict[str, str]], path: Path, *, only: str) -> None:
             kept = [
                 row
                 for row in csv.DictReader(file)
-                if row["module"] not in modules or not fnmatch.fnmatch(row["mutant"], only)
+                if (row["module"] not in modules or not fnmatch.fnmatch(row["mutant"], only))
+                and function_of(row["mutant"]) in functions_in(ROOT / row["module"])
             ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
