@@ -27,6 +27,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -266,6 +267,8 @@ def beside(
     for kind, overrides in {"first": (), "kept": (), "given": ways, "cold": ways}.items():
         folder = runs / (name if kind == "first" else f"{name}_{kind}")
         compiled = code["cold" if kind == "cold" else ""]
+        if kind == "cold":
+            shutil.rmtree(compiled, ignore_errors=True)
         run = partial(run_case, name, folder=folder, given=overrides, compiled=compiled, briefly=True, **given)
         why = "" if kind == "first" else forked(run, folder=folder, seconds=seconds())
         deciding = json.loads(read(folder / "deciding.json") or "{}")
@@ -403,6 +406,8 @@ def main() -> None:
             searched += [{"case": name, **option} for option in rows_of_search]
             write(asked.out / "search.csv", searched)
         code = asked.runs / f"{name}_" / "code" if asked.beside else None
+        if code is not None:
+            shutil.rmtree(code, ignore_errors=True)
         run = partial(run_case, name, folder=folder, stacks=stacks[name], compiled=code, **given)
         why = forked(run, folder=folder, seconds=min(end - time.monotonic(), asked.case_seconds)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)

@@ -7,7 +7,7 @@ misspelled key, or an interpolation, by every operator of the command line. A ru
 mode=plan; a study is read, and the first of its points composed. With `--trained` a try is a run of two steps, of which
 four to eight settings get values that are allowed one by one, and at most one gets a wrong one: most tries get past the
 first check. fuzz_settings.csv (fuzz_trained.csv) in $OUT or experiments/results gets a line per try as soon as it is
-over, with the number of steps trained; the exit code is the number of tracebacks.
+over, with the number of steps trained; the exit code is the number of tracebacks and of tries that took over a minute.
 """
 
 import argparse
@@ -241,7 +241,7 @@ def tried(number: int, *, seed: int, trained: bool = False) -> Try:
         finally:
             signal.alarm(0)
         with suppress(OSError):
-            steps = len((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
+            steps = (Path(folder) / "run" / "metrics.jsonl").read_text().count('"train/loss"')
     if f"longer than {LIMIT_S} s" in said.getvalue():  # the command took the alarm for a fault of its own
         code = SLOW
     lines = [line for line in said.getvalue().splitlines() if line.strip()]
@@ -266,16 +266,16 @@ def apart(number: int, *, seed: int) -> Try:
     )
     process.start()
     theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        process.join()
-        words, code = " ".join(trained_words(number, seed=seed)), process.exitcode or 0
-        return Try(
-            number=number, words=words, exit_code=code, seconds=0.0, steps=0, said="", traceback=f"it died by {code}"
-        )
-    finally:
-        process.join()
+    found = None
+    with suppress(EOFError):
+        found = ours.recv() if ours.poll(2 * LIMIT_S) else None
+    process.join(LIMIT_S)
+    process.kill()  # where it hangs, or its threads do
+    process.join()
+    words, code = " ".join(trained_words(number, seed=seed)), process.exitcode or 0
+    return found or Try(
+        number=number, words=words, exit_code=code, seconds=0.0, steps=0, said="", traceback=f"it died by {code}"
+    )
 
 
 def run_tries() -> int:
@@ -302,11 +302,11 @@ def run_tries() -> int:
             file.flush()
             codes[found.exit_code] = codes.get(found.exit_code, 0) + 1
             trained += found.steps > 0
-            if found.traceback:
+            if found.traceback or found.exit_code == SLOW:
                 faults += 1
-                print(f"{number}: {found.words}\n    {found.traceback}", flush=True)
+                print(f"{number}: {found.words}\n    {found.traceback or 'too long'}", flush=True)
     shown = ", ".join(f"exit {code}: {count}" for code, count in sorted(codes.items()))
-    print(f"{given.tries} tries, {trained} trained, {faults} tracebacks; {shown}")
+    print(f"{given.tries} tries, {trained} trained, {faults} faults; {shown}")
     return min(faults, 100)
 
 

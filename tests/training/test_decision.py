@@ -113,7 +113,6 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
     assert len(seen) == 1 and rows(tmp_path / "day" / "again") == rows(tmp_path / "day" / "first")
     assert again.peak_bytes_predicted == first.peak_bytes_predicted and again.budget_met
     account = json.loads((tmp_path / "day" / "again" / "deciding.json").read_text())
-    print("PEAK", first.peak_bytes_predicted)
     assert account["kept"] is True and "taken over from " in capsys.readouterr().out
     monkeypatch.undo()
     grown = lambda *given, **named: more(run_trial(*given, **named))  # noqa: E731

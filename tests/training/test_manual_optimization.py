@@ -18,6 +18,8 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.types import to_plain
 from tests.support.classifier import QUIET, loader, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+
 
 class Gan(L.LightningModule):
     """Generator and discriminator in turn, clipped, with schedules; `every`: batches between the generator's steps."""

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*You're resuming from a checkpoint that ended before.*",
     "ignore:.*Swapping scheduler.*",
     "ignore:SWA is currently only supported every epoch",
+    "ignore:Checkpoint directory .* exists:UserWarning",
 )
 NARROW = SessionSettings(planner=PlannerSettings(specs=("adamw", "adamw_int8+split8"), keep_fp32_roles=()))
 

@@ -10,6 +10,8 @@ from baoc.errors import BadInputError
 from tests.support.classifier import Classifier, fit
 from tests.support.reduced_weights import SPECS, run, strategy
 
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_precisions_that_could_not_read_them_are_refused(precision: Any) -> None:

@@ -28,6 +28,8 @@ from baoc.training.session import Session
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.reduced_weights import SPECS, run, strategy
 
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+
 
 class Card:
     """Whether weights in full pass its cap, and what they were at each look and when the optimizer was built."""
