@@ -63,12 +63,12 @@ def test_an_error_of_one_rank_ends_the_run_with_its_exit_code(tmp_path: Path) ->
 
 def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
     folder = tmp_path / "day" / "run"
-    code, told = started(folder, fault="SIGKILL").done()
+    code, told = started(folder, "trainer.strategy=fsdp", fault="SIGKILL").done()
     assert code == 5 and "rank 1 was ended by SIGKILL; resume=auto goes on" in " ".join(told.split()), told
     assert max(losses(folder)) < 11 and not (folder / "result.json").exists()
     metrics = folder / "metrics.jsonl"
     before = metrics.stat().st_size  # lines after the checkpoint go as the second attempt begins
-    command = started(folder, "trainer.max_steps=4000", "resume=auto")
+    command = started(folder, "trainer.strategy=fsdp", "trainer.max_steps=4000", "resume=auto")
     wait_until(lambda: metrics.stat().st_size > before, what="a new step of the second attempt")
     command.signal(signal.SIGTERM)
     code, told = command.done()
