@@ -115,6 +115,7 @@ def probe_footprint(
             run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
         )
         gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
+        settled_bytes = meter.current_bytes if released else 0
         # Experts that this batch had no sample for: a later one has some.
         idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
         waiting = waiting_bytes(device, params) if released else idle
@@ -130,6 +131,7 @@ def probe_footprint(
         forward_backward_bytes=peak + waiting,
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes + waiting,
+        settled_bytes=settled_bytes,
         context_bytes=memory.settle_context(device) or context_bytes,
         reserve_bytes=reserve_of(device, peak=peak + waiting),
         released=bool(released),
@@ -236,6 +238,7 @@ class FirstStepMemory:
             forward_backward_bytes=peak,
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
+            settled_bytes=meter.current_bytes - state_bytes if released else 0,
             context_bytes=memory.settle_context(device) or self._context_bytes,
             reserve_bytes=reserve_of(device, peak=peak + state_bytes),
             released=released,

@@ -179,9 +179,10 @@ class Footprint:
     `forward_backward_bytes` is the largest live total during forward and backward (weights, gradients, activations,
     data), `validation_bytes` the same for a validation batch, both without optimizer state; `resident_bytes` are the
     weights, gradients and data that live through the optimizer step. Where gradients are `released` in backward,
-    `gradients_bytes` is the most of them that is alive at once, and `resident_bytes` the most of all, activations too,
-    that is alive when a block is stepped. `step_temporary_bytes` maps a spec to what its step needs for the largest
-    tensor beyond its state, `arrival_bytes` is what taking weights in holds beside what is kept of them.
+    `gradients_bytes` is the most of them that is alive at once, and `resident_bytes` the most of all, activations
+    too, that is alive when a block is stepped; `settled_bytes` is what is left after the last one: weights, data,
+    tables. `step_temporary_bytes` maps a spec to what its step needs for the largest tensor beyond its state,
+    `arrival_bytes` is what taking weights in holds beside what is kept of them.
     """
 
     device: str
@@ -191,6 +192,7 @@ class Footprint:
     forward_backward_bytes: int
     validation_bytes: int
     resident_bytes: int
+    settled_bytes: int = 0
     ema_bytes: int = 0
     profile_bytes: int = 0
     profile_temporary_bytes: int = 0  # while gradients are sampled, and while a decision looks at them
@@ -231,7 +233,7 @@ class Footprint:
     def _parts(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
         whole = PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes)
         # Where gradients are released they are gone, and activations with them, when a sample of all is put together.
-        beside = self.weights_bytes if self.released else self.resident_bytes
+        beside = max(self.weights_bytes, self.settled_bytes) if self.released else self.resident_bytes
         sample = PeakInterval(
             name="sample",
             num_bytes=beside + self.profile_temporary_bytes,

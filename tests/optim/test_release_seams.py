@@ -101,6 +101,8 @@ def test_the_probe_drops_gradients_as_training_will(device: str, own_backward: b
     kept = probe_footprint(net, run_micro_batch=run)
     assert footprint.forward_backward_bytes < footprint.weights_bytes + 4 * layer
     assert footprint.weights_bytes < footprint.resident_bytes <= footprint.forward_backward_bytes
+    # A sample of all gradients is put together when they are gone, beside the weights and the data.
+    assert footprint.weights_bytes + x.nbytes <= footprint.settled_bytes < footprint.resident_bytes
     assert not kept.released and kept.gradients_bytes == 8 * layer  # also of the layer that this batch did not reach
     assert kept.forward_backward_bytes >= footprint.forward_backward_bytes + 4 * layer
 
