@@ -36,7 +36,8 @@ EXCHANGED = (
     "not told: the peak alone was recorded of Muon's batches and messages, which the probe of a step does not run"
 )
 GAPS = "Muon's room found no place between gradients and took more pages; 288 tries after are in peak_campaign_cuda.csv"
-TRACKED = "statistics of a decision made float64 copies; 25 tries after the mend are below (peak_campaign_cpu.csv)"
+TRACKED = "statistics of a decision made float64 copies; tries after the mend are below (peak_campaign_cpu.csv)"
+SETTLED = "released gradients: a sample was not beside data and tables; the 18 ran again below (peak_campaign_cpu.csv)"
 # Table and commit -> why a run was above. "Below at" names a run of the same case in the same table.
 CAUSES = {
     ("ddp_steps_h200.csv", ""): BUCKET,
@@ -57,6 +58,7 @@ CAUSES = {
     ("online_quality_h200.csv", "aa269d22be12b7438581ed1ddd85cee910913be4-dirty"): MOVED,
     ("online_quality_h200_displacement.csv", "5ee2593"): MOVED,
     ("peak_campaign_cpu_before.csv", "e22adab"): TRACKED,
+    ("peak_campaign_cpu_before.csv", "adc0096bcb87d4db20f9cf8685e9e16c257eee8d"): SETTLED,
     ("peak_campaign_cuda_before.csv", "564326a8658fa68ad0a23e376fd3ef7a8d3a0ac5"): GAPS,
     ("peak_campaign_cuda_before.csv", "8e428e24e0d671bd94c305d12943f51e56186d7e"): GAPS,
     ("step_time_error_h200.csv", "473c30d"): "the prediction alone fell, by 1 %; below at 50d37db, at the same peak",
