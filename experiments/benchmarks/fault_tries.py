@@ -252,7 +252,7 @@ def jumping(draw: random.Random) -> Callable[[], float]:
 def clocked(number: int, *, draw: random.Random, folder: Path, whole: Path) -> Row:
     """time.time jumps; files take the true time, as if another machine's server kept them."""
     what, said = draw.choice(("run", "study", "resumed")), folder / "said"
-    os.environ["BAOC_CACHE"] = str(folder / "cache")
+    os.environ["BAOC_CACHE"] = str(whole / "cache")
     faults: list[str] = []
 
     def work(*words: str) -> Callable[[], int | None]:
@@ -281,7 +281,7 @@ def clocked(number: int, *, draw: random.Random, folder: Path, whole: Path) -> R
         told = json.loads((folder / "job" / "result.json").read_text())
         known = {key: told[key] for key in ("train_s", "samples_per_s") if told.get(key) is not None}
         faults += [f"{key} is {value}" for key, value in known.items() if not 0 < value < 1e6]
-    for path in ("job", "study", "cache"):
+    for path in ("job", "study"):
         shutil.rmtree(folder / path, ignore_errors=True)
     return {"what": what, "outcome": str(code), "faults": "; ".join(faults)}
 
@@ -290,7 +290,7 @@ def clocked(number: int, *, draw: random.Random, folder: Path, whole: Path) -> R
 
 
 def owned(number: int, *, draw: random.Random, folder: Path, whole: Path) -> Row:
-    os.environ["BAOC_CACHE"] = str(folder / "cache")
+    os.environ["BAOC_CACHE"] = str(whole / "cache")
     run_dir, moment = folder / "job", draw.randrange(STEPS)
     first = forked(started(run_dir), said=folder / "said", wait=False)
     ended = False
@@ -315,8 +315,7 @@ def owned(number: int, *, draw: random.Random, folder: Path, whole: Path) -> Row
         faults.append(f"the first one ended with {end}: {sentence(folder / 'said')}")
     if not ended and not faults and metrics(run_dir) != metrics(whole / "job"):
         faults.append("not the metrics of the run that was never disturbed")
-    for path in ("job", "cache"):
-        shutil.rmtree(folder / path, ignore_errors=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
     what = f"{' '.join(words) or 'the same command'} after {moment} steps"
     return {"what": what, "outcome": f"{code}: {told}"[:300], "faults": "; ".join(faults)}
 
