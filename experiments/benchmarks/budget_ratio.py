@@ -162,7 +162,8 @@ def run_case(
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             super().on_train_batch_end(trainer, *rest)
             if trainer.global_step and not told.is_file():
-                trainer.strategy.root_device.type == "cuda" and torch.cuda.synchronize()
+                if trainer.strategy.root_device.type == "cuda":
+                    torch.cuda.synchronize()
                 told.write_text(str(time.perf_counter() - began))
                 if briefly:
                     os._exit(0)

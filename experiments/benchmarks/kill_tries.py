@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import lightning as L  # noqa: E402
+from lightning.pytorch.callbacks import ProgressBar  # noqa: E402
 
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
@@ -61,11 +62,14 @@ class Try:
     faults: str
 
 
-class Tell(L.Callback):
-    """Writes the count of finished steps to a pipe whenever the next one begins."""
+class Tell(ProgressBar):
+    """Writes the count of finished steps to a pipe whenever the next one begins, in the place of the run's bar."""
 
     def __init__(self, descriptor: int):
+        super().__init__()
         self.descriptor = descriptor
+
+    def disable(self) -> None: ...
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         os.write(self.descriptor, f"{trainer.global_step}\n".encode())
@@ -83,7 +87,6 @@ def config(*, resume: str | None) -> RunConfig:
         trainer=TrainerConfig(
             max_steps=STEPS,
             gradient_clip_val=1.0,
-            enable_progress_bar=False,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
             val_check_interval=15,
@@ -109,7 +112,7 @@ def start(run_dir: Path) -> tuple[int, int]:
         os.dup2(quiet, 1)
         run_dir.mkdir(parents=True, exist_ok=True)
         resume = str(run_dir) if any(run_dir.rglob("*.ckpt")) else None
-        assembly.progress_bar = lambda **_: Tell(writing)
+        assembly.RunProgress = lambda: Tell(writing)  # pyright: ignore
         training.run(config(resume=resume), run_dir=run_dir, command="kill_tries")
         code = 0
     finally:
