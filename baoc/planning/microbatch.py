@@ -20,10 +20,7 @@ STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.k
 OBJECTIVES = ("quality", "throughput", "balanced")
 ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
 CORRECTIONS = 3  # of a number of recomputed layers that a line promised too low
-_LINES = (
-    *("forward_backward_bytes", "validation_bytes", "resident_bytes", "settled_bytes"),
-    *("context_bytes", "reserve_bytes"),
-)
+_LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +224,6 @@ def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) ->
         forward_backward_bytes=max((m.num_bytes for m in intervals if m.name != "validation"), default=0),
         validation_bytes=max((m.num_bytes for m in intervals if m.name == "validation"), default=0),
         resident_bytes=footprint.resident_bytes - max(0, total - held_bytes),
-        settled_bytes=max(0, footprint.resident_bytes - total),
     )
 
 

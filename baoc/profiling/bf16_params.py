@@ -136,5 +136,6 @@ def as_native(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
             (interval.num_bytes for interval in intervals if interval.name == "validation"), default=0
         ),
         resident_bytes=found.resident_bytes + (saved if found.released else 2 * saved),
+        settled_bytes=found.settled_bytes + saved if found.released else 0,
         intervals=intervals,
     )

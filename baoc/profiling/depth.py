@@ -103,7 +103,7 @@ def extended(short: Footprint, long: Footprint, *, layers: Layers, sizes: Mappin
         return a + (depth - SHORT) * (b - a)
 
     slack = max(f.forward_backward_bytes - max(m.num_bytes for m in f.intervals) for f in (short, long))
-    fields = ("weights_bytes", "gradients_bytes", "resident_bytes", "ema_bytes")
+    fields = ("weights_bytes", "gradients_bytes", "resident_bytes", "settled_bytes", "ema_bytes")
     values = {name: line(getattr(short, name), getattr(long, name)) for name in fields}
     merged = merge_intervals(intervals, name="training", slack=slack, gradients=[sizes[name] for name in order])
     peak = max(interval.num_bytes for interval in merged)

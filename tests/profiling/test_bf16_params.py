@@ -115,6 +115,7 @@ def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
         assert told.peak_bytes(state_bytes=state_bytes) >= native.peak_bytes(state_bytes=state_bytes)
     assert told.weights_bytes == native.weights_bytes and told.gradients_bytes >= native.gradients_bytes
     assert released or told.resident_bytes == native.resident_bytes
+    assert told.settled_bytes == native.settled_bytes
     assert found.peak_bytes(state_bytes=0) < native.peak_bytes(state_bytes=0)
 
 
