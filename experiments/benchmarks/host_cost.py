@@ -67,7 +67,7 @@ def step_us(optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, w
 def replay_us(optimizer: BlockwiseOptimizer) -> float:
     """Median microseconds of the driver's part: replaying the graph that the last step replayed."""
     (unit,) = optimizer.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-    last = (unit.engine._upload._next - 1) % SLOTS
+    last = (unit.engine._upload.current - 1) % SLOTS
     graph = next(graph for (slot, _), graph in unit.engine._graphs._graphs.items() if slot == last)
     times = []
     for _ in range(STEPS):

@@ -90,16 +90,15 @@ def test_counts_are_logged_when_they_arrive_and_survive_changes(caplog: pytest.L
     pair.params[0]["a"].grad[0, 0] = float("nan")
     with caplog.at_level(logging.INFO):
         pair.fused.step()
-        pair.fused.step()  # its launch tells what the one before found
         assert caplog.text == ""
         pair.fused.step()
     assert (
-        "1 gradient element(s) are NaN, infinite or beyond 2^48 before step 3: a (1); policy: skip_element"
+        "1 gradient element(s) are NaN, infinite or beyond 2^48 before step 2: a (1); policy: skip_element"
         in caplog.text
     )
     pair.fused.migrate({"a": "lion"})
     pair.fused.step()
-    assert pair.fused.num_nonfinite == 4 and copy.deepcopy(pair.fused).num_nonfinite == 4
+    assert pair.fused.num_nonfinite == 3 and copy.deepcopy(pair.fused).num_nonfinite == 3
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from baoc.kernels import Cut, FusedTable, Kind
-from baoc.kernels.triton.staging import Upload
 from baoc.kernels.usable import usable
 from baoc.optim.codecs import lanes
 from tests.support.fused_step import fused_step, launch
@@ -129,17 +128,6 @@ def test_chunks_with_an_odd_element_step_the_others_as_plain_chunks_do(weights: 
         assert torch.equal(own[others], other[others]) if own.numel() == 512 else torch.equal(own, other)
     check_equal(plain)
     check_equal(odd)
-
-
-def test_an_exchange_sends_and_brings_back_in_one_launch():
-    upload = Upload(48, num_back=3, device=torch.device("cpu"))
-    upload.slots[upload.slot()].fill_(7)
-    upload.back.copy_(torch.tensor([3, -1, 2**40]))
-    upload.number()
-    upload.exchange()
-    assert upload.arrived[0] == 1  # the number came back with the rest
-    upload.sent()
-    assert upload.device.tolist() == [7] * 48 and upload.received.cast("q").tolist() == [3, -1, 2**40]
 
 
 def test_sums_do_not_depend_on_the_run():

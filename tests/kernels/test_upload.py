@@ -1,7 +1,6 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
-import threading
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ def test_a_slot_goes_up_and_what_the_device_says_comes_back() -> None:
     assert buffer.device.tolist() == [7] * NBYTES  # not before it is sent
     buffer.send(16)
     assert buffer.device.tolist() == [9] * 16 + [7] * (NBYTES - 16)
+    assert memory_of(torch.zeros(0)).nbytes == 0
 
 
 def test_what_comes_back_is_read_at_once_on_request() -> None:
@@ -38,80 +38,25 @@ def test_what_comes_back_is_read_at_once_on_request() -> None:
     assert buffer.received.cast("q").tolist() == [5] * 4
 
 
-def test_a_number_that_came_back_says_that_the_slot_was_read() -> None:
+def test_slots_are_filled_in_turn_once_they_were_read_and_go_when_all_were() -> None:
     buffer = make()
-    for expected in (1, 2, 3):
-        buffer.number()
-        buffer.copy()
-        assert buffer.arrived[0] == expected - 1
-        buffer.receive()
-        buffer.sent()
-        assert buffer.arrived[0] == expected == buffer.in_use[0]
-
-
-@pytest.mark.parametrize("arrived", [True, False])
-def test_pinned_memory_is_given_back_when_the_device_is_done_with_it(
-    arrived: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[object] = []
-    buffer = make()
-    monkeypatch.setattr(upload, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=waited.append)))
-    buffer.on_cuda = True
-    buffer.number()
-    if arrived:
-        buffer.arrived[0] = 1
-    buffer.sent()
+    buffer.on_cuda, buffer.slots, buffer._free = True, buffer.slots * 3, [Mock() for _ in range(3)]
+    events, order = buffer._free, []
+    for _ in range(4):
+        order.append(buffer.slot())
+        buffer.send()
+    assert order == [0, 1, 2, 0]
+    assert [event.record.call_count for event in events] == [2, 1, 1]
+    assert [event.synchronize.call_count for event in events] == [2, 1, 1]
     del buffer
-    assert len(waited) == (not arrived)
-
-
-def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
-    buffer = make()
-    buffer.on_cuda = True
-    buffer.number()
-    buffer.sent()  # its copy is still on the way
-    arrive = threading.Timer(0.02, lambda: buffer.arrived.__setitem__(0, 1))
-    arrive.start()
-    assert buffer.slot() == 0 and buffer.arrived[0] == 1
-    arrive.join()
-
-
-def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def query() -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    buffer = make()
-    buffer.on_cuda, buffer.in_use = True, [1]
-    monkeypatch.setattr(upload, "LOOK_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query))
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        buffer.slot()
-
-
-def test_a_slot_sent_from_another_stream_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = []
-    buffer = make()
-    buffer.on_cuda, buffer.in_use = True, [1]
-    monkeypatch.setattr(upload, "LOOK_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
-    assert buffer.slot() == 0 and waited == [True]
-
-
-def test_parts_begin_at_multiples_of_sixteen_bytes() -> None:
-    buffer = make()
-    assert (buffer.device.data_ptr() - buffer.back.data_ptr()) % 16 == 0
-    assert memory_of(torch.zeros(0)).nbytes == 0
+    assert [event.synchronize.call_count for event in events] == [3, 2, 2], "their memory is pinned"
 
 
 def test_nothing_is_said_of_an_upload_that_goes_when_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of a module are None by then, and what a `__del__` raises is printed at the end of a user's script."""
     held = make()
-    held.on_cuda = True
-    held.number()
-    held.sent()
+    held._free = [None]  # pyright: ignore[reportAttributeAccessIssue]
     with monkeypatch.context() as late:
         for name in [name for name in vars(upload) if not name.startswith("__")]:
             late.setitem(vars(upload), name, None)
         held.__del__()
-        held.arrived[0] = 1

@@ -7,11 +7,11 @@ The launch path of a fused step, in order:
 2. `Engine.stage` (host): `Gradients.refresh` reads the address of each gradient; `Settings.fill` computes one row of
    settings per parameter group, rule and step count, and spreads it over the tensors. Both lie in a pinned slot of the
    `Upload` then. Nothing waits for the device, unless it is more than `SLOTS` steps behind.
-3. `Engine.run` (device): `exchange` copies the slot up and the counts of non-finite elements down in one launch; each
-   table is one launch of its family's kernel, whose programs find their tensor by `chunk_tensor` and read addresses,
-   settings and thresholds from the buffer; for matched blocks `match_kernel` computes what a second, small launch
-   (`repair`) takes off where the factor of this step was too large. Ranks that have parts of the tensors add their sums
-   up before it (`share`).
+3. `Engine.run` (device): the slot is copied up first, and the counts of non-finite elements down at the end; each table
+   is one launch of its family's kernel, whose programs find their tensor by `chunk_tensor` and read addresses, settings
+   and thresholds from the buffer; for matched blocks `match_kernel` computes what a second, small launch (`repair`)
+   takes off where the factor of this step was too large. Ranks that have parts of the tensors add their sums up before
+   it (`share`).
 4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
    (staged or not, types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for
    the step alone (Muon's matrix products) is taken before, and where it lies belongs to the variant.
@@ -208,8 +208,6 @@ class Engine:
         """
         staged, self._staged = self._staged, False
         room = self._take_room()
-        if staged:
-            self._upload.number()
         if (measure or others_measure) and matched:
             if staged:
                 self._upload.copy()
@@ -224,7 +222,7 @@ class Engine:
             if number:
                 self._add_up()  # which no graph captures
             if graphs and self.graphs.on:
-                self.graphs.run((number, key), launch_part, slot=self._upload.slot())
+                self.graphs.run((number, key), launch_part, slot=self._upload.current)
             else:
                 launch_part()
         if staged:
@@ -238,11 +236,11 @@ class Engine:
 
         def begin() -> None:
             if staged:
-                self._upload.exchange()
+                self._upload.copy()
             self._step(matched=matched, marked=marked)
 
         def end() -> None:
-            self._finish(staged=staged, matched=matched, marked=marked)
+            self._finish(matched=matched, marked=marked)
 
         def whole() -> None:
             begin()
@@ -280,8 +278,8 @@ class Engine:
             on = matched and table.matches[0] is not None
             launch(table, Call(matched=on, track=on, marked=marked))
 
-    def _finish(self, *, staged: bool, matched: bool, marked: bool) -> None:
-        """Matches updates, and copies counts of non-finite elements to the host where `exchange` did not."""
+    def _finish(self, *, matched: bool, marked: bool) -> None:
+        """Matches updates, and copies counts of non-finite elements to the host."""
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
             if self.share is None:
@@ -289,8 +287,7 @@ class Engine:
             self._match(measure=False)
             for table in matching:
                 launch(table, Call(mode="repair", matched=True, marked=marked))
-        if not staged:
-            self._upload.receive()
+        self._upload.receive()
 
     def sum(self) -> None:
         """Sums of squares by tensor from those by program."""

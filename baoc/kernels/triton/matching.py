@@ -7,8 +7,6 @@ gradient, a repairing launch of the step's kernel adds the difference.
 
 `mark_kernel` turns non-finite elements of gradients into -0.0, and true -0.0 into 0.0 before. Clipping by norm or value
 keeps a -0.0 and no norm counts it, so the step still knows which elements to leave out.
-
-`exchange_kernel` moves the settings of a step to the device and counts back to the host.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -24,35 +22,6 @@ _WIDTH = tl.constexpr(8)
 _MATCH_AT = tl.constexpr(6)
 _PER_LR = tl.constexpr(7)
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.matching
-
-
-@triton.jit
-def exchange_kernel(
-    slot,  # address of int64[up_words] in pinned memory: what goes up, its number first
-    up,  # and on the device
-    back,  # of int64[back_words] on the device: what comes back
-    received,  # and in pinned memory, with room for the number after it
-    up_words, back_words,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """One program: reads and writes the host's memory itself, for between kernels copies cost more than what they move.
-
-    The number comes back last, when all of the slot was read.
-    """
-    lanes = tl.arange(0, LANES)
-    source = tl.multiple_of(slot.to(tl.pointer_type(tl.int64)), 16)
-    target = tl.multiple_of(up.to(tl.pointer_type(tl.int64)), 16)
-    for begin in range(0, up_words, LANES):
-        inside = begin + lanes < up_words
-        words = tl.load(source + begin + lanes, mask=inside, cache_modifier=".cv")
-        tl.store(target + begin + lanes, words, mask=inside)
-    counts = back.to(tl.pointer_type(tl.int64))
-    told = received.to(tl.pointer_type(tl.int64))
-    for begin in range(0, back_words, LANES):
-        inside = begin + lanes < back_words
-        tl.store(told + begin + lanes, tl.load(counts + begin + lanes, mask=inside), mask=inside)
-    tl.debug_barrier()
-    tl.store(told + back_words, tl.load(source, cache_modifier=".cv"))
 
 
 @triton.jit

@@ -7,7 +7,6 @@ one pinned slot of an `Upload`.
 
 import ctypes
 import struct
-import time
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
@@ -25,10 +24,7 @@ from baoc.kernels.triton.table import WIDTH, FusedTable
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
 _ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for
 _FEW = 16  # gradients that are looked at closely in every step
-_LANES = 1024  # words of 8 bytes that are read at once
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
-_HEAD = 16  # bytes before what goes up: the number, and padding
-_PATIENCE_S, LOOK_S = 1e-4, 0.1  # between looks at the number, and at whether the device still works
 MOST_LAYOUTS = 16  # sets of addresses that are remembered
 _GRAD: Callable[[Tensor], Any] = attrgetter("grad")
 _DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
@@ -257,110 +253,67 @@ class _Class:
 class Upload:
     """A small device buffer that the host refills every step, without waiting for the device and without racing it.
 
-    The host fills one of a few pinned slots (`slot()`), and `send()` copies it to `device` (uint8 [nbytes]), whose
-    address never changes. Each upload has a number. The device returns the number of the last upload that it has read,
-    so the host knows which slots are free: reading memory is cheaper than the two calls of a CUDA event.
-
-    `receive()` copies `back` (int64 [num_back] on the device) and that number to `received` on the CPU. `copy()`,
-    `receive()`, and `exchange()`, which does both in one launch, may be captured in a graph, one per slot. After a
-    replay, call `sent()` to count the upload, as `send` does itself.
+    The host fills one of a few pinned slots (`slot()`), and `copy()` takes it to `device` (uint8 [nbytes]), whose
+    address never changes. `receive()` brings `back` (int64 [num_back] on the device) to `received` on the CPU. Both may
+    be captured in a graph, one per slot. `sent()` comes after them, or after a replay: an event, behind which the slot
+    is free again.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
         self.on_cuda = device.type == "cuda"
-        assert not nbytes % 8, "whole words go up"
-        begin = 8 * num_back
-        whole = torch.zeros(begin + _HEAD + nbytes, dtype=torch.uint8, device=device)
-        self.back, self.device = whole[:begin].view(torch.int64), whole[begin + _HEAD :]
-        self._up, self._down = whole[begin:], whole[: begin + 8]
-        count = SLOTS if self.on_cuda else 1
-        self._slots = [self._pinned(_HEAD + nbytes) for _ in range(count)]
-        self.slots = [slot[_HEAD:] for slot in self._slots]  # what to fill
-        self._numbers = [memory_of(slot[:8]).cast("q") for slot in self._slots]
-        self._received = self._pinned(begin + 8)
-        self.received = memory_of(self._received[:begin])
-        self.arrived = memory_of(self._received[begin:]).cast("q")
-        self.in_use = [0] * count  # the number under which a slot was last sent
-        self._number = 0
-        self._next = 0
+        self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.back = torch.zeros(num_back, dtype=torch.int64, device=device)
+        self.slots = [self._pinned(nbytes) for _ in range(SLOTS if self.on_cuda else 1)]
+        self._received = self._pinned(8 * num_back)
+        self.received = memory_of(self._received)
+        self._free = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
+        self.current = 0  # the slot to fill
 
     def __del__(self) -> None:
-        """Waits until the device has read the slots and written `received`: torch does not know of these accesses, and
+        """Waits until the device has read the slots and written `received`: torch does not know of what graphs do, and
         would give their pinned memory to others."""
         try:
-            if self.on_cuda and self.arrived[0] < self._number:
-                torch.cuda.synchronize(self.device.device)
+            for event in self._free:
+                event.synchronize()
         except Exception:  # names of modules are None where the interpreter is on its way out: no `suppress` either
             pass
 
     @property
     def nbytes(self) -> int:
-        return self._up.nbytes + self.back.nbytes
+        return self.device.nbytes + self.back.nbytes
 
     def _pinned(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
         """The slot to fill, the same until it is sent. It still holds an older step's bytes: write all that matter."""
-        if self.on_cuda and self.arrived[0] < self.in_use[self._next]:
-            self._wait(self.in_use[self._next])
-        return self._next
-
-    def _wait(self, number: int) -> None:
-        """Waits until upload `number` was read. Queries the stream too, which raises if the device failed."""
-        look_again = time.monotonic() + LOOK_S
-        while self.arrived[0] < number:
-            time.sleep(_PATIENCE_S)
-            if time.monotonic() > look_again:
-                if torch.cuda.current_stream().query():  # sent from another stream, then
-                    torch.cuda.synchronize()
-                    return
-                look_again = time.monotonic() + LOOK_S
+        if self.on_cuda:
+            self._free[self.current].synchronize()  # at once where it was never sent
+        return self.current
 
     def copy(self, nbytes: int | None = None) -> None:
         """The slot's bytes, or the first of them, go up on the current stream."""
-        end = None if nbytes is None else _HEAD + nbytes
-        self._up[:end].copy_(self._slots[self._next][:end], non_blocking=True)
-
-    def exchange(self) -> None:
-        """`copy` and `receive` in one launch; `received` gets the counts from before later launches."""
-        from baoc.kernels.triton.matching import exchange_kernel
-
-        exchange_kernel[(1,)](
-            self._slots[self._next].data_ptr(),
-            self._up.data_ptr(),
-            self.back.data_ptr(),
-            self._received.data_ptr(),
-            self._up.nbytes // 8,
-            len(self.back),
-            LANES=_LANES,
-            num_warps=8,
-        )
+        self.device[:nbytes].copy_(self.slots[self.current][:nbytes], non_blocking=True)
 
     def receive(self) -> None:
-        """Copies `back` and the number to the host."""
-        self._received.copy_(self._down, non_blocking=True)
-
-    def number(self) -> None:
-        """Gives the slot its number. To be called before it is copied."""
-        self._numbers[self._next][0] = self._number + 1
+        """Copies `back` to the host."""
+        self._received.copy_(self.back.view(torch.uint8), non_blocking=True)
 
     def sent(self) -> None:
-        """The slot is on its way, and what `receive` gets after it says when it has arrived."""
-        self._number += 1
-        self.in_use[self._next] = self._number
-        self._next = (self._next + 1) % len(self.slots)
+        """The slot is on its way; the next one is to be filled."""
+        if self.on_cuda:
+            self._free[self.current].record()
+        self.current = (self.current + 1) % len(self.slots)
 
     def send(self, nbytes: int | None = None) -> None:
         """Up and back, for those who launch nothing in between."""
-        self.number()
         self.copy(nbytes)
         self.receive()
         self.sent()
 
     def read_back(self) -> None:
         """Brings `received` up to date, waiting for the device."""
-        self._received.copy_(self._down)
+        self._received.copy_(self.back.view(torch.uint8))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
