@@ -8,9 +8,9 @@ the rank that held most; `equal` whether all ranks end with the same weights, bi
 checkpoint of half the steps, and `equal` is then to the run that was not interrupted. `--device cpu --networks
 vit-mini` runs on gloo.
 
-`python experiments/benchmarks/ddp_steps.py OUT --kills 5` kills all ranks of a run, or one of them, at random steps
-instead, at 2 and at 1 ranks in turn, and goes on by resume=auto: OUT/ddp_kills.csv, with `--strategy fsdp` that of
-fully_shard at 2 ranks and OUT/fsdp_kills.csv. `--seed` draws others.
+`python experiments/benchmarks/ddp_steps.py OUT --kills 5` kills all ranks of a run, or one of them (with `--one` always
+one), at random steps instead, at 2 and at 1 ranks in turn or at those of `--ranks`, and goes on by resume=auto:
+OUT/ddp_kills.csv, with `--strategy fsdp` that of fully_shard and OUT/fsdp_kills.csv. `--seed` draws others.
 """
 
 import argparse
@@ -304,10 +304,11 @@ def table(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One attempt of a run. `killed`: all, or one rank by its process; "" for one that was left to end."""
+    """One attempt of a run. `killed`: all, or one rank by its process; "" for one that was left to end. `left`:
+    processes that were still there when rank 0 had ended and nobody wrote to its stderr any more."""
 
     number: int
-    strategy: str  # at 2 ranks
+    strategy: str  # of several ranks
     seed: int
     ranks: int
     killed: str
@@ -315,18 +316,21 @@ class Kill:
     exit_code: int
     seconds: float
     steps_kept: int  # in metrics.jsonl
+    left: int
     fault: str
     commit: str
 
 
-def kills(num: int, *, out: Path, device: str, strategy: str, seed: int) -> int:
-    """Kills attempt after attempt, then lets the last one end; the number of faults."""
+def kills(
+    num: int, *, out: Path, device: str, strategy: str, seed: int, counts: Sequence[int], one: bool, steps: int
+) -> int:
+    """Kills attempt after attempt, then lets the last one end after `steps`; the number of faults."""
     draw, rows = random.Random(seed), list[Kill]()
     size = "mini" if device == "cuda" else "tiny"
     words = [
         f"model.size={size}",
         f"device={device}",
-        f"trainer.max_steps={KILLED_STEPS}",
+        f"trainer.max_steps={steps}",
         "checkpoint.every_n_steps=5",
     ]
     words += ["budget=state_25", "checkpoint.export=false", "trainer.limit_val_batches=1", "resume=auto"]
@@ -334,41 +338,43 @@ def kills(num: int, *, out: Path, device: str, strategy: str, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "day" / "run"
         for number in range(num + 1):
-            count = 1 if number % 2 else 2
-            what = "" if number == num else draw.choice(["all", "rank 1"]) if count == 2 else "all"
-            start, on = _steps(run), [f"trainer.strategy={strategy}"] if count == 2 else []
+            count = counts[number % len(counts)]
+            rank = draw.randrange(count) if count > 1 and (one or draw.random() < 0.5) else None
+            what = "" if number == num else "all" if rank is None else f"rank {rank}"
+            start, on = _steps(run), [f"trainer.strategy={strategy}"] if count > 1 else []
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "run.py"), *words, *on, f"trainer.devices={count}", f"hydra.run.dir={run}"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
             began, at = perf_counter(), start + draw.randint(6, 14)
-            while what and process.poll() is None and _steps(run) < at and perf_counter() - began < 100:
+            while what and process.poll() is None and _steps(run) < at and perf_counter() - began < 300:
                 sleep(0.02)
             if what == "all" and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             elif what and process.poll() is None:
-                for child in _children(process.pid):
-                    os.kill(child, signal.SIGKILL)
+                os.kill(_processes(process.pid)[rank], signal.SIGKILL)
             _, err = process.communicate(timeout=120)
-            kept, code = _steps(run), process.returncode
-            expected = {"all": (-signal.SIGKILL,), "rank 1": (5,), "": (0,)}[what]
-            faults = [] if code in expected else [f"exit code {code}: {err[-300:]}"]
+            kept, code, left = _steps(run), process.returncode, _in_group(process.pid)
+            expected = 0 if not what else -signal.SIGKILL if what in ("all", "rank 0") else 5
+            faults = [] if code == expected else [f"exit code {code}: {err[-300:]}"]
+            if left:
+                faults.append(f"{left} processes are left")
             if kept < start or (what and kept < at):
                 faults.append(f"{kept} steps kept, {start} before")
             seen = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-            if not what and (sorted(set(seen)) != list(range(KILLED_STEPS)) or not (run / "result.json").is_file()):
+            if not what and (sorted(set(seen)) != list(range(steps)) or not (run / "result.json").is_file()):
                 faults.append("steps are missing in the whole run")
             rows.append(
                 Kill(
                     number=number, strategy=strategy, seed=seed, ranks=count, killed=what, at_step=at if what else 0,
-                    exit_code=code, seconds=round(perf_counter() - began, 1), steps_kept=kept,
+                    exit_code=code, seconds=round(perf_counter() - began, 1), steps_kept=kept, left=left,
                     fault="; ".join(faults), commit=commit(),
                 )
             )  # fmt: skip
             print(rows[-1], flush=True)
             written(out / f"{strategy}_kills.csv", rows)
     bad = sum(bool(row.fault) for row in rows)
-    print(f"{strategy}: {num} kills and resumes at 2 and 1 ranks, {bad} with faults")
+    print(f"{strategy}: {num} kills and resumes at {' and '.join(map(str, counts))} ranks, {bad} with faults")
     return bad
 
 
@@ -377,10 +383,19 @@ def _steps(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def _children(pid: int) -> list[int]:
-    told = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    words = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in told}
-    return [child for child, line in words.items() if b"baoc.cli.ranks" in line]
+def _processes(pid: int) -> dict[int | None, int]:
+    """Rank -> process of a run that `pid` has started and is rank 0 of."""
+    found: dict[int | None, int] = {0: pid}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {int(word[5:]): int(child) for word in words if word.startswith(b"RANK=")}
+    return found
+
+
+def _in_group(group: int) -> int:
+    """How many processes of a group are there, of those that have not ended yet."""
+    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    return sum(int(words[2]) == group and words[0] != "Z" for words in stats)
 
 
 def main() -> int:
@@ -393,10 +408,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, help="kill and resume so often instead")
     parser.add_argument("--strategy", default="ddp", choices=("ddp", "fsdp"), help="of what is killed")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 1], help="of what is killed, in turn")
+    parser.add_argument("--one", action="store_true", help="kill one rank, never all")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.kills:
-        return kills(given.kills, out=given.out, device=given.device, strategy=given.strategy, seed=given.seed)
+        words = {"out": given.out, "device": given.device, "strategy": given.strategy, "seed": given.seed}
+        steps = max(KILLED_STEPS, 20 * given.kills)
+        return kills(given.kills, **words, counts=given.ranks, one=given.one, steps=steps)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     until = perf_counter() + given.seconds
