@@ -97,7 +97,7 @@ class DiffusionTask(Task):
             labels = labels.masked_fill(hidden, self.null_label)
         predicted = self.predict(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
         target = noise if self.prediction == "epsilon" else self.schedule.velocity(images, noise, timesteps)
-        loss = F.mse_loss(predicted.float(), target)
+        loss = F.mse_loss(predicted.float(), target.float())  # torch 2.11 has no backward of mixed ones
         self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
