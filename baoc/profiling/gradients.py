@@ -17,7 +17,7 @@ from baoc.parallel import ALONE, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SavedSchedule, Schedule, Turn
-from baoc.profiling.slices import Slices
+from baoc.profiling.slices import Buffer, Slices
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile, read_plain, to_plain
 from baoc.units import MIB
@@ -105,14 +105,14 @@ class GradientProfiler:
             per_piece=BYTES_PER_PIECE + 8,
             device=device,
         )
-        self._cuts = self._slices.cuts(self._shards) if self._shards else ()
-        self._grad, self._prev = self._slices.new(device), self._slices.new(device)
-        self._targets, self._prev_targets = self._slices.targets(self._grad), self._slices.targets(self._prev)
+        if self._shards:
+            self._slices.keep_own(self._shards)
+        self._grad, self._prev = self._slices.buffer(device), self._slices.buffer(device)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
         self._schedule = Schedule(num_params=num_params, max_share=max_share, ranks=ranks)
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
-        self._part_turn = Turn.SKIP  # what the step in progress is for, where it comes by parts
+        self._turn = Turn.SKIP  # what the step in progress is for
         self._stats: dict[str, GradientStats] | None = None
         self._released = False
         if self._schedule.large and device.type != "meta":
@@ -127,8 +127,7 @@ class GradientProfiler:
         """Every tensor it holds, for counting memory; none once released."""
         if self._released:
             return []
-        rows = [cut.rows for cut in self._cuts if cut.rows is not None]
-        return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors(), *rows]
+        return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors()]
 
     @property
     def num_samples(self) -> int:
@@ -139,11 +138,39 @@ class GradientProfiler:
     @torch.no_grad()
     def observe(self, *, step: int | None = None) -> bool:
         """Samples the present gradients of `params` if the schedule chooses this step. `step` counts from 0."""
-        turn = self._next_turn(step)
-        if turn is Turn.SKIP:
+        self._turn = self._next_turn(step)
+        if not self.takes_part:
             return False
-        self._take(turn, {name: param.grad for name, param in self._params.items()})
-        return turn is Turn.SAMPLE
+        self._take({name: param.grad for name, param in self._params.items() if param.grad is not None})
+        return self._turn is Turn.SAMPLE
+
+    @torch.no_grad()
+    def begin_parts(self, *, step: int) -> None:
+        """A step begins whose gradients come by parts."""
+        self._turn = self._next_turn(step)
+        if self.takes_part:
+            with self._schedule.running(self._turn):
+                self._begin()
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the step in progress is sampled or gathered."""
+        return self._turn is not Turn.SKIP and not self._released
+
+    @torch.no_grad()
+    def see_part(self, grads: Mapping[str, Tensor]) -> None:
+        """Final gradients of some of `params`, by name. What never comes counts as 0."""
+        if self.takes_part:
+            with self._schedule.running(self._turn, more=True):
+                self._see(grads)
+
+    @torch.no_grad()
+    def finish_parts(self) -> None:
+        """The step's gradients have all been seen."""
+        if self.takes_part:
+            with self._schedule.running(self._turn, more=True):
+                self._finish()
+        self._turn = Turn.SKIP
 
     def _next_turn(self, step: int | None) -> Turn:
         self._step = self._step + 1 if step is None else step
@@ -154,68 +181,41 @@ class GradientProfiler:
         self._schedule.advance(turn)
         return turn
 
-    def _take(self, turn: Turn, grads: Mapping[str, Tensor | None], *, alone: bool = False) -> None:
-        with self._schedule.running(turn):
-            self._swap()
-            self._gather(grads, alone=alone)
-            self._average(turn)
-            if turn is Turn.SAMPLE:
-                self._moments.observe(grads)
+    def _take(self, grads: Mapping[str, Tensor], *, alone: bool = False) -> None:
+        with self._schedule.running(self._turn):
+            self._begin()
+            self._see(grads)
+            self._finish(alone=alone)
 
-    def _average(self, turn: Turn) -> None:
-        """The gathered gradients join the statistics."""
+    def _begin(self) -> None:
+        self._grad, self._prev = self._prev, self._grad
+        self._grad.flat.zero_()
+        if self._turn is Turn.SAMPLE:
+            self._moments.begin()
+
+    def _see(self, grads: Mapping[str, Tensor]) -> None:
+        self._slices.gather_(self._grad, grads={name: local(grad) for name, grad in grads.items()})
+        if self._turn is Turn.SAMPLE:
+            self._moments.see(grads)
+
+    def _finish(self, *, alone: bool = False) -> None:
+        """The gathered gradients, of all ranks unless `alone`, join the statistics."""
+        grad = self._grad.flat
+        if self._shards and not alone:
+            next(iter(self._shards.values())).shards.total_(grad)
+        grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if self._prev_step == self._step - 1:
-            self._averages.pair(self._prev, self._grad)
+            self._averages.pair(self._prev.flat, grad)
         self._prev_step = self._step
-        if turn is Turn.SAMPLE:
+        if self._turn is Turn.SAMPLE:
             self._stats = None
-            self._averages.sample(self._grad)
-
-    # -- the same where gradients come by parts -------------------------------------------------------------------
-
-    @torch.no_grad()
-    def begin_parts(self, *, step: int) -> None:
-        """A step begins; see `observe`."""
-        self._part_turn = self._next_turn(step)
-        if self._part_turn is Turn.SKIP:
-            return
-        with self._schedule.running(self._part_turn):
-            self._swap()
-            self._grad.zero_()
-            if self._part_turn is Turn.SAMPLE:
-                self._moments.begin_parts()
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether the step in progress, which comes by parts, is sampled or gathered."""
-        return self._part_turn is not Turn.SKIP and not self._released
-
-    @torch.no_grad()
-    def see_part(self, grads: Mapping[str, Tensor]) -> None:
-        """Final gradients of some of `params`, by name. What never comes counts as 0."""
-        if self._part_turn is Turn.SKIP or self._released:
-            return
-        with self._schedule.running(self._part_turn, more=True):
-            self._slices.gather_part_(self._targets, grads=grads)
-            if self._part_turn is Turn.SAMPLE:
-                self._moments.see_part(grads)
-
-    @torch.no_grad()
-    def finish_parts(self) -> None:
-        """The step's gradients have all been seen."""
-        turn, self._part_turn = self._part_turn, Turn.SKIP
-        if turn is Turn.SKIP or self._released:
-            return
-        with self._schedule.running(turn, more=True):
-            self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            self._average(turn)
-            if turn is Turn.SAMPLE:
-                self._moments.finish_parts()
+            self._averages.sample(grad)
+            self._moments.finish()
 
     def _rehearse(self) -> None:
         """Runs everything once unseen, on the parameters as gradients, and once more to learn what it costs."""
         fresh = self.state_dict()
-        device = self._grad.device
+        device = self._grad.flat.device
         for _ in range(2):
             self._take_unseen(Turn.GATHER, Turn.SAMPLE)
             if device.type == "cuda":
@@ -228,9 +228,11 @@ class GradientProfiler:
         No rank waits for another: one alone may have no room for this, and then tells them so.
         """
         values = {name: param.detach() for name, param in self._params.items()}
-        for turn in turns:
+        before = self._turn
+        for self._turn in turns:
             self._step += 1
-            self._take(turn, values, alone=True)
+            self._take(values, alone=True)
+        self._turn = before
 
     @torch.no_grad()
     def temporary_bytes(self) -> int:
@@ -238,7 +240,7 @@ class GradientProfiler:
 
         Leaves it as it was.
         """
-        device = self._grad.device
+        device = self._grad.flat.device
         if device.type == "meta" or self._released:
             return self.nbytes
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
@@ -250,20 +252,6 @@ class GradientProfiler:
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         return most
-
-    def _gather(self, grads: Mapping[str, Tensor | None], *, alone: bool) -> None:
-        if self._cuts:
-            parts = {name: None if grad is None else local(grad) for name, grad in grads.items()}
-            self._slices.gather_rows_(self._targets, cuts=self._cuts, grads=parts)
-            if not alone:
-                next(iter(self._shards.values())).shards.total_(self._grad)
-        else:
-            self._slices.gather_(self._targets, grads=grads)
-        self._grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-    def _swap(self) -> None:
-        self._grad, self._prev = self._prev, self._grad
-        self._targets, self._prev_targets = self._prev_targets, self._targets
 
     # -- what was seen --------------------------------------------------------------------------------------------
 
@@ -293,8 +281,8 @@ class GradientProfiler:
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""
         self._released = True
-        self._params, self._targets, self._prev_targets = {}, [], []
-        self._grad = self._prev = torch.zeros(0)
+        self._params = {}
+        self._grad = self._prev = Buffer(torch.zeros(0), [])
         self._averages.tensors = {}
         self._moments.release()
 
@@ -344,7 +332,7 @@ class GradientProfiler:
         self._stats = None
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {"grad": self._grad, "prev": self._prev, **self._averages.tensors}
+        return {"grad": self._grad.flat, "prev": self._prev.flat, **self._averages.tensors}
 
     def _layout(self) -> list[str]:
         pieces = [

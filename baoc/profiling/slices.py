@@ -7,7 +7,9 @@ that matrices are processed as a batch.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,14 +73,21 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The sampled rows, or elements of a vector, from `begin` to `end` lie on this rank: `rows` of the `lines` that it
-    has of the parameter, or the first ones."""
+class Part:
+    """What this process has of a piece: its rows (or elements of a vector) from `begin` to `end`, which are `rows` of
+    the `lines` rows that it has of the parameter, or the first ones."""
 
     begin: int
     end: int
     lines: int
     rows: Tensor | None
+
+
+class Buffer(NamedTuple):
+    """The sampled elements of one gradient, and the view of each piece."""
+
+    flat: Tensor
+    targets: list[Tensor]
 
 
 class Slices:
@@ -87,7 +96,8 @@ class Slices:
     Small blocks are sampled whole and large ones get equal shares. Of a matrix, bands of whole rows are sampled, of a
     vector a prefix. If the share is less than MIN_ROWS rows, the first columns of MIN_ROWS rows are sampled instead. If
     it is less than two quantisation groups per parameter, some parameters are left out, but never all of a block; only
-    this floor may exceed `max_elements`. `lengths`: quantisation groups per piece, for segment sums.
+    this floor may exceed `max_elements`. `lengths`: quantisation groups per piece, for segment sums. `parts`: what this
+    process has of each piece, all of it unless `keep_own` was told of shards.
     """
 
     def __init__(self, blocks: Sequence[Block], *, max_elements: int, device: torch.device):
@@ -104,6 +114,7 @@ class Slices:
         self.pieces, self.numel = _placed(pieces)
         self._part = max(LEAST_PART, self.numel // MOST_PARTS // GROUP * GROUP)  # elements that are summed up at a time
         self.batches = _batches(self.pieces)
+        self.parts = [_part(piece, span=None) for piece in self.pieces]
         self._pieces_of: dict[str, list[int]] = {}
         for index, piece in enumerate(self.pieces):
             self._pieces_of.setdefault(piece.param.name, []).append(index)
@@ -136,55 +147,37 @@ class Slices:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """The index tensors."""
-        return [*(p.rows for p in self.pieces if p.rows is not None), self.lengths, self._by_block, self._held]
+        """The index tensors, each once."""
+        rows = {id(held.rows): held.rows for held in (*self.pieces, *self.parts) if held.rows is not None}
+        return [*rows.values(), self.lengths, self._by_block, self._held]
 
     def new(self, device: torch.device) -> Tensor:
         """A zeroed float32 buffer."""
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
-    def targets(self, flat: Tensor) -> list[Tensor]:
-        """Per piece the view of `flat` that holds it."""
-        return [flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.pieces]
+    def buffer(self, device: torch.device) -> Buffer:
+        flat = self.new(device)
+        return Buffer(flat, [flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.pieces])
 
-    def gather_(self, targets: Sequence[Tensor], *, grads: Mapping[str, Tensor | None]) -> None:
-        """Copies the sampled elements of `grads` (by parameter name) into the views; a missing gradient counts as 0."""
-        for piece, target in zip(self.pieces, targets, strict=True):
-            grad = grads[piece.param.name]
-            if grad is None:
-                target.zero_()
-            else:
-                target.copy_(_sampled(grad, piece))
-
-    def cuts(self, shards: Mapping[str, Shard]) -> list["Cut"]:
-        """Per piece what this rank has of it; of a parameter that is whole on all ranks the first one."""
+    def keep_own(self, shards: Mapping[str, Shard]) -> None:
+        """From here on `gather_` takes this rank's rows; of a parameter that is whole on all ranks the first one's."""
         first = next(iter(shards.values())).shards.rank == 0
-        found = []
-        for piece in self.pieces:
+        for index, piece in enumerate(self.pieces):
             shard, end = shards.get(piece.param.name), piece.param.numel if first else 0
             span = (0, end) if shard is None else (shard.first, shard.first + local(shard.owner).numel())
-            found.append(_cut(piece, span=span))
-        return found
+            self.parts[index] = _part(piece, span=span)
 
-    def gather_rows_(
-        self, targets: Sequence[Tensor], *, cuts: Sequence["Cut"], grads: Mapping[str, Tensor | None]
-    ) -> None:
-        """As `gather_`, of this rank's parts of gradients. Others' elements are 0, so that a sum over ranks has all."""
-        for piece, cut, target in zip(self.pieces, cuts, targets, strict=True):
-            grad = grads[piece.param.name]
-            target.zero_()
-            if grad is None or cut.begin >= cut.end:
-                continue
-            lines = grad.reshape(cut.lines, -1)
-            taken = lines[: cut.end - cut.begin] if cut.rows is None else lines.index_select(0, cut.rows)
-            own = target[cut.begin : cut.end]
-            own.copy_(taken[:, : target.shape[-1]].reshape(own.shape))
-
-    def gather_part_(self, targets: Sequence[Tensor], *, grads: Mapping[str, Tensor]) -> None:
-        """Copies the sampled elements of these gradients into their views; all other views stay as they are."""
+    def gather_(self, buffer: Buffer, *, grads: Mapping[str, Tensor]) -> None:
+        """Copies the sampled elements of `grads` (by parameter name) into the buffer; all others stay as they are."""
         for name, grad in grads.items():
             for index in self._pieces_of.get(name, ()):
-                targets[index].copy_(_sampled(grad, self.pieces[index]))
+                part, target = self.parts[index], buffer.targets[index]
+                own = target[part.begin : part.end]
+                if not own.numel():
+                    continue
+                rows = grad if grad.ndim and len(grad) == part.lines else grad.reshape(part.lines, -1)
+                rows = rows[: len(own)] if part.rows is None else rows.index_select(0, part.rows)
+                own.copy_(rows.reshape(len(own), -1)[:, : target.shape[-1]].reshape(own.shape))
 
     def sums(self, flat: Tensor) -> Tensor:
         """Per piece the sum of its elements of `flat`: [num pieces] float64, deterministic."""
@@ -209,32 +202,26 @@ class Slices:
         return torch.segment_reduce(values[self._by_block], "sum", lengths=self._held, axis=0, unsafe=True)
 
 
-def stored_matrix(grad: Tensor) -> Tensor:
-    """The tensor without its dimensions of size 1: what is left of it starts with the rows of the stored matrix."""
-    return grad.squeeze()
+def stored_shape(param: ParamInfo) -> tuple[int, int]:
+    """(rows, columns) of a matrix as it is stored."""
+    matrix = param.matrix_shape
+    assert matrix is not None
+    return (matrix[1], matrix[0]) if param.transposed else matrix
 
 
-def _sampled(grad: Tensor, piece: Piece) -> Tensor:
-    if not piece.matrix:
-        return grad.reshape(-1)[: piece.numel].view(piece.shape)
-    grad = stored_matrix(grad)
-    if piece.rows is not None:
-        grad = grad.index_select(0, piece.rows)
-    grad = grad.reshape(piece.shape[0], -1)
-    return grad[:, : piece.shape[1]]
-
-
-def _cut(piece: Piece, *, span: tuple[int, int]) -> Cut:
-    """`span`: first and last element of the parameter that are here."""
-    lines = stored_matrix(torch.empty(piece.param.shape, device="meta")).shape[0] if piece.matrix else piece.param.numel
+def _part(piece: Piece, *, span: tuple[int, int] | None) -> Part:
+    """`span`: first and last element of the parameter that are here; None where all are."""
+    lines = stored_shape(piece.param)[0] if piece.matrix else piece.param.numel
+    if span is None:
+        return Part(begin=0, end=piece.shape[0], lines=lines, rows=piece.rows)
     width = piece.param.numel // lines
     begin, end = span[0] // width, span[1] // width
     if piece.rows is None:
         most = piece.shape[0]
-        return Cut(begin=min(begin, most), end=min(end, most), lines=end - begin, rows=None)
+        return Part(begin=min(begin, most), end=min(end, most), lines=end - begin, rows=None)
     rows = piece.rows.tolist()
     low, high = bisect_left(rows, begin), bisect_left(rows, end)
-    return Cut(begin=low, end=high, lines=end - begin, rows=piece.rows[low:high] - begin)
+    return Part(begin=low, end=high, lines=end - begin, rows=piece.rows[low:high] - begin)
 
 
 def _share(sizes: Sequence[int], *, total: int) -> float:
@@ -256,11 +243,10 @@ def _spread(params: Sequence[ParamInfo], *, count: int) -> list[ParamInfo]:
 
 
 def _piece(param: ParamInfo, *, block: int, fraction: float, device: torch.device) -> Piece:
-    matrix = param.matrix_shape
-    if matrix is None:
+    if param.matrix_shape is None:
         shape: tuple[int, ...] = (min(param.numel, max(GROUP, int(fraction * param.numel))),)
         return Piece(param=param, sampled=_as_param(param, shape), block=block, rows=None)
-    rows, cols = (matrix[1], matrix[0]) if param.transposed else matrix
+    rows, cols = stored_shape(param)
     wanted = int(fraction * rows * cols)
     if fraction >= 1 or wanted >= MIN_ROWS * cols:
         num_rows, num_cols = max(2, min(rows, int(fraction * rows))), cols
@@ -297,14 +283,8 @@ def _row_bands(rows: int, *, count: int) -> list[int]:
 
 def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], int]:
     """The pieces with their offsets, and the buffer's size."""
-    placed: list[Piece] = []
-    offset = 0
-    for piece in pieces:
-        placed.append(
-            Piece(param=piece.param, sampled=piece.sampled, block=piece.block, rows=piece.rows, offset=offset)
-        )
-        offset += piece.padded
-    return tuple(placed), offset
+    ends = [0, *accumulate(piece.padded for piece in pieces)]
+    return tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, ends, strict=False)), ends[-1]
 
 
 def _batches(pieces: Sequence[Piece]) -> tuple[Batch, ...]:
