@@ -9,7 +9,7 @@ and predicts nothing for other sizes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import log10, sqrt
+from math import log10
 from typing import Any
 
 from baoc.core.catalogue import SPECS
@@ -47,34 +47,6 @@ class Change:
 
     def bound(self, kappa: float) -> float:
         return self.mean + kappa * self.sd
-
-
-def added(changes: Sequence[Change]) -> Change:
-    """Several changes against the same base at once.
-
-    The error of the base is in each of them: half of the variance of a difference between two means. So that half adds
-    up as deviations, the other half as variances.
-    """
-    shared, own = sum(one.sd for one in changes) ** 2 / 2, sum(one.sd**2 for one in changes) / 2
-    return Change(
-        mean=sum(one.mean for one in changes),
-        sd=sqrt(shared + own),
-        n=min((one.n for one in changes), default=0),
-        multiple=min((one.multiple for one in changes), default=1.0),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Additivity:
-    """How the changes of a spec by role add up: that of the spec in all hidden roles / their sum.
-
-    `sd` is that of the ratio. `additive`: the two differ by less than a tenth or cannot be told apart (90 %), and are
-    known well enough to tell, so that entries of the spec may be added.
-    """
-
-    factor: float
-    sd: float
-    additive: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +90,6 @@ class Family:
         horizon: of a run, in words.
         recipes: whole ones, the best first.
         roles: role -> spec -> change against the base.
-        rules: spec -> how its entries add up.
         weights: format of the weights -> change against fp32 weights, under 8-bit Muon.
     """
 
@@ -132,26 +103,14 @@ class Family:
     horizon: str
     recipes: tuple[MeasuredRecipe, ...]
     roles: Mapping[str, Mapping[str, Change]] = field(default_factory=dict[str, Mapping[str, Change]])
-    rules: Mapping[str, Additivity] = field(default_factory=dict[str, Additivity])
     weights: Mapping[str, Change] = field(default_factory=dict[str, Change])
 
     def recipe(self, name: str) -> MeasuredRecipe:
         return next(one for one in self.recipes if one.name == name)
 
-    def may_add(self, spec: str) -> bool:
-        """Whether entries of the spec by role may be added to others."""
-        known = self.rules.get(spec)
-        return known is not None and known.additive
-
     def entry(self, keys: Sequence[str], spec: str) -> Change | None:
-        """The change of a block's role: of the first key that was measured, or of its parts where they add up."""
-        for key in keys:
-            if spec in self.roles.get(key, {}):
-                return self.roles[key][spec]
-            parts = [held for name, held in self.roles.items() if name.startswith(f"{key}_")]
-            if self.may_add(spec) and parts and all(spec in held for held in parts):
-                return added([held[spec] for held in parts])
-        return None
+        """The change of a block's role: of the first key that was measured."""
+        return next((self.roles[key][spec] for key in keys if spec in self.roles.get(key, {})), None)
 
 
 def faded(rate: float, *, num_params: int, measured: int) -> float:
@@ -255,6 +214,5 @@ def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
         **{key: node[key] for key in own},
         recipes=tuple(sorted(recipes, key=lambda one: one.change.mean)),
         roles={role: {spec: Change(**change) for spec, change in held.items()} for role, held in node["roles"].items()},
-        rules={spec: Additivity(**held) for spec, held in node["rules"].items()},
         weights={name: Change(**held) for name, held in node["weights"].items()},
     )

@@ -161,7 +161,7 @@ class BudgetedBlocks(ABC):
         named = nearest(self.params, task=settings.task) if self.extrapolates else named
         self.family = families().get(named or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
-            self.family = replace(self.family, roles={}, rules={})
+            self.family = replace(self.family, roles={})
         more = settings.measured_specs if self.family is not None and self._chooses else ()
         self.specs = {**self.offered, **select(more)} if more else self.offered
         self.kappa = settings.risk_weights.get("kappa", KAPPA)

@@ -1,35 +1,24 @@
-"""The choice by measurement: the recipe that measured best of those that fit, or a mixture where the table supports it.
+"""`risk=measured`: chooses the recipe that measured best of those that fit the budget, and says what that rests on.
 
 Whole recipes are tried from the best measured one on, each planned under every limit of the budget. A mixture replaces
-roles of the recipe that the table's entries were measured in. It is taken only if it is better than the best recipe
+one role of the recipe that the table's entries were measured in. It is taken only if it is better than the best recipe
 that fits beyond its own error, and beyond what the best of so many entries shows by chance.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import NormalDist
 
 from baoc.core.catalogue import SPECS, WEIGHTS, select
-from baoc.core.measured import Change, Family, MeasuredRecipe, added, at_rate, faded
+from baoc.core.measured import Change, Family, MeasuredRecipe, at_rate, faded
 from baoc.core.recipes import Recipe, keys_of
 from baoc.core.statistics import LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.allocators import NoFeasibleAllocation
-from baoc.planning.allocators.exact import EXACT
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.risk import entry_of
-from baoc.types import (
-    Basis,
-    Block,
-    Candidate,
-    Cost,
-    Limits,
-    Plan,
-    Risk,
-    Role,
-)
+from baoc.types import Basis, Block, Plan, Role
 
 MIXED = "mixed"
 ADAMW = "adamw"
@@ -45,7 +34,7 @@ FAR = 10.0  # times the measured size, from which on a plan says that nothing wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A recipe that fits, and the change that was measured of it, or is added up of a mixture's entries.
+    """A recipe that fits, and the change that was measured of it, or of a mixture's entry.
 
     `rate`: multiple of AdamW's learning rate, for all rules alike.
     """
@@ -74,14 +63,7 @@ def choose(planner: BudgetedBlocks, *, family: Family) -> Choice | None:
         cost = ROUNDING_COST * rounded.measured.value
         if best is None or rounded.change.mean + cost < best.change.mean:
             best = rounded
-    mixed = mixture(planner, family=family)
-    if mixed is None:
-        return best
-    if best is None:
-        return mixed
-    difference = mixed.change.mean - best.change.mean
-    sd = sqrt(mixed.change.sd**2 + best.change.sd**2)
-    return mixed if difference + planner.kappa * picked_of(family) * sd < 0 else best
+    return mixture(planner, family=family, than=best) or best
 
 
 def picked_of(family: Family) -> float:
@@ -200,89 +182,55 @@ def recipe_plan(planner: BudgetedBlocks, recipe: Recipe) -> Plan | None:
     return None
 
 
-def mixture(planner: BudgetedBlocks, *, family: Family) -> Choice | None:
-    """The base with some roles replaced, of least mean + kappa sd under the budget; None where the table has no better.
+def mixture(planner: BudgetedBlocks, *, family: Family, than: Choice | None) -> Choice | None:
+    """The base with one role replaced, of least mean + kappa sd under the budget; None where that is not better than
+    the recipe `than` beyond its error, and beyond what the best of so many entries shows by chance.
 
-    One role may run whatever was measured in it. Several are changed only by specs whose entries are shown to add up.
+    One role alone, as no spec's changes by role are shown to add up (`rules` of the table).
     """
     if family.base is None or not family.roles:
         return None
     base = family.recipe(family.base)
+    pool = {
+        block: {c.spec: c for c in options}
+        for block, options in planner.candidates(risk="measured", profile=None).items()
+    }
+    runs = {block.name: base.recipe.wish(block)[1] for block in planner.blocks}
     blocks: dict[str, list[Block]] = {}
     for block in planner.blocks:
         blocks.setdefault(next(key for key in keys_of(block) if key != "first"), []).append(block)
-    pool = planner.candidates(risk="measured", profile=None)
-    tables: dict[str, dict[str, Change]] = {}
-    for role, held in blocks.items():
-        specs = {spec for block in held for spec in {c.spec for c in pool[block.name]}}
-        known = {spec: change for spec in specs if (change := entry_of(held[0], spec, family=family)) is not None}
-        tables[role] = known
-    found: list[tuple[Change, dict[str, str]]] = []
-    limits = planner.limits()
-    addable = {role: {s: c for s, c in held.items() if c.n == 0 or family.may_add(s)} for role, held in tables.items()}
-    single = [
-        {role: held if role == only else {s: c for s, c in held.items() if c.n == 0} for role, held in tables.items()}
-        for only in tables
+    entries = [
+        (change, role, spec)
+        for role, held in blocks.items()
+        for spec in pool[held[0].name]
+        if all(spec in pool[block.name] for block in held)
+        and (change := entry_of(held[0], spec, family=family)) is not None
+        and change.n
     ]
-    for allowed in (addable, *single):
-        picked = _allocate(pool, blocks=blocks, tables=allowed, limits=limits, kappa=planner.kappa)
-        if picked is not None:
-            entries = [allowed[role][spec] for role, spec in picked.items() if allowed[role][spec].n]
-            if entries:
-                found.append((added(entries), picked))
-    shift = base.change  # entries are against the base, recipes against the reference
+    room = planner.limits().state_bytes
     rate = rate_here(planner, base.rate, family=family)
-    for change, picked in sorted(found, key=lambda one: one[0].bound(planner.kappa)):
-        lr = {role: tables[role][spec].multiple for role, spec in picked.items() if tables[role][spec].multiple != 1}
-        replaced = {role: spec for role, spec in picked.items() if tables[role][spec].n}
+    for change, role, spec in sorted(entries, key=lambda entry: entry[0].bound(planner.kappa)):
+        choices = {**runs, **{block.name: spec for block in blocks[role]}}
+        chosen = [pool[block][runs_it] for block, runs_it in choices.items() if runs_it in pool[block]]
+        if len(chosen) < len(choices) or (room is not None and sum(c.cost.charged_bytes for c in chosen) > room):
+            continue
+        # Entries are against the base, recipes against the reference.
+        shifted = replace(change, mean=change.mean + base.change.mean, sd=sqrt(change.sd**2 + base.change.sd**2))
+        if than is not None:
+            doubt = planner.kappa * picked_of(family) * sqrt(shifted.sd**2 + than.change.sd**2)
+            if shifted.mean - than.change.mean + doubt >= 0:
+                return None
         recipe = replace(
             base.recipe,
             name=MIXED,
-            description=f"{base.name} with {', '.join(f'{spec} in {role}' for role, spec in replaced.items())}",
-            specs={**base.recipe.specs, **picked},
+            description=f"{base.name} with {spec} in {role}",
+            specs={**base.recipe.specs, role: spec},
         )
-        recipe = at_rate(recipe, rate, by_role=lr)
+        recipe = at_rate(recipe, rate, by_role={role: change.multiple} if change.multiple != 1 else {})
         plan = recipe_plan(planner, recipe)
         if plan is not None:
-            whole_change = replace(change, mean=change.mean + shift.mean, sd=sqrt(change.sd**2 + shift.sd**2))
-            return Choice(recipe=recipe, plan=plan, change=whole_change, rate=rate)
+            return Choice(recipe=recipe, plan=plan, change=shifted, rate=rate)
     return None
-
-
-def _allocate(
-    pool: Mapping[str, tuple[Candidate, ...]],
-    *,
-    blocks: Mapping[str, list[Block]],
-    tables: Mapping[str, Mapping[str, Change]],
-    limits: Limits,
-    kappa: float,
-) -> dict[str, str] | None:
-    """Role -> spec of least risk within the limits; None where a role has nothing to run or nothing fits."""
-    candidates: dict[str, tuple[Candidate, ...]] = {}
-    for role, held in blocks.items():
-        options = _joined(role, [pool[block.name] for block in held])
-        candidates[role] = tuple(
-            replace(c, risk=Risk(total=tables[role][c.spec].bound(kappa))) for c in options if c.spec in tables[role]
-        )
-    if not all(candidates.values()):
-        return None
-    try:
-        return dict(EXACT(candidates, limits=limits).choices)
-    except NoFeasibleAllocation:
-        return None
-
-
-def _joined(role: str, options: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
-    """The specs that every block of a role may run, with costs added up, cheapest first. Their risk is the role's own
-    entry, which replaces that of the candidates."""
-    by_spec = [{c.spec: c for c in block} for block in options]
-    shared = [spec for spec in by_spec[0] if all(spec in block for block in by_spec[1:])]
-    joined = []
-    for spec in shared:
-        costs = [block[spec].cost for block in by_spec]
-        cost = Cost(**{item.name: sum(getattr(part, item.name) for part in costs) for item in fields(Cost)})
-        joined.append(replace(by_spec[0][spec], block=role, cost=cost))
-    return tuple(sorted(joined, key=lambda c: c.cost.charged_bytes))
 
 
 # -- what is told of it -----------------------------------------------------------------------------------------------
@@ -297,7 +245,7 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
     held = f"{recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
     if one is None:
         against, change = family.base or "", choice.change
-        told = f"{recipe.description}; {change} against {family.reference}, added up by role"
+        told = f"{recipe.description}; {change} against {family.reference}, by role"
     else:
         told = f"{one.value:.4g} ({one.sd:.2g})"
         against, change = next(iter(one.against.items()), (family.reference, one.change))

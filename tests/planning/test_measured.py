@@ -7,8 +7,8 @@ import pytest
 
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
-from baoc.core.measured import Additivity, Change, Family, MeasuredRecipe, added, faded, families, family_of, nearest
-from baoc.core.recipes import RECIPES, tuning_of
+from baoc.core.measured import Change, Family, MeasuredRecipe, faded, families, family_of, nearest
+from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError
 from baoc.planning.measured import MIXED, PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
@@ -237,9 +237,8 @@ def test_states_of_the_best_recipe_go_to_the_host_before_weights_are_rounded():
 # -- mixtures ---------------------------------------------------------------------------------------------------------
 
 
-def table(roles: Mapping[str, Mapping[str, Change]], **rules: bool) -> Family:
-    known = {spec: Additivity(factor=1.0, sd=0.1, additive=is_so) for spec, is_so in rules.items()}
-    return replace(FAMILY, roles=roles, rules=known)
+def table(roles: Mapping[str, Mapping[str, Change]]) -> Family:
+    return replace(FAMILY, roles=roles)
 
 
 def change(mean: float, sd: float = 0.002) -> Change:
@@ -256,22 +255,27 @@ def test_one_role_is_replaced_where_that_measured_better_beyond_its_error():
     assert specs(planner(0.5, family=unsure))["head"] == "adamw_int8"
 
 
-def test_several_roles_are_replaced_only_by_specs_that_add_up():
-    roles = {"head": {"adamw": change(-0.02)}, "embedding": {"adamw": change(-0.01)}}
-    both = specs(planner(0.9, family=table(roles, adamw=True)))
-    assert (both["head"], both["embedding"]) == ("adamw", "adamw")
-    one = specs(planner(0.9, family=table(roles, adamw=False)))
-    assert (one["head"], one["embedding"]) == ("adamw", "adamw_int8")
+def test_one_role_alone_is_replaced_the_one_that_measured_best():
+    roles = {"head": {"adamw": change(-0.02)}, "embedding": {"adamw": change(-0.03), "sign": change(0.01)}}
+    found = specs(planner(0.9, family=table(roles)))
+    assert (found["head"], found["embedding"]) == ("adamw_int8", "adamw")
+    smaller = specs(planner(0.2, family=table({**roles, "mlp": {"sign": change(-0.02)}})))
+    assert (smaller["embedding"], smaller["mlp"]) == ("adamw_int8", "sign"), "fp32 states have no room there"
+
+
+def test_no_spec_s_changes_by_role_add_up_in_the_shipped_table():
+    """Where one does, mixtures of several roles could be told: LOG 2026-11-30 has why there are none."""
+    rules = [rule for family in measured_table().values() for rule in family["rules"].values()]
+    assert rules and not any(rule["additive"] for rule in rules)
 
 
 def test_a_mixture_makes_a_budget_that_the_base_does_not_meet():
-    """The base takes 14.6 %: with half the bits in the outer roles it is within 13.8, where whole recipes are worse."""
-    roles = {"head": {"adamw_int4": change(0.004)}, "embedding": {"adamw_int4": change(0.003)}}
-    of = planner(0.14, family=table(roles, adamw_int4=True))
+    """The base takes 15.8 %: with half the bits on the embedding it is within 14.7, where whole recipes are worse."""
+    of = planner(0.147, family=table({"embedding": {"adamw_int4": change(0.003)}}))
     base = planner(1.0).propose()
-    assert base.allocation.state_bytes > 0.14 * base.state_bytes_adamw
+    assert base.allocation.state_bytes > 0.147 * base.state_bytes_adamw
     assert specs(of) | {"norm": ""} == {
-        "embedding": "adamw_int4", "head": "adamw_int4", "attention": "muon_int8", "mlp": "muon_int8", "norm": ""
+        "embedding": "adamw_int4", "head": "adamw_int8", "attention": "muon_int8", "mlp": "muon_int8", "norm": ""
     }  # fmt: skip
 
 
@@ -283,48 +287,6 @@ def test_a_role_takes_the_multiple_of_the_rate_that_its_entry_was_measured_at():
     by_role = {block.role: tuning.of(block, rule="adamw") for block in plan.blocks}
     head, embedding = by_role[Role.HEAD], by_role[Role.EMBEDDING]
     assert head is not None and embedding is not None and (head.lr, embedding.lr) == (2.0, 4.0)
-
-
-def test_a_mixture_is_the_best_of_all_by_brute_force():
-    roles = {
-        "head": {"adamw": change(-0.02), "lion_int8": change(0.01), "adamw_int4": change(0.005)},
-        "embedding": {"adamw": change(-0.03), "adamw_int4": change(0.002)},
-        "mlp": {"adamw_int8": change(-0.04)},
-    }
-    family = table(roles, adamw=True, lion_int8=True, adamw_int4=True, adamw_int8=True)
-    for fraction in (0.13, 0.15, 0.2, 0.25, 0.3, 0.4, 1.0):
-        of = planner(fraction, family=family)
-        plan = of.propose()
-        options = of.candidates(risk="measured", profile=None)
-        pool = {name: {c.spec: c for c in row} for name, row in options.items()}
-        best = None
-        for head in ("adamw_int8", *roles["head"]):
-            for embedding in ("adamw_int8", *roles["embedding"]):
-                for mlp in ("muon_int8", "adamw_int8"):
-                    chosen = {
-                        "head": head,
-                        "embedding": embedding,
-                        "mlp": mlp,
-                        "attention": "muon_int8",
-                        "norm": "adamw",
-                    }
-                    size = sum(pool[b.name][chosen[b.role.value]].cost.state_bytes for b in of.blocks)
-                    parts = [roles[r][s] for r, s in chosen.items() if s in roles.get(r, {})]
-                    score = sum(part.bound(of.kappa) for part in parts)
-                    if size <= fraction * plan.state_bytes_adamw and (best is None or score < best[0]):
-                        best = (score, chosen)
-        assert plan.basis is not None
-        if best is not None and best[0] < -0.01:
-            assert {b.role.value: plan.allocation.choices[b.name] for b in of.blocks} == best[1], fraction
-        else:
-            assert plan.basis.recipe != MIXED or best is not None
-
-
-def test_changes_against_one_base_share_its_error():
-    one, two = change(0.1, sd=0.02), change(-0.3, sd=0.02)
-    both = added([one, two])
-    assert both.mean == pytest.approx(-0.2) and 0.02 * 2**0.5 < both.sd < 0.04
-    assert added([one]) == one
 
 
 # -- families ---------------------------------------------------------------------------------------------------------
