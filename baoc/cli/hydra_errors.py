@@ -59,7 +59,7 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
         return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
-    if group in ("allocator", "risk") and (told := removed(option)):
+    if group in ("allocator", "risk", "reallocation") and (told := removed(option)):
         return BadInputError(told)
     what = group.removesuffix("s") if group in COLLECTIONS else group
     text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"

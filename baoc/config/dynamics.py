@@ -1,14 +1,14 @@
 """How the budget changes during training; written under `budget` in conf/, as in `budget.schedule`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from baoc.config.validate import Allowed, at_least
+from baoc.config.validate import at_least
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError
 
-KEYS = ("schedule", "relaxation")
+KEYS = ("schedule",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,24 +23,10 @@ class ScheduleEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelaxationConfig:
-    """Late in training, blocks with calm statistics give up state; see `baoc.planning.reallocation.relaxation`."""
-
-    from_step: Annotated[int, at_least(1, " steps")] | None = None
-    every: Annotated[int, at_least(1, " steps")] = 100
-    calm: Annotated[float, Allowed("a share above 0", gt=0)] = 0.5
-    max_risk: Annotated[float, Allowed("a share above 0", gt=0)] = 0.1
-
-    def due(self, step: int) -> bool:
-        return self.from_step is not None and step >= self.from_step and (step - self.from_step) % self.every == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicsConfig:
     """The keys under `budget` that change it during training."""
 
     schedule: tuple[ScheduleEntry, ...] = ()
-    relaxation: RelaxationConfig = field(default_factory=RelaxationConfig)
 
 
 def gather_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:

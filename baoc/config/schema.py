@@ -117,19 +117,10 @@ class AllocatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReallocationConfig:
-    """When the allocation is chosen again. All steps are optimizer steps.
+    """Whether the allocation is chosen again, once, by gradients of the first `warmup_steps` optimizer steps."""
 
-    `warmup_steps` are profiled before the first reallocation. `interval` separates later ones (modes interval and
-    drift). `drift_threshold` is the mean absolute log ratio of the statistics to those of the last decision that calls
-    for a new one. `min_gain` is the share of the total risk that a later proposal must save, so that allocations do not
-    flap.
-    """
-
-    mode: Annotated[Literal["off", "once", "interval", "drift"], OFF] = "off"
+    mode: Annotated[Literal["off", "once"], OFF] = "off"
     warmup_steps: Annotated[int, at_least(2, " (step 0 is skipped)")] = 40
-    interval: Annotated[int, at_least(2, " steps")] = 100
-    drift_threshold: Annotated[float, ABOVE_0] = 0.5
-    min_gain: Annotated[float, Allowed("at least 0 and below 1", ge=0, lt=1)] = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

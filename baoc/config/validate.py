@@ -42,6 +42,17 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
         default="usual",
         instead="targets of early gradients multiplied the learning rate for good: leave it out, targets stay at .2",
     ),
+    **{
+        f"reallocation.{key}": RemovedKey(
+            default=default,
+            instead="no decision after the first was shown to help: leave it out, reallocation=once decides once",
+        )
+        for key, default in {"interval": 100, "drift_threshold": 0.5, "min_gain": 0.02}.items()
+    },
+    "budget.relaxation": RemovedKey(
+        default={"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1},
+        instead="no run showed what it gives: name steps and budgets in budget.schedule",
+    ),
 }
 
 

@@ -119,7 +119,7 @@ _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing o
 
 
 def removed(name: str) -> str:
-    """The message for a row, rule, allocator or risk that earlier versions had; empty where there never was one."""
+    """The message for a row, rule or option that earlier versions had; empty where there never was one."""
     if name == "shadow":
         return (
             "risk=shadow was removed: it measured likeness to fp32 AdamW, which is no measure of quality: choose "
@@ -129,6 +129,11 @@ def removed(name: str) -> str:
         return (
             "allocator=greedy was removed: it reported no gap and never chose better than allocator=lagrangian: choose "
             "that, or exact, the default"
+        )
+    if name in ("interval", "drift"):
+        return (
+            f"reallocation={name} was removed: no decision after the first was shown to help: choose "
+            "reallocation=once, or off, the default"
         )
     if name in ("host_adamw", "host_adamw_flush", "host_every_kth"):
         return (

@@ -37,8 +37,8 @@ def read_profile(path: Path) -> Stored:
         places = {str(block["name"]): (Role(block["role"]), block["depth"]) for block in blocks}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
-            f"profile={path} cannot be read ({error}): give the folder of a run that was profiled (reallocation=once, "
-            f"interval or drift), which holds {PROFILE} and {BLOCKS}"
+            f"profile={path} cannot be read ({error}): give the folder of a run that was profiled "
+            f"(reallocation=once), which holds {PROFILE} and {BLOCKS}"
         ) from error
     return Stored(profile=profile, places={name: place for name, place in places.items() if name in profile.stats})
 

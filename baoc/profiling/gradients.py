@@ -63,8 +63,7 @@ class GradientProfiler:
     Below 10M parameters, which steps are sampled follows from their numbers alone (all; after 64 steps every second,
     after 128 every fourth, and so on), so that results repeat bit for bit; only when 3 s
     of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time
-    since the first step pays for it, after `settle` 1 % of the time since then; what it costs is found in a rehearsal
-    when the profiler is built (`schedule`).
+    since the first step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
     `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come by `begin_parts`,
     `see_part` for some of them, and `finish_parts` instead of by `observe`; the result is the same.
@@ -273,10 +272,6 @@ class GradientProfiler:
     def moments(self) -> dict[str, Moments]:
         """Parameter name -> row and column means of g^2, for the matrices; empty before a sample."""
         return self._moments.moments()
-
-    def settle(self) -> None:
-        """To be called at the first allocation: from then on sampling gets a smaller share of the time."""
-        self._schedule.settle()
 
     def release(self) -> None:
         """Frees every buffer; nothing is observed from then on."""

@@ -1,6 +1,6 @@
 """Decides which steps the gradient profiler samples, so that it takes a bounded share of the training time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +10,7 @@ from baoc.parallel import ALONE, Ranks
 
 LARGE_PARAMS = 10_000_000  # from here on, limits are shares of time and size; below, they are absolute
 MAX_S = 3.0  # processor seconds of sampling, below LARGE_PARAMS
-MAX_SHARE = 0.05  # of the time until the first allocation
-LATER_SHARE = 0.01  # of the time since then
+MAX_SHARE = 0.05  # of the time
 FADING = 0.9  # decay of the largest cost of a sample, with each sample
 OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
 
@@ -34,7 +33,6 @@ class SavedSchedule:
     spent_s: float
     processor_s: float
     elapsed_s: float
-    settled: Mapping[str, float]  # empty before the first allocation
 
 
 class Schedule:
@@ -43,9 +41,8 @@ class Schedule:
     Below LARGE_PARAMS, which steps are sampled depends on their numbers alone until MAX_S processor seconds are used
     up, so results repeat on any machine. Wall time would end sampling earlier on a busy machine.
 
-    From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`; after
-    `settle`, into LATER_SHARE of the time since then. These are wall seconds of the host: on a GPU, the time to
-    launch kernels.
+    From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`. These
+    are wall seconds of the host: on a GPU, the time to launch kernels.
 
     Of several `ranks` the first decides, each of which has a clock of its own.
     """
@@ -60,9 +57,8 @@ class Schedule:
         self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
         self._share = max_share
-        self._settled: dict[str, float] | None = None  # seconds elapsed and spent at the first allocation
         self._spent_s = 0.0
-        self._newest = {"gather": 0.0, "sample": 0.0, "profile": 0.0}  # seconds
+        self._newest = {"gather": 0.0, "sample": 0.0}  # seconds
         self._dearest = dict(self._newest)  # fading maximum of earlier ones: costs vary by half, and a share is a limit
         self._seen = 0
         self._armed = False
@@ -74,11 +70,6 @@ class Schedule:
         """Starts the clock; later calls change nothing."""
         if self._began is None:
             self._began = perf_counter()
-
-    def settle(self) -> None:
-        """To be called at the first allocation; later calls change nothing."""
-        if self._settled is None:
-            self._settled = {"elapsed": self.elapsed_s, "sample": self._spent_s}
 
     @property
     def elapsed_s(self) -> float:
@@ -110,13 +101,8 @@ class Schedule:
         self._armed = turn is Turn.GATHER
 
     def _affords_sample(self) -> bool:
-        """Whether a pair of gradients, and from the first allocation on the next profile, fit into the share."""
-        since, share = self._settled or {"elapsed": 0.0, "sample": 0.0}, self._share
-        next_s = self._cost("gather") + self._cost("sample")
-        if self._settled is not None:
-            share = min(share, LATER_SHARE)
-            next_s += self._cost("profile")
-        return self._spent_s - since["sample"] + next_s <= share * (self.elapsed_s - since["elapsed"])
+        """Whether a pair of gradients fits into the share."""
+        return self._spent_s + self._cost("gather") + self._cost("sample") <= self._share * self.elapsed_s
 
     def _cost(self, kind: str) -> float:
         """Seconds that the next one is expected to take at most."""
@@ -124,7 +110,7 @@ class Schedule:
 
     @contextmanager
     def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
-        """Times what runs inside as `gather`, `sample`, `profile`, or another name, whose cost is not expected again.
+        """Times what runs inside as `gather`, `sample`, or another name, whose cost is not expected again.
 
         `more`: adds to the last one of this name instead of starting a new one.
         """
@@ -148,11 +134,9 @@ class Schedule:
             spent_s=self._spent_s,
             processor_s=self._processor_s,
             elapsed_s=self.elapsed_s,
-            settled=self._settled or {},
         )
 
     def go_on(self, saved: SavedSchedule) -> None:
         self._seen, self._armed = saved.seen, saved.armed
         self._spent_s, self._processor_s = saved.spent_s, saved.processor_s
         self._before, self._began = saved.elapsed_s, None
-        self._settled = dict(saved.settled) or None

@@ -70,7 +70,7 @@ _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which 
 _OWN = (
     "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "profile", "checkpoint", "logger",
     "trainer.max_steps", "trainer.max_epochs", "trainer.val_check_interval", "trainer.check_val_every_n_epoch",
-    "optim.lr", "model.size", "budget.schedule", "budget.relaxation", "trainer.devices", "trainer.strategy",
+    "optim.lr", "model.size", "budget.schedule", "trainer.devices", "trainer.strategy",
 )  # fmt: skip
 _QUIET = (
     "mode=train", "name=race", "logger=jsonl", "checkpoint.export=false", "trainer.enable_progress_bar=false",

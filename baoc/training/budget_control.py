@@ -1,4 +1,4 @@
-"""Changes the budget of a running job: by schedule, by a file in its folder, and as blocks calm down.
+"""Changes the budget of a running job: by schedule, and by a file in its folder.
 
 Whatever asks, the answer is the same: before the next optimizer step the allocation meets the new budget, or
 `budget.json` and the terminal say why it does not.
@@ -15,7 +15,6 @@ import torch
 
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.vote import StepVote
-from baoc.config.dynamics import RelaxationConfig
 from baoc.core.budgets import AUTO, resolve_auto
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
@@ -43,13 +42,11 @@ class BudgetControl(L.Callback):
         self,
         *,
         schedule: Sequence[BudgetChange] = (),
-        relaxation: RelaxationConfig | None = None,
         run_dir: Path | None = None,
         memory: MemoryMonitor | None = None,
         vote: StepVote | None = None,
     ):
         check_order(schedule)
-        self.relaxation = relaxation or RelaxationConfig()
         self.schedule = BudgetSchedule(Budget(name="unlimited"), changes=schedule)  # the first plan has its base
         self._run_dir = run_dir
         self._memory = memory
@@ -83,14 +80,6 @@ class BudgetControl(L.Callback):
         self.schedule.free_bytes = least if known is None else known
         for change in self.schedule.changes:
             self._refuse_infeasible(planner, change)
-        if self.relaxation.from_step is not None and self._strategy.settings.reallocation.mode not in (
-            "interval",
-            "drift",
-        ):
-            raise BadInputError(
-                "budget.relaxation needs gradients that are sampled all along: set reallocation=interval or drift, or "
-                "budget.relaxation.from_step=null"
-            )
         saved, self._saved = self._saved, {}
         why = self._restore(planner, saved) if saved else "the budget of the run"
         self._begin_record(step=saved.get("step", 0), budget=planner.budget, why=why, plan=plan)
@@ -98,13 +87,11 @@ class BudgetControl(L.Callback):
     def _restore(self, planner: Planner, saved: Mapping[str, Any]) -> str:
         """Restores the budget that was in force at the checkpoint; returns the reason for the budget now.
 
-        If the run was given another budget, nothing is restored. `auto` is what is free now, less what calm blocks have
-        given up.
+        If the run was given another budget, nothing is restored. `auto` is what is free now.
         """
         both_auto = saved["base"]["name"] == planner.budget.name == AUTO
         if saved["base"] != to_plain(planner.budget) and not both_auto:
             return "the budget of the run"
-        self.schedule.ceiling = Budget(**saved["ceiling"]) if saved["ceiling"] else None
         planner.budget, why = Budget(**saved["in_force"]), "as when the checkpoint was taken"
         if both_auto:
             planner.budget, why = self.schedule.budget_at(saved.get("step", 0))
@@ -133,7 +120,6 @@ class BudgetControl(L.Callback):
             "step": reallocator.step,
             "base": to_plain(self.schedule.base),
             "in_force": to_plain(reallocator.planner.budget),
-            "ceiling": to_plain(self.schedule.ceiling) if self.schedule.ceiling is not None else {},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,10 +127,12 @@ class BudgetControl(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Names the changes that never come, because the run ends before."""
-        given = {f"budget.schedule, step {change.step}": change.step for change in self.schedule.changes}
-        for what, step in {**given, "budget.relaxation.from_step": self.relaxation.from_step}.items():
-            if step is not None and 0 < trainer.max_steps <= step:
-                say(f"{what} never comes: step {trainer.max_steps} is the last (trainer.max_steps)")
+        for step in (change.step for change in self.schedule.changes):
+            if 0 < trainer.max_steps <= step:
+                say(
+                    f"budget.schedule, step {step} never comes: step {trainer.max_steps} is the last "
+                    "(trainer.max_steps)"
+                )
 
     # -- between two steps ----------------------------------------------------------------------------------------
 
@@ -157,8 +145,6 @@ class BudgetControl(L.Callback):
         step = trainer.global_step
         if self._vote.outcome("budget"):
             self._follow_file()
-        if self.relaxation.due(step):
-            self._relax()
         budget, why = self.schedule.budget_at(step)
         self._apply(budget, why=why, step=step)
 
@@ -222,13 +208,6 @@ class BudgetControl(L.Callback):
         self._refused = None  # a request is tried even if it was refused before
         if self._record.get("refused"):
             self._write_record(refused=None)
-
-    def _relax(self) -> None:
-        lower = self._strategy.reallocator.relax(self.relaxation)
-        if lower is not None:
-            self.schedule.ceiling, blocks = lower
-            told = ", ".join(f"{block} to {share:.2f}" for block, share in blocks.items())
-            say(f"gradients have calmed down to shares of what they were: {told}")
 
     def _begin_record(self, *, step: int, budget: Budget, why: str, plan: Plan) -> None:
         """Begins a new `budget.json`: the budget in force, since when and why. Later requests may be refused in it."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.config.dynamics import RelaxationConfig
 from baoc.config.schema import ReallocationConfig
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
@@ -23,11 +22,9 @@ from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
-from baoc.planning.reallocation.move_cost import migration_risk, move_peak, moved_specs
-from baoc.planning.reallocation.relaxation import calm_blocks, lowered, offers
+from baoc.planning.reallocation.move_cost import move_peak, moved_specs
 from baoc.profiling import GradientProfiler, describe, device_peak
 from baoc.training.late_step import LateStep
-from baoc.training.triggers import is_due
 from baoc.types import (
     BlockMove,
     Budget,
@@ -61,7 +58,6 @@ class _Verdict:
     accepted: bool
     why: str
     risk_before: float
-    cost: float
     drops_gradients: bool
 
 
@@ -85,13 +81,11 @@ class _Saved:
     choices: Mapping[str, str]
     gap: float | None
     profile: Profile | None
-    first_profile: Profile | None = None
     watched_from: int = 0
     tuning: Tuning | None = None
     budget: Budget | None = None
     planned: bool | None = None  # None, before 2026-11-30: as if it was of least state to be measured
     late: Mapping[str, str] = field(default_factory=dict[str, str])
-    left: Mapping[str, str] = field(default_factory=dict[str, str])
     switch: _Switch | None = None
     state_bytes: int | None = None
     profiler: Mapping[str, Any]  # as GradientProfiler has it
@@ -105,7 +99,8 @@ def _brief(plan: Plan) -> Plan:
 
 
 class Reallocator:
-    """Watches gradients, asks the planner again when its trigger fires, and moves the optimizer to what was accepted.
+    """Watches gradients of a warm-up, asks the planner again by what it saw, and moves the optimizer to what was
+    accepted; as the budget changes, too.
 
     `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
     step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps decisions and
@@ -140,8 +135,6 @@ class Reallocator:
         self.settings = settings
         self.profiler = profiler
         self.profile: Profile | None = None
-        self.first_profile: Profile | None = None  # of the first decision
-        self.left: dict[str, str] = {}  # block -> spec that it left at the last move
         self.listeners: list[Listener] = []
         self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
@@ -283,13 +276,8 @@ class Reallocator:
 
     @property
     def watching(self) -> bool:
-        """True while gradients are still sampled: a profile is needed, and a later decision may come."""
-        return self._watches(self.last_decision)
-
-    def _watches(self, last_decision: int) -> bool:
-        if self.profiler is None or self.settings.mode == "off":
-            return False
-        return last_decision == 0 or self.settings.mode != "once"
+        """True while gradients are sampled, which is until the decision by them."""
+        return self.profiler is not None and self.last_decision == 0
 
     def observe(self) -> None:
         """Samples the final gradients of the coming step; to be called after clipping, before the update."""
@@ -318,7 +306,7 @@ class Reallocator:
         self._watched = False
 
     def after_step(self) -> None:
-        """Counts the step and, where the trigger says so, decides again."""
+        """Counts the step and, once the warm-up is over, decides by its gradients."""
         if self.ranks is ALONE:
             refuse_ranks("decision")
         self.step += 1
@@ -328,78 +316,45 @@ class Reallocator:
             self._learn_late()
         if self._late_came:
             self._measure_late()
-        if not self.watching:
-            return
-        assert self.profiler is not None
-        due = is_due(
-            self.settings,
-            step=self.step,
-            last_decision=self.last_decision,
-            profile=self._profiled,
-            reference=self.profile,
-            watched_from=self.watched_from,
-        )
-        if due:
+        if self.watching and self.step - self.watched_from >= self.settings.warmup_steps:
             with self.tracked("decision"):
-                self.decide(trigger=self.settings.mode)
-
-    def _profiled(self) -> Profile:
-        assert self.profiler is not None
-        with self.tracked("decision"):
-            return self.ranks.from_first(self.profiler.profile)
+                self.decide()
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
 
-    def decide(self, *, trigger: str) -> Reallocation:
-        """Proposes from the newest profile and moves if that lowers the risk by more than it costs.
-
-        The first decision puts statistics in the place of priors: the rest of the run has its gain, and all that is
-        lost is young states, so any gain counts, whatever comes later. A later one has to save `min_gain` of the risk
-        and what moving costs until the next.
-        """
+    def decide(self) -> Reallocation:
+        """Proposes by the statistics of gradients and moves if that lowers the risk. They take the place of priors: the
+        rest of the run has the gain, and all that is lost is young states, so any gain counts."""
         assert self.profiler is not None
-        first = self.last_decision == 0
-        verdict = self.ranks.from_first(
-            lambda: self._verdict(first=first), told=lambda v: replace(v, proposal=_brief(v.proposal))
-        )
-        profile, proposal = verdict.profile, verdict.proposal
-        self.last_decision, self.profile = self.step, profile
-        self.first_profile = self.first_profile or profile
+        verdict = self.ranks.from_first(self._verdict, told=lambda v: replace(v, proposal=_brief(v.proposal)))
+        self.last_decision, self.profile = self.step, verdict.profile
         if verdict.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         event = self._move_or_stay(
-            proposal,
-            trigger=trigger,
+            verdict.proposal,
+            trigger=self.settings.mode,
             accepted=verdict.accepted,
             why=verdict.why,
             risk_before=verdict.risk_before,
-            cost=verdict.cost,
         )
-        if self.watching:
-            self.profiler.settle()
-        else:
-            self.profiler.release()
+        self.profiler.release()
         self._tell(event)
         return event
 
-    def _verdict(self, *, first: bool) -> _Verdict:
-        """A proposal from the newest profile, and whether to move: it saves more risk than it has to, and fits on the
-        way. Nothing is changed yet."""
+    def _verdict(self) -> _Verdict:
+        """A proposal from the profile, and whether to move: it saves risk, and fits on the way. Nothing is changed
+        yet."""
         assert self.profiler is not None
         profile = self.profiler.profile()
         proposal = self.planner.propose(profile=profile)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
-        horizon = self.settings.interval
-        given = {"now": self.plan, "then": proposal, "profile": profile, "horizon": horizon, "left": self.left}
-        cost = 0.0 if first else migration_risk(self.planner, **given)
-        needed = cost if first else cost + self.settings.min_gain * abs(risk_before)
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
         fit = _MoveFit()
         if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
             accepted, why = False, f"{risk} risk confirms the allocation in use"
-        elif risk_before - after <= needed:
-            accepted, why = False, f"{change} saves less than the {needed:.2g} that moving has to"
+        elif risk_before <= after:
+            accepted, why = False, f"{change} saves nothing"
         else:
             fit = self._fit_of(proposal, memory=self.planner.budget.memory_bytes)
             accepted, why = not fit.blocked, fit.blocked or change
@@ -409,7 +364,6 @@ class Reallocator:
             accepted=accepted,
             why=why,
             risk_before=risk_before,
-            cost=cost,
             drops_gradients=fit.drops_gradients,
         )
 
@@ -435,27 +389,6 @@ class Reallocator:
         except BaseException:
             planner.budget = before
             raise
-
-    def relax(self, settings: RelaxationConfig) -> tuple[Budget, dict[str, float]] | None:
-        """The budget less what calm blocks can do without, and those blocks with how calm each is; None where none can.
-
-        To be put in force by `rebudget`, which then decides by the newest profile.
-        """
-        if self.profiler is None or self.first_profile is None or not self.watching:
-            return None
-        now = self._profiled()
-        calm = calm_blocks(self.first_profile, now, share=settings.calm)
-        pool = self.planner.candidates(risk=self.planner.settings.risk, profile=now)
-        found = offers(self.plan, pool, calm=calm, max_risk=settings.max_risk)
-        if not found:
-            return None
-        self.profile = now
-        choices = self.plan.allocation.choices
-        runs = (c for options in pool.values() for c in options if choices[c.block] == c.spec)
-        held = {candidate.block: candidate.cost.charged_bytes for candidate in runs}
-        saved = sum(held[block] - candidate.cost.charged_bytes for block, candidate in found.items())
-        lower = lowered(self.planner.budget, plan=self.plan, saved_bytes=saved)
-        return lower, {block: calm[block] for block in found}
 
     def replan(
         self, *, why: str, trigger: str = "limits", limit: int | None = None, stays: bool = False
@@ -507,7 +440,7 @@ class Reallocator:
         )
 
     def _move_or_stay(
-        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, risk_before: float, cost: float = 0.0
+        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, risk_before: float
     ) -> Reallocation:
         """Puts `proposal` in force if it was accepted, else prices the plan in force anew; tells which, as an event."""
         bytes_before = self.optimizer.state_bytes()
@@ -529,13 +462,11 @@ class Reallocator:
             state_bytes_after=self.optimizer.state_bytes(),
             risk_before=risk_before,
             risk_after=self.plan.allocation.risk,
-            migration_risk=cost,
         )
 
     def _migrate(self, proposal: Plan, *, trigger: str) -> tuple[BlockMove, ...]:
         """Moves the optimizer, block by block, and remembers what the next step has to be compared with."""
         changes = moved_specs(self.plan, proposal)
-        self.left = {block: now for block, (now, _) in changes.items()}
         rms_before = self.optimizer.update_rms(changes) if self.step else {}
         self._switch = _Switch(step=self.step, trigger=trigger, rms=rms_before)
         texts = {reason.block: reason.text for reason in proposal.reasons}
@@ -601,13 +532,11 @@ class Reallocator:
             choices=self.plan.allocation.choices,
             gap=self.plan.allocation.gap,
             profile=self.profile,
-            first_profile=self.first_profile,
             watched_from=self.watched_from,
             tuning=tuning_of(self.plan) or Tuning(),
             budget=self.awaited or self.planner.budget,
             planned=self.awaited is None or self.goes_on,
             late=self.late_specs,
-            left=self.left,
             switch=self._switch,
             state_bytes=self.optimizer.state_bytes(),
             profiler={},
@@ -624,12 +553,12 @@ class Reallocator:
         and InfeasibleBudgetError where neither the saved allocation nor any other fits, both with nothing changed.
         """
         saved = _read(state)
-        profile, first = saved.profile, saved.first_profile or saved.profile
+        profile = saved.profile
         notes: list[str] = []
         if profile is not None and not usable(profile, planner=self.planner):
-            profile = first = None
+            profile = None
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
-        watching, footprint = self._watches(saved.last_decision), self.planner.footprint
+        watching, footprint = saved.last_decision == 0, self.planner.footprint
         if self.profiler is not None:
             held = self.profiler.nbytes if watching else 0
             temporary = footprint.profile_temporary_bytes if footprint is not None and held else 0
@@ -643,11 +572,9 @@ class Reallocator:
             self.planner.footprint = footprint
             raise
         self.step, self.num_accepted = saved.step, saved.num_accepted
-        self.profile, self.first_profile = profile, first
-        self.last_decision = saved.last_decision
+        self.profile, self.last_decision = profile, saved.last_decision
         self.watched_from = saved.watched_from if saved.profiler else self.step
-        self.left, self._switch = dict(saved.left), saved.switch
-        self._saved_bytes = saved.state_bytes
+        self._switch, self._saved_bytes = saved.switch, saved.state_bytes
         if self.profiler is not None and not watching:
             self.profiler.release()
         planned = saved.planned

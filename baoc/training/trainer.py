@@ -180,7 +180,6 @@ def assemble_trainer(
         schedule=[
             BudgetChange(budget=parse_budget(entry.budget), step=entry.step) for entry in config.dynamics.schedule
         ],
-        relaxation=config.dynamics.relaxation,
         run_dir=run_dir,
         memory=memory,
         vote=vote,

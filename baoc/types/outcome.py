@@ -36,7 +36,6 @@ class Reallocation:
     state_bytes_after: int
     risk_before: float
     risk_after: float
-    migration_risk: float = 0.0  # what a proposal had to save beside the threshold
     update_rms_ratio: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

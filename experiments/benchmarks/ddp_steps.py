@@ -2,7 +2,7 @@
 
 `torchrun --nproc-per-node 2 experiments/benchmarks/ddp_steps.py OUT` on a machine with NVIDIA GPUs; rows go to
 OUT/ddp_steps.csv as they come. A network's runs are in one process. `step_ms` is the mean over windows of 5 steps of
-the slowest rank, `median_ms` their median, `decision_ms` what rank 0 spent in a decision after the first one.
+the slowest rank, `median_ms` their median, `decision_ms` what rank 0 spent in the decision by gradients.
 `peak_bytes` is what the allocator reserved and the context, `allocated_bytes` what of it tensors held at most, each of
 the rank that held most; `equal` whether all ranks end with the same weights, bit for bit. `resumed` goes on from a
 checkpoint of half the steps, and `equal` is then to the run that was not interrupted. `--device cpu --networks
@@ -195,7 +195,7 @@ def baoc(budget: str, *, mode: str = "off") -> BaocDDPStrategy:
     """`mode`: of reallocation, or adamw for fp32 AdamW everywhere, whose states are those of torch's."""
     if mode == "adamw":
         return BaocDDPStrategy(budget, recipe=Recipe(name="adamw", specs={"hidden": "adamw"}))
-    reallocation = ReallocationConfig(mode=mode, warmup_steps=8, interval=10)
+    reallocation = ReallocationConfig(mode=mode, warmup_steps=8)
     return BaocDDPStrategy(budget, settings=SessionSettings(reallocation=reallocation))
 
 
@@ -218,7 +218,7 @@ class Steps:
         reference, limit = mean(found.ms), f"{int(found.peak * 0.8)}" if found.peak else "state_25"
         self._keep(network, "torch AdamW", "", found, reference=reference)
         del plain
-        for budget, mode in (("unlimited", "adamw"), ("unlimited", "off"), (limit, "off"), (limit, "interval")):
+        for budget, mode in (("unlimited", "adamw"), ("unlimited", "off"), (limit, "off"), (limit, "once")):
             if self.late:
                 return
             fresh(device)
@@ -268,7 +268,7 @@ class Steps:
                 network=network, ranks=ranks().size, optimizer=optimizer, budget=budget,
                 step_ms=round(step_ms, 3), median_ms=round(median(found.ms), 3) if found.ms else 0.0,
                 ratio=round(step_ms / reference, 4), decisions=len(ms),
-                decision_ms=round(mean(ms[1:]), 2) if ms[1:] else 0.0, peak_bytes=found.peak,
+                decision_ms=round(mean(ms), 2) if ms else 0.0, peak_bytes=found.peak,
                 allocated_bytes=found.allocated, peak_bytes_predicted=predicted,
                 excess=round(found.peak / predicted - 1, 4) if predicted and found.peak else None,
                 state_bytes=known.optimizer.state_bytes() if known is not None else 0,

@@ -55,7 +55,8 @@ RUN = (
     "model=vit", "device=cpu", "budget=state_25", "batch_size=16", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
     "trainer.limit_val_batches=1", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1", "checkpoint.keep=3",
     "trainer.enable_progress_bar=false", "trainer.num_sanity_val_steps=0", "checkpoint.every_n_steps=1",
-    "checkpoint.export=false", "reallocation=interval", "reallocation.warmup_steps=2", "reallocation.interval=2",
+    "checkpoint.export=false", "reallocation=once", "reallocation.warmup_steps=2",
+    "budget.schedule=[{step:4,budget:state_10}]",
 )  # fmt: skip
 STUB = """
 import json, sys

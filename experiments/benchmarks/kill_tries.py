@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import lightning as L  # noqa: E402
 from lightning.pytorch.callbacks import ProgressBar  # noqa: E402
 
+from baoc.config.dynamics import DynamicsConfig, ScheduleEntry  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.schema import (  # noqa: E402
     CheckpointConfig,
@@ -83,7 +84,10 @@ def config(*, resume: str | None) -> RunConfig:
         resume=resume,
         budget=parse_budget("state_25"),
         model=ModelConfig(options={"dropout": 0.1}),
-        reallocation=ReallocationConfig(mode="interval", warmup_steps=6, interval=10),
+        reallocation=ReallocationConfig(mode="once", warmup_steps=6),
+        dynamics=DynamicsConfig(
+            schedule=(ScheduleEntry(budget="state_10", step=16), ScheduleEntry(budget="state_25", step=26))
+        ),
         trainer=TrainerConfig(
             max_steps=STEPS,
             gradient_clip_val=1.0,

@@ -95,14 +95,12 @@ def drawn(draw: random.Random) -> tuple[list[str], int, int | None]:
     """Overrides, steps, and the step at which the run is stopped and resumed, if it is."""
     model = draw.choice(MODELS)
     batch = draw.choice((4, 8, 16, 32) if model == "vit" else (2, 4, 8))
-    warmup, mode = draw.choice((4, 6, 8)), draw.choice(("once", "once", "interval", "drift", "off"))
+    warmup, mode = draw.choice((4, 6, 8)), draw.choice(("once", "once", "once", "off"))
     steps = draw.choice((12, 16, 20))
     given = [f"model={model}", f"batch_size={batch}", f"reallocation={mode}", f"seed={draw.randrange(100)}"]
     if mode != "off":
         given.append(f"reallocation.warmup_steps={warmup}")
         given.append(f"risk={draw.choice(('statistics', 'statistics', 'prior'))}")
-    if mode in ("interval", "drift"):
-        given += [f"reallocation.interval={draw.choice((4, 6))}", "reallocation.drift_threshold=0.01"]
     way = draw.choice(("plain", "plain", "accumulate", "release"))
     if way == "accumulate":
         given.append(f"micro_batch={batch // 2}")
@@ -136,14 +134,14 @@ def drawn_for_gpu(draw: random.Random) -> tuple[str, list[str], int, int | None]
         return door, [f"{key}={n}" for key, n in given.items()] + [f"batch={draw.choice((4, 16, 64))}"], steps, None
     model = draw.choice(MODELS)
     size, batch = draw.choice(SIZES[model]), draw.choice((4, 8, 16, 32, 64))
-    mode, way = draw.choice(("off", "off", "once", "interval")), draw.choice(("decided", "decided", "plain", "release"))
+    mode, way = draw.choice(("off", "once")), draw.choice(("decided", "decided", "plain", "release"))
     given = [f"model={model}", f"model.size={size}", f"batch_size={batch}", f"seed={draw.randrange(100)}"]
     given += [f"reallocation={mode}", "trainer.limit_val_batches=1", f"trainer.val_check_interval={steps - 2}"]
     if size in ("small", "base", "mini"):
         given += ["dataset=synthetic_images", "dataset.num_samples=256", "dataset.num_classes=10"]
         given += ["dataset.image_size=32"] if size == "mini" else []
     if mode != "off":
-        given += ["reallocation.warmup_steps=4", *(["reallocation.interval=4"] if mode == "interval" else [])]
+        given.append("reallocation.warmup_steps=4")
     if way != "decided":
         given += [
             f"micro_batch={batch if way == 'release' else draw.choice((batch, batch // 2))}",

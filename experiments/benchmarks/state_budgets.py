@@ -33,8 +33,6 @@ CONFIGURATIONS = {
     "random_10": "budget=state_10 allocator=random",
     "reallocation_off_10": "budget=state_10 reallocation=off",
     "reallocation_once_10": "budget=state_10 reallocation=once",
-    "reallocation_interval_10": "budget=state_10 reallocation=interval",
-    "reallocation_drift_10": "budget=state_10 reallocation=drift",
     "uniform_adamw8bit": f"{OWN} allocator=uniform_adamw8bit",
     "uniform_adamw8bit_root": f"{OWN} allocator=uniform_adamw8bit_root",
     "uniform_adamw4bit": f"{OWN} allocator=uniform_adamw4bit",

@@ -50,7 +50,7 @@ def test_help_shows_groups_and_values(run_python):
 
 COMPLETIONS = {
     "python run.py mod": ["mode=", "model=", "model."],
-    "python run.py reallocation=": ["reallocation=drift", "reallocation=off"],
+    "python run.py reallocation=": ["reallocation=once", "reallocation=off"],
     "python run.py experiments=": ["experiments=digits_state_25"],
     "python run.py budget=7.5gb trainer.max_st": ["trainer.max_steps="],
     "python run.py budget=": ["budget=8gb", "budget=state_25"],

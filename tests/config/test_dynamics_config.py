@@ -1,11 +1,11 @@
-"""`budget.schedule`, `budget.relaxation` and `faults` as conf/ and the command line write them."""
+"""`budget.schedule` and `faults` as conf/ and the command line write them."""
 
 from pathlib import Path
 
 import pytest
 
 from baoc.config.compose import compose
-from baoc.config.dynamics import RelaxationConfig, ScheduleEntry
+from baoc.config.dynamics import ScheduleEntry
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
@@ -18,10 +18,9 @@ def run_of(*overrides: str) -> RunConfig:
 
 def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
     given = "budget.schedule=[{step: 200, budget: state_10}, {step: 300, batch: null, budget: 6gb}]"
-    run = run_of("budget=state_50", given, "budget.relaxation.from_step=300", "faults.nonfinite_loss=rewind")
+    run = run_of("budget=state_50", given, "faults.nonfinite_loss=rewind")
     assert run.budget.name == "state_50"
     assert run.dynamics.schedule == (ScheduleEntry(budget="state_10", step=200), ScheduleEntry(budget="6gb", step=300))
-    assert run.dynamics.relaxation == RelaxationConfig(from_step=300)
     write_config(run, path=tmp_path / "config.yaml")
     assert read_config(tmp_path / "config.yaml") == run
 
@@ -41,8 +40,11 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
         ("budget.schedule=[{stp: 3, budget: 6gb}]", r"unknown key budget\.schedule\[0\]\.stp; did you mean"),
         ("budget.schedule=[{step: 3, budget: lots}]", "cannot read budget=lots"),
         ("budget.schedule=often", r"budget\.schedule=often is not allowed"),
-        ("budget.relaxation.calm=0", r"budget\.relaxation\.calm=0"),
-        ("budget.relaxation.every=0", r"budget\.relaxation\.every=0 is not allowed: it must be 1 or more steps"),
+        (
+            "budget.relaxation.from_step=300",
+            r"budget\.relaxation was removed: .*: name steps and budgets in",
+        ),
+        ("+reallocation.interval=50", r"reallocation\.interval was removed: no decision after the first"),
         ("faults.nonfinite_loss=ignore", r"choose faults\.nonfinite_loss=skip\|rewind\|stop"),
         ("faults.patience=0", r"faults\.patience=0 is not allowed"),
     ],

@@ -52,6 +52,12 @@ def test_accumulation_is_the_quotient_of_the_batches():
             r"blocks.merge was removed: .*: choose coarser blocks",
         ),
         ({"reallocation": {"update_rms": "profiled"}}, r"reallocation.update_rms was removed: .*: leave it out"),
+        (
+            {"reallocation": {"min_gain": 0.0}},
+            r"reallocation.min_gain was removed: no decision .*: leave",
+        ),
+        ({"reallocation": {"mode": "drift"}}, r"reallocation.mode=drift is not allowed: it must be off\|once"),
+        ({"budget": {"relaxation": {"from_step": 9}}}, r"budget.relaxation was removed: .*: name steps and budgets in"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
         ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),
         ({"risk": {"weights": {"drop_m": -1}}}, r"risk.weights.drop_m=-1 is not allowed: it must be zero or more"),
@@ -102,7 +108,12 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
 
 
 def test_a_config_of_an_older_run_may_hold_removed_keys_that_did_nothing():
-    older = {"blocks": {"by": "layer", "merge": None}, "reallocation": {"mode": "once", "update_rms": "usual"}}
+    gone = {"update_rms": "usual", "interval": 100, "drift_threshold": 0.5, "min_gain": 0.02}
+    older = {
+        "blocks": {"by": "layer", "merge": None},
+        "reallocation": {"mode": "once", **gone},
+        "budget": {"memory": "8gb", "relaxation": {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}},
+    }
     run = from_plain(older)
     assert (run.blocks.by, run.reallocation.mode) == ("layer", "once")
 

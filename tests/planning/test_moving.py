@@ -1,49 +1,7 @@
-"""What a move costs beside its gain, and the memory that it takes while it goes on."""
+"""The memory that a move takes while it goes on."""
 
-import pytest
-
-from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.reallocation.move_cost import CONVERSION_FLOATS, lost_steps, migration_risk, move_peak, moved_specs
-from baoc.types import Profile
-from tests.support.decision import stats
+from baoc.planning.reallocation.move_cost import CONVERSION_FLOATS, move_peak
 from tests.support.planners import planner, uniform
-
-RULES = RULE_INFOS
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "steps"),
-    [
-        ("adamw", "adamw", 0),
-        ("adamw", "sign", 0),
-        ("sign", "adamw", 110),
-        ("lion", "adamw", 100),
-        ("adamw_shared_in", "adamw", 50),
-        ("adamw", "adamw_shared_in", 0),
-    ],
-)
-def test_what_cannot_be_taken_along_has_to_grow_again(source: str, target: str, steps: float) -> None:
-    assert lost_steps(RULES[source], RULES[target]) == steps
-
-
-def test_the_cost_is_that_of_the_worst_candidate_while_states_grow() -> None:
-    of = planner("unlimited")
-    block = of.blocks[1].name
-    now, then = uniform(of, "sign"), uniform(of, "sign", **{block: "adamw"})
-    assert moved_specs(now, then) == {block: ("sign", "adamw")}
-    profile = Profile(stats={b.name: stats() for b in of.blocks})
-    risks = {c.spec: c.risk.total for c in of.candidates(risk="prior", profile=profile)[block]}
-    gap = max(risks.values()) - risks["adamw"]
-
-    def cost(horizon: int, left: dict[str, str]) -> float:
-        return migration_risk(of, now=now, then=then, profile=profile, horizon=horizon, left=left)
-
-    assert cost(220, {}) == pytest.approx(gap / 2)
-    assert cost(10, {}) == pytest.approx(gap), "no more than all of it"
-    assert cost(220, {block: "adamw"}) == pytest.approx(gap), "back and forth pays twice"
-    assert cost(220, {block: "lion"}) == pytest.approx(gap / 2)
-    back = migration_risk(of, now=then, then=now, profile=profile, horizon=220, left={})
-    assert back == 0, "giving states up costs no time"
 
 
 def test_the_memory_of_a_move_counts_old_and_new_side_by_side() -> None:

@@ -15,7 +15,7 @@ from tests.support.values import make_plan, make_result
 
 STAYED = Reallocation(
     step=60,
-    trigger="interval",
+    trigger="once",
     accepted=False,
     why="risk 1 -> .99",
     moves=(),

@@ -111,7 +111,8 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     settings = kept["settings"]
     del settings["trainer"]["strategy"]
     settings["trainer"]["reshard_after_forward"] = True
-    settings["reallocation"]["update_rms"] = "usual"
+    settings["reallocation"] |= {"update_rms": "usual", "interval": 100}
+    settings["budget"]["relaxation"] = {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}
     settings["budget"]["schedule"][0]["batch"] = None
     file.write_text(json.dumps(kept | {"plan_s": 60.0}))
     assert 90.0 <= begun().spent_s() < 100.0

@@ -11,10 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from baoc.config.dynamics import DynamicsConfig, RelaxationConfig, ScheduleEntry
-from baoc.config.schema import ReallocationConfig
+from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
 from baoc.core.budgets import parse_budget
-from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.errors import InfeasibleBudgetError
 from baoc.training import lightning as strategy_module
 from baoc.units import GIB
 from tests.support.training_runs import EVERY_STEP, config, logged
@@ -188,26 +187,6 @@ def test_memory_is_held_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert measured[3] > low >= measured[6] > 0.9 * low
     assert measured[14] <= low and result.budget_met and result.budget_bytes == low
     assert result.peak_bytes == max(measured[3], result.peak_bytes), "the run's peak is that of all its budgets"
-
-
-def test_calm_blocks_give_up_state_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Everything counts as calm here; nothing is given back by the decisions that follow."""
-    relaxation = RelaxationConfig(from_step=8, every=2, calm=1e9, max_risk=1.0)
-    watch = Watch()
-    changes = {
-        "budget": parse_budget("state_50"),
-        "reallocation": ReallocationConfig(mode="interval", warmup_steps=4, interval=3),
-        "dynamics": DynamicsConfig(relaxation=relaxation),
-    }
-    run(tmp_path / "day" / "run", monkeypatch, watch, **changes)
-    held = [watch.state_bytes[step] for step in (7, 8, 10, 12)]
-    assert held == sorted(held, reverse=True) and held[0] > held[1] > held[3]
-    assert watch.state_bytes[13] == watch.state_bytes[12]
-    assert "gradients have calmed down to shares of what they were" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(BadInputError, match=r"budget\.relaxation needs gradients that are sampled all along"):
-        run(tmp_path / "day" / "no", monkeypatch, watch, **changes | {"reallocation": ReallocationConfig(mode="once")})
 
 
 def test_a_schedule_goes_on_over_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

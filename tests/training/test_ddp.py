@@ -31,7 +31,7 @@ from tests.support.classifier import Classifier, fit
 from tests.support.ranks import as_launched, group, in_processes
 
 pytestmark = pytest.mark.slow  # two ranks are started
-OFTEN = ReallocationConfig(mode="interval", warmup_steps=3, interval=4, min_gain=0.0)
+ONCE = ReallocationConfig(mode="once", warmup_steps=3)
 
 
 def net() -> nn.Module:
@@ -53,7 +53,7 @@ def other_probes(rank: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     module = net()
     probe = lambda: module(torch.ones(512 + 200 * rank, 64)).sum()  # noqa: E731
-    optimizer = BaocOptimizer(module, budget="1.5mb", probe=probe, settings=SessionSettings(reallocation=OFTEN))
+    optimizer = BaocOptimizer(module, budget="1.5mb", probe=probe, settings=SessionSettings(reallocation=ONCE))
     footprint, told = optimizer.reallocator.planner.footprint, list[str]()
     logging.getLogger(plain_loop.__name__).addFilter(lambda record: told.append(record.getMessage()) or True)
     weights = trained(optimizer, DistributedDataParallel(module), rank=rank, steps=12)
@@ -69,7 +69,7 @@ def other_clocks(rank: int) -> dict[str, Any]:
     schedule.perf_counter = lambda: clock() * (10 if rank else 1)
     try:
         module = net()
-        optimizer = BaocOptimizer(module, budget="state_25", settings=SessionSettings(reallocation=OFTEN))
+        optimizer = BaocOptimizer(module, budget="state_25", settings=SessionSettings(reallocation=ONCE))
         weights = trained(optimizer, DistributedDataParallel(module), rank=rank, steps=14, wait_s=0.01 * rank)
     finally:
         schedule.LARGE_PARAMS, schedule.perf_counter = before, clock
@@ -227,7 +227,7 @@ def alone_with_its_clock(rank: int, size: int, *, folder: Path) -> list[str]:
 def by_lightning(rank: int, size: int) -> dict[str, Any]:
     planner = PlannerSettings(keep_fp32_roles=())
     given = {"devices": size, "plugins": [LightningEnvironment()], "steps": 12}
-    strategy = BaocDDPStrategy("state_25", settings=SessionSettings(planner=planner, reallocation=OFTEN))
+    strategy = BaocDDPStrategy("state_25", settings=SessionSettings(planner=planner, reallocation=ONCE))
     plan_first: list[Any] = []
     strategy.plan_listeners.append(lambda _, plan: plan_first.append(dict(plan.allocation.choices)))
     buckets = Buckets()

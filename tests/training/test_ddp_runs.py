@@ -60,7 +60,7 @@ ONE_CURVE = {
 }
 OWN = {key: value for key, value in ONE_CURVE.items() if key not in ("allocator", "recipe", "budget")}
 BY_COLUMN = {**OWN, "risk": RiskConfig(name="prior")}  # which takes rules by column, too
-OFTEN = {"reallocation": ReallocationConfig(mode="interval", warmup_steps=3, interval=3)}
+ONCE = {"reallocation": ReallocationConfig(mode="once", warmup_steps=3)}
 FROM_HOST = {
     "catalogue": CatalogueConfig(specs=("adamw@streamed", "adamw_int8@streamed"), keep_fp32_roles=()),
     "allocator": AllocatorConfig(),
@@ -68,11 +68,11 @@ FROM_HOST = {
     "budget": parse_budget("8gb"),
 }
 BEFALLS: dict[str, dict[str, Any]] = {
-    "nan, late": OFTEN,
+    "nan, late": ONCE,
     "nan, rewound": {"faults": FaultsConfig(nonfinite_loss="rewind", max_rewinds=1)},
     "clock": {"checkpoint": CheckpointConfig(every_n_steps=None, every_minutes=0.2, keep=9, export=False)},
     "SIGUSR1": {},
-    "in a decision": OFTEN,
+    "in a decision": ONCE,
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }

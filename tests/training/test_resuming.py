@@ -126,7 +126,7 @@ def test_a_damaged_decision_is_said(tmp_path: Path) -> None:
 def test_decisions_after_the_checkpoint_are_set_aside(tmp_path: Path) -> None:
     """A budget's change and a conversion at its step come after it; whoever goes on makes them again."""
     path = tmp_path / "reallocations.jsonl"
-    for step, trigger in ((5, "resume"), (6, "interval"), (6, "budget"), (6, "resume"), (7, "interval")):
+    for step, trigger in ((5, "resume"), (6, "once"), (6, "budget"), (6, "resume"), (7, "once")):
         append_jsonl(path, {"step": step, "trigger": trigger})
     Recorder(tmp_path).resumed(6, make_plan())
-    assert [(event["step"], event["trigger"]) for event in read_jsonl(path)] == [(5, "resume"), (6, "interval")]
+    assert [(event["step"], event["trigger"]) for event in read_jsonl(path)] == [(5, "resume"), (6, "once")]

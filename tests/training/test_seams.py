@@ -14,14 +14,13 @@ from baoc.planning.microbatch import Axes, none_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule
 from baoc.planning.reallocation.move_cost import move_peak
-from baoc.planning.reallocation.relaxation import offers
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import Decision
 from baoc.training.measure.probe import Probe
-from baoc.types import Candidate, Cost, Option, PeakInterval, Plan, Risk
+from baoc.types import Option, PeakInterval, Plan
 from tests.support.decision import transformer
 from tests.support.planners import option, planner, uniform
 from tests.support.weight_footprints import FOOTPRINT
@@ -84,25 +83,6 @@ def test_released_gradients_are_not_taken_off_twice() -> None:
     less = {name: 512 * 512 * 2 for name in FOOTPRINT.gradient_order}
     whole = released.peak_bytes(state_bytes=0, specs=("adamw",))
     assert released.peak_bytes(state_bytes=0, specs=("adamw",), saved=less) == whole - sum(less.values())
-
-
-def test_a_calm_block_offers_what_is_cheaper_in_all() -> None:
-    """Native weights want a byte less of state than split ones, and four more of weights and gradients."""
-    of = splitting()
-    block = of.blocks[1].name
-    plan = uniform(of, "adamw+split8")
-
-    def candidate(spec: str, risk: float, **cost: int) -> Candidate:
-        return Candidate(block=block, spec=spec, cost=Cost(**cost), risk=Risk(total=risk))
-
-    pool = {
-        block: [
-            candidate("sign+split8", 1.0, state_bytes=1, saved_bytes=4),
-            candidate("adamw", 0.0, state_bytes=8),
-            candidate("adamw+split8", 0.01, state_bytes=9, saved_bytes=4),
-        ]
-    }
-    assert offers(plan, pool, calm={block: 0.1}, max_risk=0.1) == {}
 
 
 def planned(control: BudgetControl, of: Planner, plan: Plan) -> None:

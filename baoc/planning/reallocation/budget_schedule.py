@@ -1,4 +1,4 @@
-"""The budget that a running job should have at each step: by schedule, by a file's request, or after relaxation.
+"""The budget that a running job should have at each step: by schedule or by a file's request.
 
 Pure: it maps steps to a Budget and its reason. `training.budget_control` applies it.
 """
@@ -33,16 +33,14 @@ def check_order(changes: Sequence[BudgetChange]) -> None:
 class BudgetSchedule:
     """`budget_at` says which budget should be in force.
 
-    The last of `changes` that has begun counts. A budget given to `request` replaces it until `request("")`. `ceiling`
-    is what progressive relaxation left; only `request` may exceed it. `free_bytes` is the meaning of `auto`, which
-    limits nothing without it.
+    The last of `changes` that has begun counts. A budget given to `request` replaces it until `request("")`.
+    `free_bytes` is the meaning of `auto`, which limits nothing without it.
     """
 
     def __init__(self, base: Budget, *, changes: Sequence[BudgetChange] = ()):
         self.base = base
         self.changes = tuple(changes)
         self.free_bytes: int | None = None
-        self.ceiling: Budget | None = None
         self._requested: Budget | None = None
 
     def request(self, text: str) -> None:
@@ -51,14 +49,8 @@ class BudgetSchedule:
 
     def budget_at(self, step: int) -> tuple[Budget, str]:
         """The budget after `step` steps, and the reason for it."""
-        budget, why = self._scheduled(step)
         if self._requested is not None:
-            budget, why = self._resolved(self._requested), "the budget file asks for it"
-        elif self.ceiling is not None and _below(self.ceiling, budget):
-            budget, why = self.ceiling, "blocks that calmed down gave it up"
-        return budget, why
-
-    def _scheduled(self, step: int) -> tuple[Budget, str]:
+            return self._resolved(self._requested), "the budget file asks for it"
         budget, why = self.base, "the budget of the run"
         for change in self.changes:
             if step >= change.step:
@@ -71,11 +63,3 @@ class BudgetSchedule:
         host_memory_bytes = budget.host_memory_bytes or self.base.host_memory_bytes
         step_time = budget.step_time or self.base.step_time
         return replace(budget, step_time=step_time, host_memory_bytes=host_memory_bytes)
-
-
-def _below(one: Budget, other: Budget) -> bool:
-    if one.memory_bytes is not None and other.memory_bytes is not None:
-        return one.memory_bytes < other.memory_bytes
-    if one.state_fraction is not None and other.state_fraction is not None:
-        return one.state_fraction < other.state_fraction
-    return other.kind == "none"

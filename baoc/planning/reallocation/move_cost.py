@@ -1,61 +1,22 @@
-"""The cost of a move: the risk while new states warm up, and the memory of old and new states side by side."""
+"""The memory of a move between two plans: old and new states side by side."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baoc.core.catalogue import SPECS
 from baoc.planning.cost import cost, state_bytes
 from baoc.planning.limits import saved_by
 from baoc.planning.planner import Planner
-from baoc.types import Plan, Profile, RuleInfo, StateKind, StateLayout
+from baoc.types import Plan
 
-# Steps until an average that starts anew is worth having: 1 / (1 - beta1), and the age at which migration takes a v
-# that was seeded (optim.migrate.SEED_AGE).
-RECOVERY_STEPS = {StateKind.M: 10, StateKind.V: 100}
-WIDENED = 0.5  # share of a state that was kept per row, column or fold and is now wanted per element
 # Floats per element that converting one tensor may hold beside its states: an average in fp32, expanded, rescaled,
 # decoded again, and the difference. 4 were the most that was measured (tests/training/test_moves.py).
 CONVERSION_FLOATS = 8
-
-
-def lost_steps(source: RuleInfo, target: RuleInfo) -> float:
-    """Steps of full risk that a block pays for moving from `source` to `target`: those in which lost states warm up."""
-    lost = 0.0
-    for kind, steps in RECOVERY_STEPS.items():
-        wanted = [decl for decl in target.states if decl.kind is kind]
-        held = [decl for decl in source.states if decl.kind is kind]
-        if wanted and not held:
-            lost += steps
-        elif any(decl.layout is StateLayout.FULL for decl in wanted) and not any(
-            decl.layout is StateLayout.FULL for decl in held
-        ):
-            lost += WIDENED * steps
-    return lost
 
 
 def moved_specs(now: Plan, then: Plan) -> dict[str, tuple[str, str]]:
     """Block -> (spec now, spec then), of those that differ."""
     held = now.allocation.choices
     return {block: (held[block], spec) for block, spec in then.allocation.choices.items() if held[block] != spec}
-
-
-def migration_risk(
-    planner: Planner, *, now: Plan, then: Plan, profile: Profile, horizon: int, left: Mapping[str, str]
-) -> float:
-    """Predicted risk of moving from plan to plan, in the unit of an allocation's risk.
-
-    While its new states warm up, a block counts as risky as its riskiest candidate. That risk is spread over the
-    `horizon`, the steps over which the gain of the move is counted. A block that returns to the spec it `left` at the
-    last move pays for both moves.
-    """
-    pool = planner.candidates(risk=then.risk_model, profile=profile)
-    total = 0.0
-    for block, (source, target) in moved_specs(now, then).items():
-        risks = {candidate.spec: candidate.risk.total for candidate in pool[block]}
-        steps = lost_steps(planner.rules[SPECS[source].rule], planner.rules[SPECS[target].rule])
-        share = min(steps / horizon, 1.0) * (2 if left.get(block) == target else 1)
-        total += share * (max(risks.values()) - risks[target])
-    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
