@@ -27,7 +27,7 @@ from baoc.types import Budget, Role, to_plain
 # Keys whose value may be a path; where it is relative, it is one of the folder in which the command was given.
 PATHS = (
     *(("dataset", "path"), ("dataset", "tokenizer"), ("model", "pretrained"), ("model", "name_or_path")),
-    *(("resume",), ("profile",)),
+    ("resume",),
 )
 
 
@@ -73,10 +73,11 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
         if key in TRAINER_OWNED:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
     for name, removed_key in REMOVED_KEYS.items():
-        group, _, leaf = name.partition(".")
-        node = given.get(group)
+        group, _, leaf = name.rpartition(".")
+        node = given.get(group) if group else given
         if isinstance(node, Mapping) and leaf in node and node[leaf] == removed_key.default:
-            given[group] = {key: value for key, value in node.items() if key != leaf}
+            kept = {key: value for key, value in node.items() if key != leaf}
+            given = {**given, group: kept} if group else kept
     if isinstance(allocator := given.get("allocator"), Mapping):  # `every` was of host_every_kth, which is no more
         given["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
     for group in GROUPS:

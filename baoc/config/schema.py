@@ -187,12 +187,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsConfig:
-    """`nonfinite_loss`: skip the step, rewind to the last checkpoint, or stop the run. `patience` is the number of such
-    steps in a row after which `skip` stops the run. `max_rewinds` limits `rewind` per run."""
+    """`patience`: so many steps in a row whose loss is NaN or infinite end the run; fewer are skipped."""
 
-    nonfinite_loss: Literal["skip", "rewind", "stop"] = "skip"
     patience: Annotated[int, at_least(1, " steps")] = 20
-    max_rewinds: Annotated[int, at_least(1)] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +201,6 @@ class RunConfig:
     mode: Literal["train", "eval", "plan", "race"] = "train"
     device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"
     resume: str | None = None  # null | auto | path of a run folder or checkpoint
-    profile: str | None = None  # mode=plan: a run folder, or its profile.json
     objective: Literal["quality", "throughput", "balanced"] = "quality"
     batch_size: Annotated[int, at_least(1, " samples")] = 64  # global: samples per optimizer step
     # Samples per forward pass on each device; null searches for it on CUDA only (docs/budgets.md).
@@ -249,11 +245,6 @@ class RunConfig:
         if self.device in CARDS and self.mode != "plan":
             raise BadInputError(
                 f"device={self.device} is a card to plan for, not one to run on: add mode=plan, or use device=cuda"
-            )
-        if self.profile is not None and self.mode != "plan":
-            raise BadInputError(
-                f"profile={self.profile} is for mode=plan, where nothing is measured, and a run profiles its own "
-                "gradients: leave it out, or add mode=plan"
             )
         if self.race.first != "off" and self.mode == "eval":
             raise BadInputError("a race chooses what a run trains with, and mode=eval trains nothing: leave race out")

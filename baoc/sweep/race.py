@@ -68,7 +68,7 @@ RETRIES = 3  # of a run that was killed: no entrant is to leave for the machine'
 _MAY_CHANGE = ("workers", "per_gpu", "cap_s", "library")  # settings with which a race may go on
 # What a race sets itself, or decides; all other overrides of the command hold for its runs too
 _OWN = (
-    "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "profile", "checkpoint", "logger",
+    "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "checkpoint", "logger",
     "trainer.max_steps", "trainer.max_epochs", "trainer.val_check_interval", "trainer.check_val_every_n_epoch",
     "optim.lr", "model.size", "budget.schedule", "trainer.devices", "trainer.strategy",
 )  # fmt: skip

@@ -266,16 +266,6 @@ def print_reallocation(event: Reallocation) -> None:
         console.print(f"  and {len(event.moves) - 24} more, in reallocations.jsonl", markup=False)
 
 
-def print_update_ratios(step: int, *, ratios: Mapping[str, float]) -> None:
-    """Prints, one step after a move, the RMS of updates over that before the move (24 blocks at most)."""
-    if not ratios:
-        return
-    shown = ", ".join(f"{block} {ratio:.3g}" for block, ratio in list(ratios.items())[:24])
-    more = f" and {len(ratios) - 24} more, in reallocations.jsonl" if len(ratios) > 24 else ""
-    text = f"step {step + 1}, RMS of updates over that before the move: {shown}{more}"
-    make_console().print(text, markup=False, soft_wrap=True)
-
-
 def print_result(result: RunResult, *, run_dir: str | Path) -> None:
     """Prints the closing summary: quality, peak against budget, state, time, and the run folder."""
     quality = f"{result.quality.name} {result.quality.value:.4g}"

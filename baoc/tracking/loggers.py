@@ -23,7 +23,7 @@ from baoc.units import gib
 CSV_EVERY_S = 10.0
 REALLOCATION_COLUMNS = (
     *("step", "trigger", "risk_before", "risk_after", "block", "from", "to", "states"),
-    *("bytes_before", "bytes_after", "update_rms_ratio", "why"),
+    *("bytes_before", "bytes_after", "why"),
 )
 
 
@@ -77,13 +77,12 @@ def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
 def _event_rows(event: Mapping[str, Any]) -> list[list[Any]]:
     shared = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
     if not event["moves"]:
-        size = [event["state_bytes_before"], event["state_bytes_after"], None]
+        size = [event["state_bytes_before"], event["state_bytes_after"]]
         return [[*shared, None, None, None, None, *size, event["why"]]]
-    ratios = event["update_rms_ratio"]
     rows = []
     for move in event["moves"]:
         states = ", ".join(f"{state} {conversion}" for state, conversion in move["kept"].items())
-        size = [move["bytes_before"], move["bytes_after"], ratios.get(move["block"])]
+        size = [move["bytes_before"], move["bytes_after"]]
         rows.append(
             [*shared, move["block"], move["source"], move["target"], states, *size, f"{event['why']}; {move['why']}"]
         )

@@ -65,23 +65,11 @@ def key_of(
     asked = to_plain(config)
     asked = {key: value for key, value in asked.items() if key not in _RUN}
     asked["trainer"] = {key: value for key, value in asked["trainer"].items() if key not in _TRAINER}
-    return _surroundings(network, device=device) | {
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return {
         "config": asked | {"budget": to_plain(replace(budget, name=""))},
         "code": code_of(config) | _code_of_layers(network),
         "batches": [_shapes(batch) for batch in batches],
-    }
-
-
-def layers_key(network: nn.Module, *, budget: Budget, settings: object, device: torch.device) -> dict[str, Any]:
-    """What the number of recomputed layers rests on that a loop of one's own asks for; its batch is not known."""
-    asked = {"layers": True, "budget": to_plain(budget), "settings": repr(settings)}
-    return _surroundings(network, device=device) | {"config": asked, "code": _code_of_layers(network)}
-
-
-def _surroundings(network: nn.Module, *, device: torch.device) -> dict[str, Any]:
-    """The network, the card, versions and switches."""
-    tensors = [*network.named_parameters(), *network.named_buffers()]
-    return {
         "ranks": ranks().size,  # each of several keeps buckets of gradients
         "network": hash_of(
             [type(network).__module__, type(network).__qualname__, repr(network)],

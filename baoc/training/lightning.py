@@ -136,7 +136,6 @@ class BudgetedStrategy(Strategy):
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
         self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
-        self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []  # see Reallocator
         self.reallocator: Reallocator | None = None
         self._guard = _GradientGuard()
         self.context_bytes = 0
@@ -219,7 +218,6 @@ class BudgetedStrategy(Strategy):
         for old, one in zip(theirs, self.reallocators, strict=True):
             one.beside = [other for other in self.reallocators if other is not one]
             one.listeners.extend(self.reallocation_listeners)
-            one.settled_listeners.extend(self.settled_listeners)
             rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)
             if self.lr_scheduler_configs:
                 count_steps_for_schedulers(one.optimizer)

@@ -29,22 +29,18 @@ class Recorder:
         """The largest peak that any plan of the run predicted: each was in force for a while."""
         return max(self._peaks, default=0)
 
-    def planned(self, planner: Planner, plan: Plan, *, profile: Profile | None = None) -> None:
-        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal.
-
-        `profile`: a stored one that it rests on.
-        """
+    def planned(self, planner: Planner, plan: Plan) -> None:
+        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal."""
         self.planner, self._peaks = planner, []  # of this fit
         files.write_json(self.run_dir / "blocks.json", plan.blocks)
         if planner.footprint is not None:
             files.write_json(self.run_dir / "footprint.json", planner.footprint)
         if planner.latency is not None:
             files.write_json(self.run_dir / "latency.json", planner.latency)
-        self._write_plan(plan, profile=profile, step=0)
+        self._write_plan(plan, profile=None, step=0)
         by = plan.basis.by if plan.basis is not None else plan.risk_model
         names = {"measured": "measurements", "prior": "priors by role", "recipe": "the recipe", "race": "the recipe"}
-        basis = names.get(by, by) if profile is None else f"a stored profile, by {plan.risk_model} risk"
-        console.print_plan(plan, title=f"Allocation at the start, from {basis}")
+        console.print_plan(plan, title=f"Allocation at the start, from {names.get(by, by)}")
         if planner.host_counts and plan.host_bytes:
             console.say(
                 "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as "
@@ -73,19 +69,6 @@ class Recorder:
         console.print_reallocation(event)
         if event.accepted:
             console.print_plan(plan, title=f"Allocation from step {event.step} on, by {plan.risk_model} risk")
-
-    def settled(self, step: int, trigger: str, ratios: dict[str, float]) -> None:
-        """One step after a move: how its blocks' updates changed in size goes into the move's own line."""
-        console.print_update_ratios(step, ratios=ratios)
-        path = self.run_dir / files.REALLOCATIONS_FILE
-        if not ratios or not path.is_file():
-            return
-        lines = files.read_jsonl(path)
-        for line in reversed(lines):
-            if (line["step"], line["trigger"]) == (step, trigger):
-                line["update_rms_ratio"] = ratios
-                break
-        files.write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def concluded(self, result: RunResult) -> None:
         """Predicted beside measured: in footprint.json, and in the row of options.csv that was run."""

@@ -22,7 +22,7 @@ from baoc.parallel import ALONE, Ranks, refuse_ranks
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
-from baoc.planning.reallocation.move_cost import move_peak, moved_specs
+from baoc.planning.reallocation.move_cost import move_peak
 from baoc.profiling import GradientProfiler, describe, device_peak
 from baoc.training.late_step import LateStep
 from baoc.types import (
@@ -62,15 +62,6 @@ class _Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Switch:
-    """A move whose first update is still to come, and the update RMS of the moved blocks before it."""
-
-    step: int
-    trigger: str
-    rms: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
     """What a checkpoint keeps of a reallocator. Those of earlier versions lack what has a default."""
 
@@ -86,7 +77,6 @@ class _Saved:
     budget: Budget | None = None
     planned: bool | None = None  # None, before 2026-11-30: as if it was of least state to be measured
     late: Mapping[str, str] = field(default_factory=dict[str, str])
-    switch: _Switch | None = None
     state_bytes: int | None = None
     profiler: Mapping[str, Any]  # as GradientProfiler has it
 
@@ -102,8 +92,7 @@ class Reallocator:
     """Watches gradients of a warm-up, asks the planner again by what it saw, and moves the optimizer to what was
     accepted; as the budget changes, too.
 
-    `listeners` are called after each decision, accepted or not; `settled_listeners` one step after a move, with its
-    step, its trigger and the ratio of the update RMS after to before by block. `tracked` wraps decisions and
+    `listeners` are called after each decision, accepted or not. `tracked` wraps decisions and
     migrations, each under its name, so that whoever measures memory can include them. `moving` wraps migrations too,
     and is told whether weights change their type. The plan in force is `plan`, the profile it rests on
     `profile`. Of several `ranks` the first proposes, from its own profile, and all of them move.
@@ -136,10 +125,8 @@ class Reallocator:
         self.profiler = profiler
         self.profile: Profile | None = None
         self.listeners: list[Listener] = []
-        self.settled_listeners: list[Callable[[int, str, dict[str, float]], None]] = []
         self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
         self.beside: Sequence[Reallocator] = ()  # of the other optimizers of one loop, on the same device
-        self._switch: _Switch | None = None
         self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
@@ -154,7 +141,7 @@ class Reallocator:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
-        listening: dict[str, Any] = {"listeners": [], "settled_listeners": [], "peak_listeners": []}
+        listening: dict[str, Any] = {"listeners": [], "peak_listeners": []}
         listening |= {"tracked": nullcontext, "moving": nullcontext}
         listening |= {"network": None, "_late_step": None, "beside": ()}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
@@ -310,8 +297,6 @@ class Reallocator:
         if self.ranks is ALONE:
             refuse_ranks("decision")
         self.step += 1
-        if self._switch is not None:  # of an earlier step: what is learned now may move again
-            self._settle(self._switch)
         if self._late_step is not None and self.has_gradients:
             self._learn_late()
         if self._late_came:
@@ -444,7 +429,7 @@ class Reallocator:
     ) -> Reallocation:
         """Puts `proposal` in force if it was accepted, else prices the plan in force anew; tells which, as an event."""
         bytes_before = self.optimizer.state_bytes()
-        moves = self._migrate(proposal, trigger=trigger) if accepted else ()
+        moves = self._migrate(proposal) if accepted else ()
         if accepted:
             self.num_accepted += 1
             self.plan = proposal
@@ -464,11 +449,8 @@ class Reallocator:
             risk_after=self.plan.allocation.risk,
         )
 
-    def _migrate(self, proposal: Plan, *, trigger: str) -> tuple[BlockMove, ...]:
-        """Moves the optimizer, block by block, and remembers what the next step has to be compared with."""
-        changes = moved_specs(self.plan, proposal)
-        rms_before = self.optimizer.update_rms(changes) if self.step else {}
-        self._switch = _Switch(step=self.step, trigger=trigger, rms=rms_before)
+    def _migrate(self, proposal: Plan) -> tuple[BlockMove, ...]:
+        """Moves the optimizer, block by block."""
         texts = {reason.block: reason.text for reason in proposal.reasons}
         with self.tracked("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
@@ -510,15 +492,6 @@ class Reallocator:
         for listener in self.listeners:
             listener(event, self.plan, self.profile)
 
-    def _settle(self, switch: _Switch) -> None:
-        """The step after a move: how large the moved blocks' updates are beside what they were."""
-        self._switch = None
-        before = {block: rms for block, rms in switch.rms.items() if rms > 0}
-        after = self.optimizer.update_rms(before)
-        ratios = {block: after[block] / rms for block, rms in before.items() if block in after}
-        for listener in self.settled_listeners:
-            listener(switch.step, switch.trigger, ratios)
-
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
@@ -537,7 +510,6 @@ class Reallocator:
             budget=self.awaited or self.planner.budget,
             planned=self.awaited is None or self.goes_on,
             late=self.late_specs,
-            switch=self._switch,
             state_bytes=self.optimizer.state_bytes(),
             profiler={},
         )
@@ -574,7 +546,7 @@ class Reallocator:
         self.step, self.num_accepted = saved.step, saved.num_accepted
         self.profile, self.last_decision = profile, saved.last_decision
         self.watched_from = saved.watched_from if saved.profiler else self.step
-        self._switch, self._saved_bytes = saved.switch, saved.state_bytes
+        self._saved_bytes = saved.state_bytes
         if self.profiler is not None and not watching:
             self.profiler.release()
         planned = saved.planned

@@ -38,7 +38,7 @@ from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
-from baoc.training.measure.absent_card import card_of, plan_for, stored_profile, write_plan_line
+from baoc.training.measure.absent_card import card_of, plan_for, write_plan_line
 from baoc.training.measure.microbatch_search import Decided, decide, device_of, take_option
 from baoc.training.resume import (
     check_resume,
@@ -153,15 +153,9 @@ def decide_together(
 
 
 def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
-    """mode=plan on the present device: `plan.json`, by the stored profile that was named, if any; with race=auto the
-    entrants of a race."""
+    """mode=plan on the present device: `plan.json`; with race=auto the entrants of a race."""
     assert parts.strategy.reallocator is not None
     planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
-    if config.profile is not None:
-        profile, said = stored_profile(config, planner=planner)
-        plan = planner.propose(profile=profile)
-        parts.recorder.planned(planner, plan, profile=profile)
-        console.say(f"risks are {said}")
     rate = config.batch_size / parts.recorder.step_s_predicted
     write_plan_line(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
     if config.race.first != "off":

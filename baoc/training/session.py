@@ -3,7 +3,6 @@
 `BaocStrategy` and `BaocOptimizer` differ in who measures a step, which is a `Measurer`; what is made of that is here.
 """
 
-import json
 import logging
 import math
 import weakref
@@ -17,7 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from baoc.cache import cache_folder, hash_of, read_own, write_own
 from baoc.config.schema import ReallocationConfig
 from baoc.config.validate import check
 from baoc.core.blocks import partition
@@ -48,7 +46,6 @@ from baoc.profiling.step_time import soon_timed, with_link
 from baoc.racing.entrants import network_of
 from baoc.racing.records import find_raced_network, is_asked
 from baoc.tracking.console import say
-from baoc.training.decision_cache import layers_key
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
@@ -455,7 +452,7 @@ class Session:
         num_layers, number = len(self._layers()), 0
         if num_layers and self.budget.memory_bytes is not None:
             try:
-                number = self._fewest_kept(plan, num_layers=num_layers)
+                number = self.fewest_layers(plan, num_layers=num_layers)
             except BaseException:
                 self.recompute(0)
                 raise
@@ -490,31 +487,6 @@ class Session:
     def recompute(self, number: int) -> None:
         assert self.module is not None
         set_recomputed(self.module, number)
-
-    def _fewest_kept(self, plan: Callable[[], None], *, num_layers: int) -> int:
-        """As `fewest_layers`; or the number that it found before in the same place, so that a resumed run has it again,
-        where a step with so many still takes the bytes that it took then."""
-        assert self.module is not None
-        settings = self.settings, self.reshards
-        key = layers_key(self.module, budget=self.budget, settings=settings, device=self.device)
-        path = cache_folder() / f"layers-{hash_of(key)[:32]}.json"
-        with suppress(ValueError, KeyError, TypeError, InfeasibleBudgetError, torch.OutOfMemoryError):
-            kept = self.ranks.from_first(lambda: json.loads(read_own(path) or "{}"))
-            number, num_bytes = min(int(kept["number"]), num_layers), int(kept["bytes"])
-            self.recompute(number)
-            plan()
-            pages = PAGES_BYTES if self.device.type == "cuda" else 0
-            if abs(self._activation_bytes() - num_bytes) <= pages:
-                return number
-        clear_cache(self.device)
-        number = self.fewest_layers(plan, num_layers=num_layers)
-        write_own(path, json.dumps({"number": number, "bytes": self._activation_bytes()}))
-        return number
-
-    def _activation_bytes(self) -> int:
-        """Bytes of forward and backward in the footprint that the plan was made for."""
-        assert self.planner.footprint is not None
-        return self.planner.footprint.forward_backward_bytes
 
     def fewest_layers(self, plan: Callable[[], None], *, num_layers: int) -> int:
         """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -42,7 +42,6 @@ from baoc.tracking.loggers import log_plan, log_reallocations
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
-from baoc.training.resume import check_contents
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Plan, Reallocation, Role
 
@@ -132,7 +131,6 @@ def make_strategy(
         reallocation_listeners=[recorder.reallocated, moved],
     )
     strategy.resume_listeners.append(recorder.resumed)
-    strategy.settled_listeners += [recorder.settled, lambda *_: log_reallocations(loggers, run_dir=recorder.run_dir)]
     return strategy
 
 
@@ -192,7 +190,7 @@ def assemble_trainer(
         vote,
         preemption,
         control,
-        LossGuard(checkpoint=checkpoint, check=check_contents, vote=vote, **asdict(config.faults)),
+        LossGuard(patience=config.faults.patience, vote=vote),
         steps,
         memory,
         validated,

@@ -24,8 +24,7 @@ class BlockMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reallocation:
-    """One decision. `update_rms_ratio`: moved block -> RMS of its first update after the move over that of its last one
-    before; known one step later, and only where a spec can tell."""
+    """One decision."""
 
     step: int
     trigger: str
@@ -36,7 +35,6 @@ class Reallocation:
     state_bytes_after: int
     risk_before: float
     risk_after: float
-    update_rms_ratio: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

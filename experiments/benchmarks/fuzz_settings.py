@@ -155,7 +155,6 @@ ALLOWED = {
     "logger.names": ("[jsonl]", "[csv,jsonl]"),
     "checkpoint.every_n_steps": ("1", "2", "null"),
     "checkpoint.keep": ("1", "2", "3"),
-    "faults.nonfinite_loss": ("skip", "rewind", "stop"),
     "task.ema_decay": ("0.9", "0"),
     "task.num_samples": ("2", "0"),
     "seed": ("0", "1", "4294967295"),

@@ -137,7 +137,7 @@ def test_what_befalls_another_command(name: str, befalling: Callable[..., None],
 def test_what_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     for words in (
-        "optim.lr=abc", "model=vitt", "resume=nowhere", "mode=plan profile=nowhere", "mode=eval resume=nowhere",
+        "optim.lr=abc", "model=vitt", "resume=nowhere", "mode=eval resume=nowhere",
         "mode=train budget=lots", "mode=rice", "recipe=nowhere.yaml", "sweeps=frontier_vision", "-m sweeps=nothing",
         "-m sweeps=frontier_vision hydra.sweeper.workers=0", "-m sweeps=frontier_vision optim.lr=abc", "--list specz",
     ):  # fmt: skip

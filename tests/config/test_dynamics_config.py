@@ -18,7 +18,7 @@ def run_of(*overrides: str) -> RunConfig:
 
 def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
     given = "budget.schedule=[{step: 200, budget: state_10}, {step: 300, batch: null, budget: 6gb}]"
-    run = run_of("budget=state_50", given, "faults.nonfinite_loss=rewind")
+    run = run_of("budget=state_50", given, "faults.patience=3")
     assert run.budget.name == "state_50"
     assert run.dynamics.schedule == (ScheduleEntry(budget="state_10", step=200), ScheduleEntry(budget="6gb", step=300))
     write_config(run, path=tmp_path / "config.yaml")
@@ -45,7 +45,7 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
             r"budget\.relaxation was removed: .*: name steps and budgets in",
         ),
         ("+reallocation.interval=50", r"reallocation\.interval was removed: no decision after the first"),
-        ("faults.nonfinite_loss=ignore", r"choose faults\.nonfinite_loss=skip\|rewind\|stop"),
+        ("+faults.nonfinite_loss=rewind", r"faults\.nonfinite_loss was removed: .*: set faults\.patience=1"),
         ("faults.patience=0", r"faults\.patience=0 is not allowed"),
     ],
 )

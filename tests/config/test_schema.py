@@ -56,6 +56,8 @@ def test_accumulation_is_the_quotient_of_the_batches():
             {"reallocation": {"min_gain": 0.0}},
             r"reallocation.min_gain was removed: no decision .*: leave",
         ),
+        ({"profile": "runs/1"}, r"profile was removed: .*: leave it out"),
+        ({"faults": {"nonfinite_loss": "stop"}}, r"faults.nonfinite_loss was removed: .*: set faults.patience=1"),
         ({"reallocation": {"mode": "drift"}}, r"reallocation.mode=drift is not allowed: it must be off\|once"),
         ({"budget": {"relaxation": {"from_step": 9}}}, r"budget.relaxation was removed: .*: name steps and budgets in"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
@@ -110,6 +112,8 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
 def test_a_config_of_an_older_run_may_hold_removed_keys_that_did_nothing():
     gone = {"update_rms": "usual", "interval": 100, "drift_threshold": 0.5, "min_gain": 0.02}
     older = {
+        "profile": None,
+        "faults": {"nonfinite_loss": "skip", "patience": 20, "max_rewinds": 3},
         "blocks": {"by": "layer", "merge": None},
         "reallocation": {"mode": "once", **gone},
         "budget": {"memory": "8gb", "relaxation": {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}},

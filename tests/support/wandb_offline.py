@@ -43,7 +43,6 @@ MOVED = replace(
     risk_before=2.0,
     moves=(MOVE,),
     state_bytes_before=80,
-    update_rms_ratio={"a": 4.76},
 )
 
 PLACES = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR")

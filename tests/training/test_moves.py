@@ -1,13 +1,11 @@
-"""Reallocations as they happen: memory through the move, and how updates change across the switch."""
+"""Memory through a reallocation."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
@@ -18,8 +16,6 @@ from baoc.profiling.tracker import MemoryTracker
 from baoc.training import reallocator
 from baoc.training.session import Session, SessionSettings
 from baoc.types import Footprint
-from tests.support.training_runs import EVERY_STEP, brief, logged
-from tests.support.watched_runs import Watch, events, run
 
 pytestmark = pytest.mark.slow
 
@@ -112,36 +108,3 @@ def test_the_prediction_of_a_move_is_never_below_what_is_measured(monkeypatch: p
         made.optimizer.zero_grad()
         net(torch.randn(4, WIDTH)).square().sum().backward()
         made.optimizer.step()
-
-
-# -- whole runs -------------------------------------------------------------------------------------------------------
-
-
-def test_each_event_tells_how_updates_changed_across_the_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dynamics = DynamicsConfig(schedule=(ScheduleEntry(budget="state_10", step=6),))
-    run_dir = tmp_path / "day" / "run"
-    with brief(depth=4):
-        run(run_dir, monkeypatch, Watch(), budget=parse_budget("state_50"), dynamics=dynamics)
-    event = next(event for event in events(run_dir) if event["trigger"] == "budget")
-    ratios = event["update_rms_ratio"]
-    assert set(ratios) <= {move["block"] for move in event["moves"]} and len(ratios) >= len(event["moves"]) / 2
-    assert all(0.3 < ratio < 3 for ratio in ratios.values()), ratios
-
-
-def test_the_ratio_survives_a_kill_right_after_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(Exception):
-        pass
-
-    def kill(*_: Any) -> None:
-        raise Killed
-
-    reallocation = ReallocationConfig(mode="once", warmup_steps=7)
-    whole, changes = tmp_path / "day" / "whole", {"reallocation": reallocation, "checkpoint": EVERY_STEP}
-    run(whole, monkeypatch, Watch(), **changes)
-    cut = tmp_path / "day" / "cut"
-    with pytest.raises(Killed):
-        run(cut, monkeypatch, Watch(step_7=kill), **changes)
-    run(cut, monkeypatch, Watch(), resume=str(cut), **changes)
-    assert logged(whole) == logged(cut) and events(whole) == events(cut)

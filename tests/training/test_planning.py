@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 from baoc.config.schema import (
     ModelConfig,
     OptimConfig,
-    RiskConfig,
     RunConfig,
 )
 from baoc.core.budgets import parse_budget
@@ -165,27 +163,6 @@ def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation:
         twice, once = (probe(warm=warm, allocator=CachingAllocator()).forward_backward_bytes for warm in (True, False))
         held = probe(warm=False).forward_backward_bytes
     assert abs(once - twice) <= LARGE_PAGE and once > held + 3 * LARGE_PAGE
-
-
-def test_a_stored_profile_decides_in_the_place_of_priors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A run of the tiny network is profiled; the plan of the small one takes its statistics over by role and depth."""
-    run_dir = tmp_path / "profiled"
-    run_dir.mkdir()
-    assert training.run(config(), run_dir=run_dir, command="") is not None
-    asked_for = asked("1.2gb", profile=str(run_dir), risk=RiskConfig(name="statistics"))
-    plan(tmp_path / "sibling", asked_for)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "by a sibling's profile, carried over by role and depth to" in said
-    assert "Allocation at the start, from a stored profile, by statistics risk" in said
-    assert json.loads((tmp_path / "sibling" / "allocation.json").read_text())["risk_model"] == "statistics"
-    here = config(mode="plan", profile=str(run_dir / "profile.json"))
-    (tmp_path / "here").mkdir()
-    assert training.run(here, run_dir=tmp_path / "here", command="") is None
-    assert re.search(r"risks are by the stored profile of \d+ blocks", " ".join(capsys.readouterr().out.split()))
-    with pytest.raises(BadInputError, match="plays no part in risk=prior"):
-        training.run(replace(here, risk=RiskConfig(name="prior")), run_dir=tmp_path / "here", command="")
-    with pytest.raises(BadInputError, match="is for mode=plan, where nothing is measured"):
-        config(profile=str(run_dir))
 
 
 @pytest.mark.parametrize(

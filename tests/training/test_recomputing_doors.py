@@ -1,7 +1,5 @@
 """BaocOptimizer and BaocStrategy recompute as few layers of a user's own module as the budget has no room for."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,28 +90,6 @@ def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
     trainer.fit(module)
     assert recomputed_layers(module) == number and strategy.budget_met
     assert f"BaocStrategy: recomputed layers {number} of {DEPTH}" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_number_that_was_found_is_found_again_after_one_look(
-    peaks: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv("BAOC_CACHE", str(tmp_path))
-    own, looks = Own(), []
-    probe = lambda: [looks.append(1), own.training_step([own.data.tensors[0]], 0)][1]  # noqa: E731
-
-    def num_looks() -> int:
-        looks.clear()
-        BaocOptimizer(
-            own, budget={"memory": peaks[2] + 4096}, probe=probe, settings=SETTINGS, verbose=False, checkpointing="auto"
-        )
-        assert recomputed_layers(own) == 2
-        return len(looks)
-
-    first = num_looks()
-    assert num_looks() < first
-    for file in tmp_path.glob("layers-*.json"):  # of another step: its bytes are not found again
-        file.write_text(json.dumps({"number": 1, "bytes": 1}))
-    assert num_looks() > first
 
 
 def test_compiled_layers_stay_compiled_through_every_door(peaks: list[int], monkeypatch: pytest.MonkeyPatch):

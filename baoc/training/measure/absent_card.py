@@ -23,7 +23,6 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data.base import DataModule
-from baoc.errors import BadInputError
 from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
@@ -40,8 +39,6 @@ from baoc.planning.microbatch import (
     worth_recomputing,
 )
 from baoc.planning.planner import Planner
-from baoc.planning.risk import RISKS
-from baoc.planning.stored_profile import read_profile, transferred
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import as_native, cast_to_bf16
@@ -60,7 +57,7 @@ from baoc.training.plan_files import Recorder
 from baoc.training.resume import decision_of, with_decision
 from baoc.training.session import Session, SessionSettings, only_bf16
 from baoc.training.user_optimizer import widened
-from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan, Profile
+from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
@@ -143,12 +140,11 @@ def plan_for(
     if chosen is None:
         raise none_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
     made.planner.footprint, made.planner.latency = made.assumed(chosen.way)
-    profile, said = stored_profile(config, planner=made.planner)
-    plan = made.planner.propose(profile=profile)
-    Recorder(run_dir).planned(made.planner, plan, profile=profile)
+    plan = made.planner.propose()
+    Recorder(run_dir).planned(made.planner, plan)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
-        f"{said}, rates are approximate"
+        "priors by role, rates are approximate"
     )
     config = with_decision(config, choice=decision_of(chosen))
     write_plan_line(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
@@ -161,19 +157,6 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
         return axes
     recomputed = (0,) if config.model.checkpointing is None else axes.recomputed  # auto is always decided
     return replace(axes, recomputed=recomputed, release=(bool(config.optim.release_gradients),))
-
-
-def stored_profile(config: RunConfig, *, planner: Planner) -> tuple[Profile | None, str]:
-    """The profile that the user named, for the blocks at hand, and what risks rest on."""
-    if config.profile is None:
-        return None, "priors by role"
-    needs = RISKS[planner.settings.risk].needs
-    if not needs:
-        raise BadInputError(
-            f"profile={config.profile} plays no part in risk={planner.settings.risk}: set risk=statistics, or leave "
-            "the profile out"
-        )
-    return transferred(read_profile(Path(config.profile).expanduser()), blocks=planner.blocks)
 
 
 class _Shapes:
