@@ -36,7 +36,7 @@ ROLES: tuple[str, ...] = (
         for key in (role.value, *(f"{role.value}_{part.value}" for part in PARTS.get(role, ())))
     ),
 )
-_SUFFIXES = (".yaml", ".yml")
+_SUFFIXES = (".yaml", ".yml", ".json")  # the latter of a race
 BY_RACE = "race: "  # begins the source of a recipe that a race chose; its verdict follows
 RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 
@@ -354,6 +354,8 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"recipe={path} cannot be read: {error}") from error
+    if isinstance(node, Mapping) and "verdict" in node:  # the file of a race
+        node = cast("Mapping[str, Any]", node).get("recipe")
     return recipe_from_node(_filled(node, given=path), name=path.stem)
 
 

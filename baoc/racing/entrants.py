@@ -4,10 +4,8 @@ They are found on the device that trains, where a step was measured: recipes tha
 plan, and its permutation as a control (`baoc.planning.proposals`). Each is a recipe, a plan one by block.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
 from baoc.racing.rules import Entrant
 from baoc.tracking import console, files
-from baoc.types import DataSpec, ParamInfo
+from baoc.types import DataSpec
 from baoc.units import format_bytes
 
 FILE = "entrants.json"
@@ -48,7 +46,6 @@ class Field:
         num_train: examples of the training part; 0 for a stream.
         steps: of the run.
         lr: learning rate of fp32 AdamW, which an entrant's rates are multiples of.
-        network: the network as those know it who have no configuration, see `network_of`.
     """
 
     racers: tuple[Racer, ...]
@@ -62,16 +59,6 @@ class Field:
     lr: float
     quality: str
     higher_is_better: bool
-    network: str = ""
-
-
-def network_of(infos: Iterable[ParamInfo]) -> str:
-    """A hash of the trainable parameters' names and shapes; the same whatever module holds the network."""
-    named = [(info.name.split("."), info.whole or info.shape) for info in infos]
-    levels = zip(*(path[:-1] for path, _ in named), strict=False)
-    outer = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
-    lines = sorted(f"{'.'.join(path[outer:])} {list(shape)}" for path, shape in named)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def leave_entrants(
@@ -114,7 +101,6 @@ def leave_entrants(
         "lr": config.optim.lr,
         "quality": quality[0],
         "higher_is_better": quality[1],
-        "network": network_of(param for block in planner.blocks for param in block.params),
     }
     files.write_json(run_dir / FILE, content)
     console.say(f"a race would try {', '.join(one.name for one in found)}")
@@ -160,8 +146,7 @@ def read_field(path: Path) -> Field:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
     racers = []
     for row in content["racers"]:
-        own = Entrant(**{key: row[key] for key in _ENTRANT})
-        racers.append(Racer(entrant=own, recipe=recipe_from_node(row["recipe"])))
-    return Field(
-        racers=tuple(racers), **{key: value for key, value in content.items() if key not in ("schema", "racers")}
-    )
+        entrant = Entrant(**{key: row[key] for key in _ENTRANT})
+        racers.append(Racer(entrant=entrant, recipe=recipe_from_node(row["recipe"])))
+    own = [field.name for field in fields(Field) if field.name != "racers"]
+    return Field(racers=tuple(racers), **{key: content[key] for key in own})

@@ -25,7 +25,6 @@ from baoc.types import Budget, to_plain
 
 RACE_FILE, RUNS_FILE = "race.json", "race.csv"
 SCHEMA = 1
-LIBRARY = Path(RaceConfig().library)  # of who has no configuration
 EPOCHS_APART = 2.0  # a run that sees its data so many times more often than the race is outside of what was measured
 
 
@@ -150,7 +149,6 @@ def record(
         "verdict": to_plain(found) | {"is_certain": found.is_certain},
         "cut": outcome.cut,
         "family": family_of(config, size=field.size),
-        "network": field.network,
         "budget": config.budget.name,
         "quality": field.quality,
         "higher_is_better": field.higher_is_better,
@@ -212,67 +210,29 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
 def find_raced(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
     """The newest race of this family at this budget. Raises BadInputError, which names what there is."""
     wanted = to_plain(family_of(config, size=size))
-    kept = _kept_in(library)
-    found = [content for _, content in kept if content["family"] == wanted]
+    newest_last = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
+    kept = [content for file in newest_last if (content := files.read_json(file)).get("schema") == SCHEMA]
+    found = [content for content in kept if content["family"] == wanted]
     if found:
         return found[-1]
-    others = [_told_family(content, wanted=wanted) for _, content in kept]
-    what = f"{config.model.name} {size} on {config.dataset.name} at budget {config.budget.name} with these settings"
-    raise _none_of(what, library=library, others=others)
-
-
-def find_raced_network(network: str, *, told: str, budget: Budget, library: Path = LIBRARY) -> dict[str, Any]:
-    """The newest race of a network (`network_of`), called `told`, at this budget, for who has no configuration.
-
-    Its data are not known here: races on several are not chosen among. Raises BadInputError, which names what there is.
-    """
-    wanted = _limits_of(budget)
-    kept = _kept_in(library)
-    found = [
-        (file, content)
-        for file, content in kept
-        if content.get("network") == network and content["family"]["budget"] == wanted
-    ]
-    if not found:
-        others = [_told_family(content) for _, content in kept]
-        raise _none_of(f"{told} at budget {budget.name} with these settings", library=library, others=others)
-    file, newest = found[-1]
-    others = {_told_family(content): None for _, content in found if content["family"] != newest["family"]}
-    if others:
-        raise BadInputError(
-            f"recipe=raced: races of {told} in {library} are of {_told_family(newest)}; {'; '.join(others)}, and on "
-            "which data you train is not known here. Give the recipe of the one that is yours, such as "
-            f"recipe=json.load(open({str(file)!r}))['recipe']"
-        )
-    return newest
-
-
-def _kept_in(library: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The races of a library and their files, the newest last."""
-    files_there = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
-    kept = [(file, files.read_json(file)) for file in files_there]
-    return [(file, content) for file, content in kept if content.get("schema") == SCHEMA]
-
-
-def _none_of(what: str, *, library: Path, others: Iterable[str]) -> BadInputError:
-    others = list(dict.fromkeys(others))
+    others = list(dict.fromkeys(_told_family(content, wanted=wanted) for content in kept))
     there = f"; there are races of {'; '.join(others[:5])}" if others else "; there is none yet"
-    return BadInputError(
-        f"recipe=raced: no race in {library} is of {what}{there}. Race with mode=race in place of recipe=raced, or "
-        "name a recipe"
+    raise BadInputError(
+        f"recipe=raced: no race in {library} is of {config.model.name} {size} on {config.dataset.name} at budget "
+        f"{config.budget.name} with these settings{there}. Race with mode=race in place of recipe=raced, or name a "
+        "recipe"
     )
 
 
-def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any] | None = None) -> str:
+def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:
     """What a race was of, and settings in which it differs from what is `wanted`."""
     family: Mapping[str, Any] = content["family"]
-    compared: Mapping[str, Any] = family if wanted is None else wanted
     name = f"{family['model']['name']} {family['model']['size']} on {family['dataset']['name']} at {content['budget']}"
     differs = [
         f"{group}.{key}={family[group].get(key)}"
         for group in ("model", "dataset")
         for key in family[group]
-        if family[group].get(key) != compared[group].get(key) and key not in ("name", "size")
+        if family[group].get(key) != wanted[group].get(key) and key not in ("name", "size")
     ]
     return f"{name} ({', '.join(differs[:3])})" if differs else name
 

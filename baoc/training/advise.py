@@ -34,7 +34,7 @@ from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
-from baoc.training.session import RecipeLike, SessionSettings, with_raced, with_recipe, with_weights
+from baoc.training.session import RecipeLike, SessionSettings, with_recipe, with_weights
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
@@ -149,11 +149,8 @@ def advise(
             f"{split[0]} is a BatchNorm, whose statistics are of one micro-batch, so that another one trains another "
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
-    settings = with_raced(
-        with_weights(with_recipe(settings or SessionSettings(), recipe=recipe), network=model, pretrained=pretrained),
-        network=model,
-        budget=parse_budget(budget),
-    )
+    settings = with_recipe(settings or SessionSettings(), recipe=recipe)
+    settings = with_weights(settings, network=model, pretrained=pretrained)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]

@@ -56,7 +56,6 @@ from baoc.training.session import (
     held_at_most,
     reduced_rows,
     refuse_sharded,
-    with_raced,
     with_recipe,
     with_weights,
 )
@@ -117,7 +116,7 @@ class BudgetedStrategy(Strategy):
     ):
         super().__init__(**kwargs)
         self.ranks: Ranks = ALONE
-        self.budget = self._asked = parse_budget(budget)
+        self.budget = parse_budget(budget)
         self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
         if checkpointing is not None:
             self.settings = replace(self.settings, checkpointing=checkpointing)
@@ -202,13 +201,6 @@ class BudgetedStrategy(Strategy):
         super().setup_optimizers(trainer)
         theirs = self._taken_over(module)
         self.settings = with_weights(self.settings, network=module, pretrained=self._pretrained)
-        self.settings = with_raced(
-            self.settings,
-            network=module,
-            budget=self._asked,
-            lr=float(hyperparameters(theirs[0])["lr"]),
-            verbose=self.verbose,
-        )
         settings = self._settings_for(trainer)
         if module.automatic_optimization:
             self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
@@ -557,8 +549,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: A budget in any spelling of the command line: "8gb", "state_25", {"step_time": 1.2}, "auto".
         device: "auto" (the Trainer's accelerator), "cpu", "cuda" or "cuda:N".
         settings: Planner, reallocation and optimizer settings.
-        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice. "raced"
-            is what an earlier race of this network at this budget chose (`outputs/races`).
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         checkpointing: How many layers recompute their activations in backward: True, False, the number of the first
             ones, or "auto" for the fewest with which the plan is as good as with all. None leaves the module as it is.
         pretrained: Whether weights are pretrained, or adapters; see BaocOptimizer.

@@ -50,7 +50,6 @@ from baoc.training.session import (
     make_profiler,
     reduced_rows,
     refuse_sharded,
-    with_raced,
     with_recipe,
     with_weights,
 )
@@ -83,8 +82,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         model: The network of which `params` are, where these are no module: names, roles and blocks are then its own.
         verbose: Print the plan, each move, and at the end whether the budget held.
         settings: Planner, reallocation and optimizer settings. The default warm-up is 100 steps.
-        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice. "raced"
-            is what an earlier race of this network at this budget chose (`outputs/races`).
+        recipe: A recipe by name or file, or a `Recipe`: what each role runs, in place of the planner's choice.
         release: Step each block in the backward pass and drop its gradients, see BlockwiseOptimizer. None takes
             the value in `settings`.
         pretrained: Whether weights are pretrained, or adapters: nothing was measured of these, so no learning rate is
@@ -135,16 +133,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
         group.share(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
         free = -int(group.most(-free_bytes(device))[0])
-        limit = resolve_auto(asked_budget := parse_budget(budget), free_bytes=free)
+        limit = resolve_auto(parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         settings = with_weights(settings, network=module, pretrained=pretrained)
-        settings = with_raced(
-            settings,
-            network=module if module is not None else pairs,
-            budget=asked_budget,
-            lr=plain(lr),
-            verbose=verbose,
-        )
         refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
             raise BadInputError(

@@ -38,14 +38,11 @@ from baoc.planning.candidates import applies
 from baoc.planning.messages import too_small
 from baoc.planning.microbatch import ALIKE, fewest
 from baoc.planning.planner import Planner
-from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, describe, uncapped
+from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import soon_timed, with_link
-from baoc.racing.entrants import network_of
-from baoc.racing.records import find_raced_network, is_asked
-from baoc.tracking.console import say
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
@@ -109,12 +106,15 @@ def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tenso
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
-    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set.
-
-    `raced` stays a name until `with_raced` knows the network."""
+    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set."""
     if recipe is None:
         return settings
-    found = Recipe(name=RACED) if recipe == RACED else find_recipe(recipe)
+    if recipe == RACED:
+        raise BadInputError(
+            'recipe="raced" is of run.py, which knows the data that it races on: give the file of the race that is '
+            'yours, such as recipe="outputs/races/NAME.json"; its "lr" is the learning rate that was best'
+        )
+    found = find_recipe(recipe)
     matching = settings.rms_matching if found.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
 
@@ -124,42 +124,6 @@ def with_weights(settings: SessionSettings, *, network: nn.Module | None, pretra
     with None as far as the network tells."""
     known = pretrained if pretrained is not None else network is not None and bool(not_from_scratch(network))
     return replace(settings, planner=replace(settings.planner, family=None)) if known else settings
-
-
-def with_raced(
-    settings: SessionSettings,
-    *,
-    network: nn.Module | Sequence[tuple[str, Tensor]],
-    budget: Budget,
-    lr: float | None = None,
-    verbose: bool = True,
-) -> SessionSettings:
-    """The settings with what an earlier race of this network at this budget chose, where recipe=raced was given.
-
-    Args:
-        network: A module, or named parameters without one.
-        budget: As it was given.
-        lr: Learning rate of the optimizer, which stays; None where there is none yet.
-
-    Raises BadInputError where there is no such race.
-    """
-    if not is_asked(settings.planner.recipe):
-        return settings
-    infos = describe(network)
-    name = type(network).__name__ if isinstance(network, nn.Module) else "parameters without a module"
-    told = f"this network ({name}, {sum(info.numel for info in infos):,} trainable parameters)"
-    content = find_raced_network(network_of(infos), told=told, budget=budget)
-    if verbose:
-        dataset, best = content["family"]["dataset"]["name"], content["lr"]
-        say(f"recipe=raced takes {content['told']}\n{content['claim']}\nit was raced on {dataset}")
-        if lr is None or not math.isclose(lr, best):
-            say(
-                f"the race's best learning rate was {best:g}"
-                + ("" if lr is None else f"; lr={lr:g} stays as it was given")
-            )
-    if content["recipe"] is None:  # a plan by block of another size, which is made anew
-        return replace(settings, planner=replace(settings.planner, recipe=None))
-    return with_recipe(settings, recipe=content["recipe"])
 
 
 def make_profiler(

@@ -61,7 +61,7 @@ def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: I
         if name == "race":
             raise BadInputError(
                 "race is an argument of run.py, which trains the runs of a race: python run.py mode=race. Here "
-                'recipe="raced" takes what one has chosen'
+                "recipe=FILE takes what one has chosen, outputs/races/NAME.json"
             )
         if name not in (*takes, *also):
             raise unknown_name(name, what="argument", allowed=dict.fromkeys((*takes, *also)))
