@@ -286,12 +286,11 @@ class BaocOptimizer(BlockwiseOptimizer):
         planner = self.reallocator.planner
         planned = {param.name for block in planner.blocks for param in block.params}
         named = {name: param for param, name in self.registry.names.items() if name in planned}
-        profiler = make_profiler(planner, named, settings=self._settings, betas=self.defaults["betas"])
-        if profiler is not None and profiled:
+        if profiled:
+            profiler = make_profiler(planner, named, settings=self._settings, betas=self.defaults["betas"])
+            assert profiler is not None
             profiler.load_state_dict(profiled)
-        elif profiler is not None:
-            profiler.release()
-        self.reallocator.profiler = profiler
+            self.reallocator.profiler = profiler
         self.reallocator.optimizer = weakref.proxy(self)
         self.reallocator.attach()
 

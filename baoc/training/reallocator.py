@@ -1,7 +1,12 @@
-"""The one path of every allocation after the first: propose, check, migrate.
+"""Changes the specs of blocks during training; their states are converted, not lost.
 
-The training loop calls two methods: `observe` when a step's gradients are final, `after_step` when the step is done.
-Nothing here knows Lightning; the strategy and the plain-loop drop-in use the same object.
+1. What asks for a new plan: statistics of gradients, once, after `reallocation.warmup_steps` (`decide`); another budget
+   (`rebudget`); parameters that came after the plan and take more memory than it has left for them (`_learn_late`).
+2. `Planner.propose` makes the plan. By statistics it is taken where it lowers the risk, else whatever its risk.
+3. `_fit_of` checks that the move itself stays within the memory budget (`planning/reallocation/move_cost.py`).
+4. `BlockwiseOptimizer.migrate` converts the states of one block after the other.
+
+`Reallocator` hooks into the optimizer's step (`attach`), so it serves Lightning and plain loops alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,13 +94,13 @@ def _brief(plan: Plan) -> Plan:
 
 
 class Reallocator:
-    """Watches gradients of a warm-up, asks the planner again by what it saw, and moves the optimizer to what was
-    accepted; as the budget changes, too.
+    """Holds the plan in force and moves the optimizer to later ones.
 
-    `listeners` are called after each decision, accepted or not. `tracked` wraps decisions and
-    migrations, each under its name, so that whoever measures memory can include them. `moving` wraps migrations too,
-    and is told whether weights change their type. The plan in force is `plan`, the profile it rests on
-    `profile`. Of several `ranks` the first proposes, from its own profile, and all of them move.
+    `plan` is the plan in force, `profile` the statistics of gradients it rests on, None before there are any.
+    `profiler` samples gradients until the decision by them, and is None afterwards. `listeners` are called after each
+    decision, accepted or not. `tracked` wraps decisions and migrations, each under its name, so that whoever measures
+    memory can include them. `moving` wraps migrations too, and is told whether weights change their type. Of several
+    `ranks` the first proposes, from its own profile, and all of them move.
     """
 
     def __init__(
@@ -136,7 +141,6 @@ class Reallocator:
             0  # the step after which the profiler began; later than 0 where a resumed run starts it anew
         )
         self.num_accepted = 0
-        self._watched = False  # the step in progress, where it comes by parts
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
@@ -150,10 +154,10 @@ class Reallocator:
 
     def attach(self) -> None:
         """Hooks into the optimizer's step: gradients are seen when they are final, decisions come after the update."""
-        if self.optimizer.releaser is not None:
+        if self.optimizer.releaser is None:
+            self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.profiler is not None))
+        elif self.profiler is not None:
             self.optimizer.releaser.observer = self
-        else:
-            self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.watching))
         self.optimizer.register_step_post_hook(lambda *_: self.after_step())
         self.optimizer.register_load_state_dict_post_hook(lambda _: self._measure_late(again=True))
         self.optimizer.late_planner = self.plan_late
@@ -261,36 +265,32 @@ class Reallocator:
     def late_bytes_adamw(self) -> int:
         return ADAMW_BYTES * sum(info.numel for info in self.late.values())
 
-    @property
-    def watching(self) -> bool:
-        """True while gradients are sampled, which is until the decision by them."""
-        return self.profiler is not None and self.last_decision == 0
-
     def observe(self) -> None:
         """Samples the final gradients of the coming step; to be called after clipping, before the update."""
-        if self.watching:
-            assert self.profiler is not None
+        if self.profiler is not None:
             self.profiler.observe(step=self.step)
 
     def begin_parts(self) -> None:
         """As `observe`, where gradients are released: they come by parts, between this and `finish_parts`."""
-        self._watched = self.watching
-        if self._watched:
-            assert self.profiler is not None
+        if self.profiler is not None:
             self.profiler.begin_parts(step=self.step)
 
     def see_part(self, grads: Mapping[str, Tensor], /) -> None:
-        if self._watched:
-            assert self.profiler is not None
+        if self.profiler is not None:
             self.profiler.see_part(grads)
 
     def finish_parts(self) -> None:
-        if self._watched:
-            assert self.profiler is not None
+        if self.profiler is not None:
             if self.profiler.takes_part:  # whose temporaries are charged in place of gradients, which have to be gone
                 self.optimizer.registry.pipelines.drain()
             self.profiler.finish_parts()
-        self._watched = False
+
+    def _stop_observing(self) -> None:
+        if self.profiler is not None:
+            self.profiler.release()
+            self.profiler = None
+        if self.optimizer.releaser is not None:
+            self.optimizer.releaser.observer = None
 
     def after_step(self) -> None:
         """Counts the step and, once the warm-up is over, decides by its gradients."""
@@ -301,7 +301,7 @@ class Reallocator:
             self._learn_late()
         if self._late_came:
             self._measure_late()
-        if self.watching and self.step - self.watched_from >= self.settings.warmup_steps:
+        if self.profiler is not None and self.step - self.watched_from >= self.settings.warmup_steps:
             with self.tracked("decision"):
                 self.decide()
 
@@ -310,7 +310,6 @@ class Reallocator:
     def decide(self) -> Reallocation:
         """Proposes by the statistics of gradients and moves if that lowers the risk. They take the place of priors: the
         rest of the run has the gain, and all that is lost is young states, so any gain counts."""
-        assert self.profiler is not None
         verdict = self.ranks.from_first(self._verdict, told=lambda v: replace(v, proposal=_brief(v.proposal)))
         self.last_decision, self.profile = self.step, verdict.profile
         if verdict.drops_gradients:
@@ -322,7 +321,7 @@ class Reallocator:
             why=verdict.why,
             risk_before=verdict.risk_before,
         )
-        self.profiler.release()
+        self._stop_observing()
         self._tell(event)
         return event
 
@@ -513,8 +512,7 @@ class Reallocator:
             state_bytes=self.optimizer.state_bytes(),
             profiler={},
         )
-        watched = self.profiler if self.watching else None
-        return {**to_plain(saved), "profiler": {} if watched is None else watched.state_dict(copies=copies)}
+        return {**to_plain(saved), "profiler": self.profiler.state_dict(copies=copies) if self.profiler else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Goes on where `state` was taken: the saved allocation is taken over if budget, catalogue and blocks are the
@@ -530,11 +528,9 @@ class Reallocator:
         if profile is not None and not usable(profile, planner=self.planner):
             profile = None
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
-        watching, footprint = saved.last_decision == 0, self.planner.footprint
-        if self.profiler is not None:
-            held = self.profiler.nbytes if watching else 0
-            temporary = footprint.profile_temporary_bytes if footprint is not None and held else 0
-            self.planner.count_profile(held, temporary_bytes=temporary)
+        footprint = self.planner.footprint
+        if saved.last_decision and self.profiler is not None:
+            self.planner.count_profile(0, temporary_bytes=0)
         known = {"saved": saved.budget, "risk_model": saved.risk_model, "gap": saved.gap, "awaited": self.awaited}
         try:
             plan, changed = self.ranks.from_first(
@@ -547,8 +543,8 @@ class Reallocator:
         self.profile, self.last_decision = profile, saved.last_decision
         self.watched_from = saved.watched_from if saved.profiler else self.step
         self._saved_bytes = saved.state_bytes
-        if self.profiler is not None and not watching:
-            self.profiler.release()
+        if saved.last_decision:
+            self._stop_observing()
         planned = saved.planned
         if planned is None:
             planned = saved.choices != dict(self.planner.least().allocation.choices)
@@ -560,7 +556,7 @@ class Reallocator:
             self.replan_late()
         self.optimizer.retune(tuning_of(self.plan))
         self._moved(self.plan.allocation.choices, moments={})
-        if self.profiler is not None and self.watching and saved.profiler:
+        if self.profiler is not None and saved.profiler:
             try:
                 self.profiler.load_state_dict(saved.profiler)
             except CheckpointError:

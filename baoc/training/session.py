@@ -31,7 +31,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
 from baoc.optim.shards import is_sharded, largest_part
-from baoc.parallel import ALONE, Ranks, refusal
+from baoc.parallel import ALONE, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
 from baoc.planning.candidates import applies
@@ -167,6 +167,13 @@ def _profiler_with_room(
         make_profiler(planner, params, settings=settings, betas=betas)
     planner.propose()
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
+
+
+def bytes_may_differ(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
+    """Whether a run with the budget that a refusal names may need other bytes: torch's allocator reserves less where it
+    may not have more, so a step that was measured outside of the cap, or with weights of 16 bits, tells others."""
+    other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
+    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is ALONE
 
 
 def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
@@ -338,19 +345,13 @@ class Session:
         try:
             return plan()
         except InfeasibleBudgetError as error:
-            if self.device.type != "cuda" or self.budget.memory_bytes is None or self.ranks.size > 1:
-                raise
+            if not bytes_may_differ(self.device, error) or self.settings.planner.recipe is not None:
+                raise  # of a recipe its own bytes are named
             refusal = error.without_frames()
         raise self.confirmed(refusal, plan=plan)
 
     def confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
-        """The refusal with a budget that was planned for. A step that is measured outside of a cap, or with weights of
-        16 bits, tells other bytes than one within the budget that is named by it, as torch's allocator reserves less
-        where it may not have more.
-        """
-        others = (refusal.least_host_bytes, refusal.least_step_s, self.settings.planner.recipe)
-        if any(each is not None for each in others):  # bytes are not what is wanted, or a recipe's are named
-            return refusal
+        """The refusal with a budget that was planned for."""
         budget = self.budget
 
         def plan_at(num_bytes: int) -> int:

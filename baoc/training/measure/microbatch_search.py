@@ -59,6 +59,7 @@ from baoc.training.resume import decision_of, with_decision, write_decision
 from baoc.training.session import (
     Session,
     SessionSettings,
+    bytes_may_differ,
     held_at_most,
     least_planned,
     make_profiler,
@@ -196,17 +197,10 @@ def decide(
     )
 
 
-def bytes_may_differ(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
-    """Whether a run with the budget that a refusal names may need other bytes, as torch's allocator reserves more where
-    it may have more."""
-    other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
-    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is ALONE
-
-
 def _needed_within(config: RunConfig, num_bytes: int, **given: Any) -> int:
     """`num_bytes`, if an option fits within so many; raises InfeasibleBudgetError. What is decided is kept, and found
     again by a run with this budget."""
-    budget = replace(config.budget, name=f"{num_bytes}b", memory_bytes=num_bytes)
+    budget = replace(config.budget, memory_bytes=num_bytes)
     with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         decide(replace(config, budget=budget), run_dir=Path(folder), confirm=False, **given)
     return num_bytes
@@ -504,8 +498,8 @@ class Decision:
         table = replace(self.ranks.first(table), device=str(self.where))
         tried = self.measurements.tried.items()
         known = [(trial, kind) for kind, trials in tried for trial in trials]
-        seconds = lambda trial: math.inf if math.isnan(trial.seconds) else trial.seconds / trial.micro_batch  # noqa: E731
-        trial, recomputed = min(known, key=lambda pair: seconds(pair[0]))
+        timed = [(trial, kind) for trial, kind in known if not math.isnan(trial.seconds)] or known
+        trial, recomputed = min(timed, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         way = trial.micro_batch, recomputed, False
         if limited and way not in self.measurements.no_room:  # options are held against it, so it is timed as they are
             self.measurements.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))

@@ -25,6 +25,7 @@ from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.bf16_params import as_native
 from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
+from baoc.profiling.footprint import restored
 from baoc.profiling.latency import series_seconds, wait
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
@@ -131,7 +132,7 @@ class Trials:
         looks = self._val_batch is not None and known is None
         val_batch = self._moved(resized(self._val_batch, micro_batch)) if looks else None
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
-        with silent(self.module), self._seeded(), self._flowing(), self.phases("bytes of trials"):
+        with silent(self.module), self._flowing(), self.phases("bytes of trials"):
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
@@ -160,12 +161,11 @@ class Trials:
 
         def compiled() -> float:
             batch = self._cleared(micro_batch)
-            with silent(self.module), self._seeded(), self.phases("compiling"):
+            with silent(self.module), self._restored(), self.phases("compiling"):
                 began = perf_counter()
                 self._loss(batch).backward()
                 wait(self.device)
                 took = perf_counter() - began
-            self.module.zero_grad(set_to_none=True)
             gc.collect()
             gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
             return took
@@ -177,7 +177,7 @@ class Trials:
 
         def seconds() -> float:
             batch = self._cleared(micro_batch)
-            with silent(self.module), self._seeded(), self.phases("comparisons"):
+            with silent(self.module), self.phases("comparisons"):
                 return self._seconds(batch, per_step=per_step)
 
         return self._slowest(seconds)
@@ -201,7 +201,7 @@ class Trials:
 
         def seconds() -> float:
             batch = self._cleared(micro_batch)
-            with silent(self.module), self._seeded(), self.phases("rehearsals"):
+            with silent(self.module), self.phases("rehearsals"):
                 return rehearse(self._loss, batch=batch, **given)
 
         return self._slowest(seconds)
@@ -225,27 +225,27 @@ class Trials:
             if per_step == 1:  # else gradients of the next micro-batch are added to these
                 self.module.zero_grad(set_to_none=True)
 
-        start = perf_counter()
-        run()
-        wait(self.device)
-        once_s = perf_counter() - start
         found: list[float] = []
-        series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
-        given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
-        if self.ranks is not ALONE:  # as often on each
-            series, least, given["max_s"] = 1, 2, 0.0
-        for _ in range(series):
-            before = allocations(self.device)
-            found.append(series_seconds(run, least=least, **given))
-            if allocations(self.device) == before:
-                break
-        self.module.zero_grad(set_to_none=True)
+        with self._restored():
+            start = perf_counter()
+            run()
+            wait(self.device)
+            once_s = perf_counter() - start
+            series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
+            given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
+            if self.ranks is not ALONE:  # as often on each
+                series, least, given["max_s"] = 1, 2, 0.0
+            for _ in range(series):
+                before = allocations(self.device)
+                found.append(series_seconds(run, least=least, **given))
+                if allocations(self.device) == before:
+                    break
         return min(found)
 
     def forward(self, micro_batch: int) -> None:
         """A forward without gradients, for whoever counts what it does."""
         batch = self._moved(resized(self._batch, micro_batch))
-        with silent(self.module), self._seeded(), self._flowing(), torch.no_grad():
+        with silent(self.module), self._restored(), self._flowing(), torch.no_grad():
             self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -269,9 +269,8 @@ class Trials:
         """Around forward and backward, which computes recomputed activations as the forward did."""
         return CudaAutocast() if self._emulate_cuda else nullcontext()
 
-    def _seeded(self) -> AbstractContextManager[Any]:
-        devices = [self.device] if self.device.type == "cuda" else []
-        return torch.random.fork_rng(devices=devices, device_type="cuda")
+    def _restored(self) -> AbstractContextManager[Any]:
+        return restored(self.module, list(self.module.parameters()))
 
     def _moved(self, batch: Any) -> Any:
         return self.module.transfer_batch_to_device(batch, self.device, 0)
