@@ -1,5 +1,6 @@
 """A plan for which nothing is allocated counts the bytes that a probe of the same network finds: every model."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +109,23 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
     getattr(trials, tried)(2, **given.get(tried, {}))
     assert len(seen) > 1 and all(each == [True] for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("tried", "given"), [("run", {"accumulation": 1}), ("compile", {}), ("timed", {"per_step": 2})]
+)
+def test_what_is_tried_leaves_running_statistics_and_generators_as_they_were(tried: str, given: dict[str, int]):
+    class Module(L.LightningModule):
+        def training_step(self, batch, _):
+            return self.net(torch.nn.functional.dropout(batch)).sum()
+
+    module = Module()
+    module.net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    trials = Trials(module, batch=torch.randn(4, 4), val_batch=None, device=torch.device("cpu"), precision="32-true")
+    before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    getattr(trials, tried)(4, **given)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator) and all(p.grad is None for p in module.parameters())
 
 
 def test_validation_counts_where_only_a_later_look_knows_intervals(monkeypatch: pytest.MonkeyPatch):
