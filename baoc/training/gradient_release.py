@@ -14,12 +14,14 @@ log = logging.getLogger(__name__)
 _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
-def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> GradientRelease:
-    """The release with the trainer's own clipping, which would come when gradients are gone.
+def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> bool | GradientRelease:
+    """The release with the trainer's own clipping, which would come when gradients are gone; False as it is.
 
     Raises BadInputError for what needs all gradients before the first update: accumulation, a GradScaler, clipping of
     the module's own; says which hooks of module and callbacks find no gradients.
     """
+    if release is False:
+        return False
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     planned = [cb.scheduling for cb in callbacks if isinstance(cb, GradientAccumulationScheduler)]
     most = max([trainer.accumulate_grad_batches, *(number for plan in planned for number in plan.values())])

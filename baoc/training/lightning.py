@@ -201,7 +201,7 @@ class BudgetedStrategy(Strategy):
         super().setup_optimizers(trainer)
         theirs = self._taken_over(module)
         self.settings = with_weights(self.settings, network=module, pretrained=self._pretrained)
-        settings = self._settings_for(trainer)
+        settings = replace(self.settings, release=released_clipping(trainer, self.settings.release))
         if module.automatic_optimization:
             self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
         else:
@@ -251,16 +251,7 @@ class BudgetedStrategy(Strategy):
         probe, defaults = self.ranks.agreed(lambda: Probe(trainer, self)), hyperparameters(theirs)
         named = dict(module.named_parameters())
         refuse_sharded(named, budget=self.budget, settings=settings)
-        session = Session(
-            held_at_most(describe(module, optimizer_groups=theirs.param_groups), params=named),
-            params=named,
-            budget=self.budget,
-            settings=settings,
-            betas=tuple(defaults["betas"]),
-            device=self.root_device,
-            module=module,
-            ranks=self.ranks,
-        )
+        session = self._session(theirs, params=named, settings=settings)
         session.resharding = self._resharding
         whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
         self.ranks.share(whole)  # states are made of them, of some their last bits
@@ -293,6 +284,22 @@ class BudgetedStrategy(Strategy):
         if self._unmeasured is not None:
             self._unmeasured.begin(reallocator, owner=reallocator.optimizer)
         return reallocator
+
+    def _session(
+        self, theirs: Optimizer, *, params: Mapping[str, torch.nn.Parameter], settings: SessionSettings
+    ) -> Session:
+        module = self.lightning_module
+        assert module is not None
+        return Session(
+            held_at_most(describe(module, optimizer_groups=theirs.param_groups), params=params),
+            params=params,
+            budget=self.budget,
+            settings=settings,
+            betas=tuple(hyperparameters(theirs)["betas"]),
+            device=self.root_device,
+            module=module,
+            ranks=self.ranks,
+        )
 
     def _plan_unmeasured(self, session: Session, *, why: str) -> None:
         """Plans where the step cannot run before training: a memory budget is planned for after the first real step."""
@@ -327,27 +334,18 @@ class BudgetedStrategy(Strategy):
             )
         named = dict(module.named_parameters())
         names = {id(param): name for name, param in named.items()}
-        sessions, defaults = [], [hyperparameters(one) for one in theirs]
-        for one, given in zip(theirs, defaults, strict=True):
+        sessions: list[Session] = []
+        for one in theirs:
             own = {names[id(p)] for group in one.param_groups for p in group["params"] if id(p) in names}
-            sessions.append(
-                Session(
-                    describe(module, optimizer_groups=one.param_groups),
-                    params={name: param for name, param in named.items() if name in own},
-                    budget=self.budget,
-                    settings=settings,
-                    betas=tuple(given["betas"]),
-                    device=self.root_device,
-                    module=module,
-                )
-            )
+            params = {name: param for name, param in named.items() if name in own}
+            sessions.append(self._session(one, params=params, settings=settings))
         if self.budget.memory_bytes is not None:
             self._unmeasured = FirstStep(*sessions)
         for session in sessions:
             session.assume()
         found = [
-            session.start(named_groups(one, module), defaults=given)
-            for session, one, given in zip(sessions, theirs, defaults, strict=True)
+            session.start(named_groups(one, module), defaults=hyperparameters(one))
+            for session, one in zip(sessions, theirs, strict=True)
         ]
         if self._unmeasured is not None:
             self._unmeasured.begin(*found, owner=found[0].optimizer)
@@ -361,12 +359,6 @@ class BudgetedStrategy(Strategy):
                 "(automatic_optimization=False), each of which gets its share of the budget"
             )
         return self.optimizers
-
-    def _settings_for(self, trainer: L.Trainer) -> SessionSettings:
-        """The settings, with the trainer's clipping where gradients are released before it could act."""
-        if self.settings.release is False:
-            return self.settings
-        return replace(self.settings, release=released_clipping(trainer, self.settings.release))
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         """Raises BadInputError for a Trainer or a module that cannot be trained here."""

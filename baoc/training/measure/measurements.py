@@ -306,10 +306,6 @@ class Measurements:
         memory = self.budget.memory_bytes
         return memory is None or footprint.peak_bytes(state_bytes=0, saved=self.bf16_savings) <= memory
 
-    def rehearse(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
-        """Learns the seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
-        self.rehearsed[way] = self._rehearsed(way, blocks=blocks, specs=specs)
-
     def _rehearsed(
         self,
         way: Way,
@@ -318,6 +314,7 @@ class Measurements:
         specs: Sequence[OptimizerSpec],
         max_s: float | None = None,
     ) -> float:
+        """Seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
         given = self.config.trainer
         return self.trials.rehearsed(
             way[0],
@@ -350,7 +347,7 @@ class Measurements:
         def tried(in_bf16: bool) -> None:
             trial = self.run(way, blocks=blocks, in_bf16=in_bf16)
             if self._may_fit(trial.footprint):  # else its seconds are nobody's
-                self.rehearse(way, blocks=blocks, specs=specs)
+                self.rehearsed[way] = self._rehearsed(way, blocks=blocks, specs=specs)
                 trial = replace(trial, seconds=self.rehearsed[way] * way[0] / self.config.batch_size)
             self._keep(way, trial)
             self.measured_outside_cap.discard(way)
