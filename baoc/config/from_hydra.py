@@ -75,7 +75,9 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     for name, removed_key in REMOVED_KEYS.items():
         group, _, leaf = name.rpartition(".")
         node = given.get(group) if group else given
-        if isinstance(node, Mapping) and leaf in node and node[leaf] == removed_key.default:
+        if isinstance(node, Mapping) and leaf in node:
+            if node[leaf] != removed_key.default:
+                raise BadInputError(f"{name} was removed: {removed_key.instead}")
             kept = {key: value for key, value in node.items() if key != leaf}
             given = {**given, group: kept} if group else kept
     if isinstance(allocator := given.get("allocator"), Mapping):  # `every` was of host_every_kth, which is no more

@@ -41,7 +41,7 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
         ("budget.schedule=[{step: 3, budget: lots}]", "cannot read budget=lots"),
         ("budget.schedule=often", r"budget\.schedule=often is not allowed"),
         (
-            "budget.relaxation.from_step=300",
+            "+budget.relaxation={from_step: 300}",
             r"budget\.relaxation was removed: .*: name steps and budgets in",
         ),
         ("+reallocation.interval=50", r"reallocation\.interval was removed: no decision after the first"),

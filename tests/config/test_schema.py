@@ -58,7 +58,7 @@ def test_accumulation_is_the_quotient_of_the_batches():
         ),
         ({"profile": "runs/1"}, r"profile was removed: .*: leave it out"),
         ({"faults": {"nonfinite_loss": "stop"}}, r"faults.nonfinite_loss was removed: .*: set faults.patience=1"),
-        ({"reallocation": {"mode": "drift"}}, r"reallocation.mode=drift is not allowed: it must be off\|once"),
+        ({"reallocation": {"mode": "drift"}}, r"mode=drift is not allowed: choose reallocation.mode=off\|once"),
         ({"budget": {"relaxation": {"from_step": 9}}}, r"budget.relaxation was removed: .*: name steps and budgets in"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
         ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),

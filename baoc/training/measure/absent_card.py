@@ -1,12 +1,15 @@
-"""mode=plan for what is not here: a network of fake tensors, priors by role, and a card's row instead of the card.
+"""`mode=plan` for a GPU that is not in this machine: bytes are counted from shapes, seconds from data-sheet values.
 
-Nothing is allocated and nothing computed: shapes flow through forward and backward, and their bytes are counted.
+1. `fake_` puts fake tensors in the place of the network's. Forward and backward of a small micro-batch run on them;
+   nothing is allocated or computed (`Trials` with `emulate_cuda`, which rounds as CUDA's allocator does).
+2. `_CardOptions` makes a footprint on the card of them, and seconds of operations and bytes by the card's rates.
+3. Each micro-batch, number of recomputed layers and release of gradients is planned; `best` chooses by `objective`.
 """
 
 import math
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +126,7 @@ def plan_for(
         fake_(task)
         batch = fake_batch(real)
     options: list[Option] = []
-    chosen, made = None, _Shapes(card, config, task=task, batch=batch, settings=settings, budget=budget)
+    chosen, made = None, _CardOptions(card, config, task=task, batch=batch, settings=settings, budget=budget)
     for recomputed in axes.recomputed:
         options += made.options(axes, recomputed=recomputed)
         chosen = best(options, objective=config.objective)
@@ -159,8 +162,16 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
     return replace(axes, recomputed=recomputed, release=(bool(config.optim.release_gradients),))
 
 
-class _Shapes:
-    """Trials of a fake network, with a number of layers recomputed, and options on a card made of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looks:
+    """Trials with one number of recomputed layers; `as_bf16`: with weights in 16 bits where a plan may keep such."""
+
+    trials: list[Trial]
+    as_bf16: bool
+
+
+class _CardOptions:
+    """The options that a fake network has on a card."""
 
     def __init__(
         self, card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, budget: Budget
@@ -177,11 +188,9 @@ class _Shapes:
         )
         self.numel = sum(info.numel for info in self.session.infos)
         self.num_layers = len(recomputable_layers(task.model))
-        self.tried: list[Trial] = []
-        self.kinds: dict[int, tuple[list[Trial], bool]] = {}  # by recomputed layers: trials, and whether `as_bf16`
+        self.looks: dict[int, _Looks] = {}  # by recomputed layers
         self.alike = True  # whether layers are, so that a line is above the numbers between
         self.forward_flops = math.nan  # of one sample
-        self.passes = 3.0  # forwards that a forward and backward takes the time of
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
             self.session.infos,
@@ -190,8 +199,7 @@ class _Shapes:
             declared=self.session.declared,
         )
         self.planner.budget = budget
-        # On a card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
-        self.bf16_savings, self.as_bf16 = self.session.bf16_savings, False
+        self.bf16_savings = self.session.bf16_savings
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
         there = list(self.planner.specs.values())
@@ -225,20 +233,24 @@ class _Shapes:
             memory = self.planner.budget.memory_bytes
             needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
             no_room = memory is not None and needed > memory
+            # As on the card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
             only_as_bf16 = hopeless or only_bf16(self.session.settings.planner) or no_room
             whole = [] if self.bf16_savings and only_as_bf16 else [False]
             for as_bf16 in [*whole, *([True] if self.bf16_savings else [])]:
-                self.as_bf16 = as_bf16
-                self.tried = [tried(sizes[0])]
-                self.kinds[recomputed] = self.tried, self.as_bf16
-                self._time(trials, sizes[0], layers=layers, recomputed=recomputed)
+                looks = _Looks(trials=[tried(sizes[0], as_bf16=as_bf16)], as_bf16=as_bf16)
+                self.looks[recomputed] = looks
+                if math.isnan(self.forward_flops):
+                    self.forward_flops = self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
+                    whole_s = self._seconds(self.config.batch_size, recomputed=recomputed)
+                    self.reference_s = whole_s + self._moving_s(FUSED_BYTES * self.numel)
                 least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
                     break
             else:  # more samples at once never need less, with gradients or without
                 sizes = sizes if hopeless else sizes[:1]
-            self.tried += [tried(size) for size in sizes[1:2]]
-            self.kinds[recomputed], self.alike = (self.tried, self.as_bf16), layers is not None
+            looks = self.looks[recomputed]
+            looks.trials.extend(tried(size, as_bf16=looks.as_bf16) for size in sizes[1:2])
+            self.alike = layers is not None
         ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] == recomputed]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
@@ -266,23 +278,13 @@ class _Shapes:
     def assumed(self, way: tuple[int, int, bool]) -> tuple[Footprint, LatencyTable]:
         """Footprint and latency of a way; of a number between on the line from none to all recomputed layers."""
         size, number, release = way
-        ends: list[Footprint] = []
-        for kind in [number] if number in self.kinds else [0, self.num_layers]:
-            self.tried, self.as_bf16 = self.kinds[kind]
-            ends.append(self.footprint(size, release=release))
-        self.passes = self._passes(number)
+        numbers = [number] if number in self.looks else [0, self.num_layers]
+        ends = [self._footprint(self.looks[each], micro_batch=size, release=release) for each in numbers]
+        latency = self._latency(size, recomputed=number)
         if len(ends) == 1:
-            return ends[0], self.latency(size)
+            return ends[0], latency
         kept = kept_params(self.task, recomputed=number)
-        return between(*ends, share=number / self.num_layers, kept=kept), self.latency(size)
-
-    def _time(self, trials: Trials, size: int, *, layers: Layers | None, recomputed: int) -> None:
-        """What seconds are told by: operations of a forward pass, and how many passes a step takes."""
-        if math.isnan(self.forward_flops):
-            self.forward_flops = self._forward_flops(trials, size, layers=layers) / size
-        self.passes = self._passes(recomputed)
-        if math.isnan(self.reference_s):
-            self.reference_s = self._seconds(self.config.batch_size) + self._moving_s(FUSED_BYTES * self.numel)
+        return between(*ends, share=number / self.num_layers, kept=kept), latency
 
     def _option(self, way: tuple[int, int, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
@@ -300,10 +302,10 @@ class _Shapes:
             release=release,
         )
 
-    def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None) -> Trial:
+    def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None, as_bf16: bool) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
         run = partial(trials.run, size, accumulation=accumulation, timed=False)
-        with cast_to_bf16(self.session.bf16_params if self.as_bf16 else {}):
+        with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
             if layers is not None:
                 found: list[Footprint] = []
                 for depth in (SHORT, LONG):
@@ -329,40 +331,38 @@ class _Shapes:
         one, two = count(1), count(2)
         return one + (layers.depth - 1) * (two - one)
 
-    def _seconds(self, samples: int) -> float:
-        """Of forward and backward."""
-        return self.card.step_seconds(flops=self.passes * self.forward_flops * samples, moved_bytes=0)
-
-    def _passes(self, recomputed: int) -> float:
-        """A backward is two forwards, and one more where activations are computed again."""
-        return 3 + recomputed / max(self.num_layers, 1)
+    def _seconds(self, samples: int, *, recomputed: int) -> float:
+        """Of forward and backward, which is two forwards, and one more where activations are computed again."""
+        passes = 3 + recomputed / max(self.num_layers, 1)
+        return self.card.step_seconds(flops=passes * self.forward_flops * samples, moved_bytes=0)
 
     def _moving_s(self, num_bytes: float) -> float:
         return self.card.step_seconds(flops=0, moved_bytes=num_bytes)
 
-    def latency(self, micro_batch: int) -> LatencyTable:
+    def _latency(self, micro_batch: int, *, recomputed: int) -> LatencyTable:
         """Of a step in micro-batches, every spec as fast as its bytes can be moved."""
         clips = bool(self.config.trainer.gradient_clip_val)
         upkeep = self.numel * upkeep_bytes(clips=clips, averages=self.task.ema is not None)
         count = self.config.batch_size // micro_batch
+        passes_s = count * self._seconds(micro_batch, recomputed=recomputed)
         return LatencyTable(
             device=self.card.name,
             fixed_s=dict.fromkeys(self.lines, 0.0),
             per_element_s=self.lines,
-            base_step_s=count * self._seconds(micro_batch) + self._moving_s(upkeep),
+            base_step_s=passes_s + self._moving_s(upkeep),
             reference_step_s=self.reference_s + self._moving_s(upkeep),
             assumed=tuple(self.lines),
-            hidden_s=0.0 if clips else hidden_seconds(count * self._seconds(micro_batch), accumulation=count),
+            hidden_s=0.0 if clips else hidden_seconds(passes_s, accumulation=count),
             link=self.card.link,
         )
 
-    def footprint(self, micro_batch: int, *, release: bool) -> Footprint:
+    def _footprint(self, looks: _Looks, *, micro_batch: int, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
-        looked = at_size(self.tried, micro_batch=micro_batch)
+        looked = at_size(looks.trials, micro_batch=micro_batch)
         if release:  # by weights as they were looked at
-            blocks = [in_bf16(block, names=self.bf16_savings if self.as_bf16 else ()) for block in self.planner.blocks]
+            blocks = [in_bf16(block, names=self.bf16_savings if looks.as_bf16 else ()) for block in self.planner.blocks]
             looked = released(looked, blocks=blocks, grouped=True) or looked
-        found = as_native(looked, savings=self.bf16_savings) if self.as_bf16 else looked
+        found = as_native(looked, savings=self.bf16_savings) if looks.as_bf16 else looked
         return replace(
             found,
             device=self.card.name,
