@@ -37,10 +37,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -221,8 +222,9 @@ def seconds(run: Callable[[], object], cuda: bool) -> float:
 
 def shares(events: Iterable[Any], *, spent: float, cuda: bool) -> tuple[float, float | None]:
     """Of `spent` seconds, those in a collective, and on a GPU those in which nothing else runs."""
-    if cuda:
-        events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    if cuda:  # kernels and copies, without ranges that code has named
+        kernels = [event for event in events if event.device_type.name == "CUDA"]
+        events = [event for event in kernels if not event.is_user_annotation]
     mark = "nccl" if cuda else "gloo:"
     spans = [(event.time_range.start, event.time_range.end, event.name.startswith(mark)) for event in events]
     sent = covered((begin, end) for begin, end, sends in spans if sends)
@@ -275,9 +277,9 @@ class Exchange:
 
     matrices: str
     ranks: int
-    messages: float  # of all-to-all in a step
-    sent_bytes: float  # in a step, by the rank that sends most
-    floor_bytes: float
+    messages: int  # of all-to-all in the last step
+    sent_bytes: int  # in them, by the rank that sends most
+    floor_bytes: int
     over_floor: float | None
     difference: float  # of the update from one rank's, as a share of its norm
     device: str
@@ -311,6 +313,7 @@ def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], besi
 
         Shards.exchange = exchange
         for step in range(MUON_STEPS):
+            sent.clear()
             generator = torch.Generator(device).manual_seed(step)
             for param in module.parameters():
                 assert isinstance(param, DTensor)
@@ -326,11 +329,11 @@ def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], besi
             ((weights[name].to(device) - value).norm() / (value - first).norm())
             for (name, value), first in zip(alone.items(), start, strict=True)
         ]
-        (most,) = group.most(sum(sent) / MUON_STEPS)
+        (most,) = group.most(sum(sent))
         floor = 2 * num * shape[0] * shape[1] * 2 * (group.size - 1) / group.size**2
         row = Exchange(
-            matrices=f"{num} of {shape[0]} x {shape[1]}", ranks=group.size, messages=len(sent) / MUON_STEPS,
-            sent_bytes=most, floor_bytes=round(floor), over_floor=round(most / floor, 4) if floor else None,
+            matrices=f"{num} of {shape[0]} x {shape[1]}", ranks=group.size, messages=len(sent),
+            sent_bytes=int(most), floor_bytes=round(floor), over_floor=round(most / floor, 4) if floor else None,
             difference=max(map(float, updates)), **place,
         )  # fmt: skip
         kept(asked.out / "scaling_muon.csv", row)
@@ -504,7 +507,7 @@ def main() -> int:
         for size in asked.ranks:
             if time.time() < asked.ends:
                 args = (size, Path(folder), asked)
-                multiprocessing.start_processes(process, args=args, nprocs=size, start_method="spawn")
+                spawn(process, args=args, nprocs=size)
     return table(path) if given.part == "steps" else 0
 
 
