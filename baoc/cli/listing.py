@@ -72,7 +72,7 @@ def _models() -> Rows:
 
 def _specs() -> Rows:
     """Specs with native weights and their state bytes per parameter, then the suffixes for weights and placement."""
-    from baoc.core.catalogue import NATIVE, PLACEMENTS, WEIGHTS
+    from baoc.core.catalogue import NATIVE, STREAMED, STREAMED_TEXT, WEIGHTS
     from baoc.core.rule_tags import RULE_INFOS
     from baoc.planning.cost import bytes_per_parameter
 
@@ -81,7 +81,7 @@ def _specs() -> Rows:
         for name, spec in NATIVE.items()
     ]
     rows += [(f"+{name}", row.description) for name, row in WEIGHTS.items() if row.param_bytes is not None]
-    return rows + [(f"@{row.suffix}", f"states {row.description}") for row in PLACEMENTS.values() if row.suffix]
+    return [*rows, (STREAMED, STREAMED_TEXT)]
 
 
 def _recipes() -> Rows:

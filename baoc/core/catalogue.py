@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from baoc.core.rule_tags import OWN_RULES
 from baoc.errors import BadInputError
-from baoc.types import CodecInfo, OptimizerSpec, Placement, PlacementInfo, StorageScheme, WeightsInfo
+from baoc.types import CodecInfo, OptimizerSpec, Placement, StorageScheme, WeightsInfo
 
 GROUP = 32  # elements that share one scale; its two bytes cost 1/16 byte per element
 PACKED_GROUP = 64  # of the 4-bit codecs
@@ -104,17 +104,7 @@ WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that take other weights
 NEAREST = "bf16"  # these weights stand still at a low learning rate, so no glob ever selects them
 
 
-PLACEMENTS: dict[str, PlacementInfo] = {
-    placement.name: placement
-    for placement in (
-        PlacementInfo(name=Placement.DEVICE, description="on the device"),
-        PlacementInfo(
-            name=Placement.HOST_STREAMED,
-            description="on the host, stepped on the device",
-            suffix="streamed",
-        ),
-    )
-}
+STREAMED, STREAMED_TEXT = "@streamed", "states on the host, stepped on the device"  # ends of a row's name and text
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
 
 
@@ -196,21 +186,9 @@ def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
     name, description = base.name, base.description
     if weights != "native":
         name, description = f"{name}+{weights}", f"{description}; weights {WEIGHTS[weights].description}"
-    where = PLACEMENTS[placement]
-    if where.suffix:
-        name, description = f"{name}@{where.suffix}", f"{description}; states {where.description}"
-    return OptimizerSpec(
-        name=name, description=description, rule=base.rule, storage=base.storage, weights=weights, placement=where.name
-    )
-
-
-def _native_specs() -> dict[str, OptimizerSpec]:
-    rows: dict[str, OptimizerSpec] = {}
-    for rule, text, storages in _RULES:
-        for storage in storages:
-            name = rule if storage == "fp32" else f"{rule}_{storage}"
-            rows[name] = OptimizerSpec(name=name, description=f"{text}, {storage}", rule=rule, storage=storage)
-    return rows
+    if placement == Placement.HOST_STREAMED:
+        name, description = f"{name}{STREAMED}", f"{description}; {STREAMED_TEXT}"
+    return replace(base, name=name, description=description, weights=weights, placement=placement)
 
 
 def _places(spec: OptimizerSpec, *, weights: WeightsInfo) -> bool:
@@ -237,7 +215,13 @@ def device_rows(specs: Iterable[OptimizerSpec]) -> list[OptimizerSpec]:
     return list({row.name: row for row in (with_placement(spec, Placement.DEVICE) for spec in specs)}.values())
 
 
-NATIVE: dict[str, OptimizerSpec] = _native_specs()  # the rows that leave the weights as they are, on the device
+NATIVE: dict[str, OptimizerSpec] = {  # the rows that leave the weights as they are, on the device
+    (name := rule if storage == "fp32" else f"{rule}_{storage}"): OptimizerSpec(
+        name=name, description=f"{text}, {storage}", rule=rule, storage=storage
+    )
+    for rule, text, storages in _RULES
+    for storage in storages
+}
 ON_DEVICE: dict[str, OptimizerSpec] = {
     row.name: row
     for weights in WEIGHTS

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from baoc.core.catalogue import (
     CODECS,
-    PLACEMENTS,
     SPECS,
     STORAGES,
     WEIGHT_DTYPES,
@@ -33,7 +32,7 @@ from baoc.optim.shards import described
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
 from baoc.planning.candidates import off_shards, sums_columns
-from baoc.types import Block, OptimizerSpec, ParamInfo, Role
+from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -292,8 +291,8 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
             told = removed(spec.name) or removed(f"{base}+{spec.weights}")
             raise BadInputError(told) if told else unknown_name(name, what=what, allowed=allowed)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
-    if spec.placement not in PLACEMENTS:
-        raise unknown_name(spec.placement, what="placement", allowed=PLACEMENTS)
+    if spec.placement not in tuple(Placement):
+        raise unknown_name(spec.placement, what="placement", allowed=Placement)
     return spec
 
 

@@ -97,10 +97,12 @@ def whole(
         rate = rate_here(planner, one.rate, family=family)
         recipe = at_rate(one.recipe, rate)
         recipe = streamed(recipe) if hosted else recipe
-        made = fitting(planner, recipe, weights=weights)
-        if made is not None:
-            recipe, plan = made
-            yield Choice(recipe=recipe, plan=plan, change=one.change, rate=rate, measured=one)
+        for name in weights:
+            held = replace(recipe, weights=name)
+            plan = recipe_plan(planner, held)
+            if plan is not None:
+                yield Choice(recipe=held, plan=plan, change=one.change, rate=rate, measured=one)
+                break
 
 
 def rate_here(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
@@ -126,16 +128,6 @@ def streamed(recipe: Recipe) -> Recipe:
 def on_host(spec: str) -> str:
     named = f"{spec}@streamed"
     return named if named in SPECS else spec  # of no state there is nothing to place
-
-
-def fitting(planner: BudgetedBlocks, recipe: Recipe, *, weights: Sequence[str]) -> tuple[Recipe, Plan] | None:
-    """The recipe with the first format of the weights that lets it fit, and its plan."""
-    for name in weights:
-        held = replace(recipe, weights=name)
-        plan = recipe_plan(planner, held)
-        if plan is not None:
-            return held, plan
-    return None
 
 
 def useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:

@@ -6,7 +6,6 @@ There, autocast keeps other functions in float32, and no allocator reserves memo
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.pools = (_Pool(page=SMALL_PAGE), _Pool(page=LARGE_PAGE))
-        self._held: dict[Any, tuple[_Pool, _Block]] = {}
+        self._held: dict[Any, tuple[_Pool, int]] = {}  # pool and address
         self._log: list[tuple[int, int]] | None = None
         self.allocated_bytes = 0
 
@@ -85,15 +84,15 @@ class CachingAllocator:
     def free(self, key: Any) -> None:
         if self._log is not None:
             self._log.append((key, FREED))
-        pool, block = self._held.pop(key, (None, None))
-        if pool is not None and block is not None:
-            self.allocated_bytes -= block.size
-            pool.give(block)
+        if key in self._held:
+            pool, address = self._held.pop(key)
+            self.allocated_bytes -= pool.sizes[address]
+            pool.give(address)
 
     def record(self) -> None:
         """Records allocations and frees from here on, for `reserved_again`."""
         self._log = []
-        self._start = {key: block.size for key, (_, block) in self._held.items()}
+        self._start = {key: pool.sizes[address] for key, (pool, address) in self._held.items()}
 
     def arrived(self, gradient: int) -> None:
         """Records that the gradient in this storage was computed or accumulated into."""
@@ -136,85 +135,62 @@ class CachingAllocator:
                 self.allocate((turn, key), what)
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A block of a segment, linked to its neighbours by address."""
-
-    address: int
-    size: int
-    free: bool = True
-    previous: "_Block | None" = None
-    next: "_Block | None" = None
-
-    def __lt__(self, other: "_Block") -> bool:
-        return (self.size, self.address) < (other.size, other.address)
-
-
 class _Pool:
-    """One expandable segment: adjacent blocks, and pages that are mapped behind them when needed."""
+    """One expandable segment: adjacent blocks by address, and pages that are mapped behind them when needed."""
 
     def __init__(self, *, page: int):
         self.page = page
         self.mapped = 0
-        self.last: _Block | None = None
-        self.free: list[_Block] = []
+        self.addresses: list[int] = []  # of all blocks, ascending
+        self.sizes: dict[int, int] = {}  # by address
+        self.free: list[tuple[int, int]] = []  # (size, address), ascending
 
-    def take(self, size: int) -> _Block:
+    def take(self, size: int) -> int:
         """Takes the smallest free block that is large enough and splits it, or grows the segment by whole pages."""
-        at = bisect_left(self.free, (size, -1), key=lambda block: (block.size, block.address))
-        if at < len(self.free):
-            if self.free[at] is self.last and at + 1 < len(self.free):
-                at += 1  # the allocator counts the last block as large as it could grow, so others come first
-            block = self.free.pop(at)
-        else:
-            block = self._grown(size)
-        block.free = False
-        if block.size > size:
-            self._split(block, size)
-        return block
+        at = bisect_left(self.free, (size, -1))
+        if at == len(self.free):
+            self._grow(size)
+            at = -1
+        elif self.free[at][1] == self.addresses[-1] and at + 1 < len(self.free):
+            at += 1  # the allocator counts the last block as large as it could grow, so others come first
+        held, address = self.free.pop(at)
+        if held > size:
+            self._add(address + size, held - size)
+        self.sizes[address] = size
+        return address
 
-    def give(self, block: _Block) -> None:
-        """Frees `block` and merges it with its free neighbours."""
-        block.free = True
-        for other in (block.previous, block.next):
-            if other is not None and other.free:
-                self.free.pop(bisect_left(self.free, (other.size, other.address), key=lambda b: (b.size, b.address)))
-                block = self._merged(min(block, other, key=lambda b: b.address))
-        insort(self.free, block)
+    def give(self, address: int) -> None:
+        """Frees a block and merges it with its free neighbours."""
+        at, size = bisect_left(self.addresses, address), self.sizes[address]
+        if at + 1 < len(self.addresses) and (after := self._free_at(self.addresses[at + 1])) is not None:
+            size += self.sizes.pop(self.addresses.pop(at + 1))
+            self.free.pop(after)
+        if at and (before := self._free_at(self.addresses[at - 1])) is not None:
+            self.sizes.pop(self.addresses.pop(at))
+            held, address = self.free.pop(before)
+            size += held
+        self.sizes[address] = size
+        insort(self.free, (size, address))
 
-    def _grown(self, size: int) -> _Block:
-        last = self.last
-        has = last.size if last is not None and last.free else 0
-        more = -(-(size - has) // self.page) * self.page
-        if last is not None and last.free:
-            self.free.remove(last)
-            last.size += more
-            block = last
-        else:
-            block = _Block(address=self.mapped, size=more, previous=last)
-            if last is not None:
-                last.next = block
-            self.last = block
+    def _free_at(self, address: int) -> int | None:
+        """Where the block at `address` stands among the free ones; None where it is taken."""
+        entry = (self.sizes[address], address)
+        at = bisect_left(self.free, entry)
+        return at if at < len(self.free) and self.free[at] == entry else None
+
+    def _grow(self, size: int) -> None:
+        """Makes the last block the largest free one, of at least `size`."""
+        last = self._free_at(self.addresses[-1]) if self.addresses else None
+        held, address = (0, self.mapped) if last is None else self.free.pop(last)
+        more = -(-(size - held) // self.page) * self.page
         self.mapped += more
-        return block
+        if last is None:
+            self._add(address, more)
+        else:
+            self.sizes[address] = held + more
+            insort(self.free, (held + more, address))
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(address=block.address + size, size=block.size - size, previous=block, next=block.next)
-        if block.next is not None:
-            block.next.previous = rest
-        block.next, block.size = rest, size
-        if self.last is block:
-            self.last = rest
-        insort(self.free, rest)
-
-    def _merged(self, left: _Block) -> _Block:
-        right = left.next
-        assert right is not None
-        left.size += right.size
-        left.next = right.next
-        left.free = True
-        if right.next is not None:
-            right.next.previous = left
-        if self.last is right:
-            self.last = left
-        return left
+    def _add(self, address: int, size: int) -> None:
+        insort(self.addresses, address)
+        self.sizes[address] = size
+        insort(self.free, (size, address))

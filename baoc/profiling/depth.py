@@ -16,6 +16,7 @@ from baoc.profiling.timeline import ARRIVED, DIED, DROPPED, merge_intervals
 from baoc.types import Footprint, PeakInterval
 
 SHORT, LONG = 4, 5  # numbers of layers that are run
+INNER = 2  # of LONG layers the one that has an inner one on each side
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index"})  # of modules that know their layer
 
 
@@ -90,10 +91,8 @@ def extended(short: Footprint, long: Footprint, *, layers: Layers, sizes: Mappin
     if low is None or high is None or len(low) != len(high):
         return None
     intervals: list[PeakInterval] = []
-    copies = (copy for interval in long.intervals for copy in interval.copies.items())
-    nbytes = {_place(f" {name}", prefix=prefix)[1][1:]: size for name, size in copies}  # without the layer's prefix
     for a, b in zip(low, high, strict=True):
-        made = _extrapolated(a, b, prefix=prefix, depth=depth, nbytes=nbytes)
+        made = _extrapolated(a, b, prefix=prefix, depth=depth)
         if made is None:
             return None
         intervals += made
@@ -140,10 +139,8 @@ def _place(event: str, *, prefix: str) -> tuple[int | None, str]:
     return int(layer), f"{kind} {rest}"
 
 
-def _extrapolated(
-    low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int, nbytes: Mapping[str, int]
-) -> list[PeakInterval] | None:
-    """The intervals of one pass over `depth` layers."""
+def _extrapolated(low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int) -> list[PeakInterval] | None:
+    """The intervals of one pass over `depth` layers; None where inner layers of the measured ones are not alike."""
     outside, down = low.order == (None,), low.order[0] == SHORT - 1
     if outside != (high.order == (None,)) or down != (high.order[0] == LONG - 1):
         return None
@@ -151,14 +148,17 @@ def _extrapolated(
     made: list[PeakInterval] = []
     for layer in reversed(layers) if down else layers:
         events = _events(low, high, layer=layer, depth=depth)
-        regions = _regions(high, layer=layer, depth=depth, prefix=prefix)
-        if events is None or regions is None:
+        if events is None:
             return None
-        for (event, num_bytes), region in zip(events, regions, strict=True):
+        for (event, num_bytes), (_, like) in zip(events, high.events[_like(layer, depth=depth)], strict=True):
             kind, _, rest = event.partition(" ")
             name = event if layer is None or not rest else f"{kind} {prefix}{layer}.{rest}"
-            copies = _copies(region, layer=layer, depth=depth, prefix=prefix, nbytes=nbytes)
+            copies = _copies(like, layer=layer, depth=depth, prefix=prefix)
             made.append(PeakInterval(name=name, num_bytes=num_bytes, copies=copies))
+    for layer in () if outside else (INNER - 1, INNER + 1):
+        for (_, interval), (_, like) in zip(high.events[layer], high.events[INNER], strict=True):
+            if dict(interval.copies) != _copies(like, layer=layer, depth=LONG, prefix=prefix):
+                return None
     return made
 
 
@@ -182,48 +182,27 @@ def _events(low: _LayerPass, high: _LayerPass, *, layer: int | None, depth: int)
     return found
 
 
-_Region = dict[str, dict[str, bool]]  # where a layer is (`_part`) -> parameter name in it -> whether its copy is alive
-
-
-def _regions(high: _LayerPass, *, layer: int | None, depth: int, prefix: str) -> list[_Region] | None:
-    """For each interval of a layer, in which layers copies are alive; from the run with LONG layers."""
-    known = [None] if layer is None else [0] if layer == 0 else [LONG - 1] if layer == depth - 1 else [1, 2, 3]
-    found: list[_Region] = []
-    for events in zip(*(high.events[at] for at in known), strict=True):
-        region: _Region = {}
-        for at, (_, interval) in zip(known, events, strict=True):
-            there = [_place(f" {name}", prefix=prefix) for name in interval.copies]
-            names = {name[1:] for _, name in there}
-            for name in names:
-                for other in (None, *range(LONG)):
-                    part = _part(other, of=at, depth=LONG)
-                    # a name belongs to a layer or to none, and the entry for the other case is never read
-                    if region.setdefault(part, {}).setdefault(name, (other, f" {name}") in there) != (
-                        (other, f" {name}") in there
-                    ):
-                        return None
-        found.append(region)
-    return found
-
-
-def _part(layer: int | None, *, of: int | None, depth: int) -> str:
-    """Where a layer is, relative to layer `of`. First and last are apart, as their copies may live longer."""
-    if layer is None or layer == of:
-        return "outside" if layer is None else "self"
-    if layer in (0, depth - 1):
-        return "first" if layer == 0 else "last"
-    return "between" if of is None else "below" if layer < of else "above"
-
-
-def _copies(
-    region: _Region, *, layer: int | None, depth: int, prefix: str, nbytes: Mapping[str, int]
-) -> dict[str, int]:
-    found = {name: nbytes[name] for name, there in region.get("outside", {}).items() if there}
+def _copies(interval: PeakInterval, *, layer: int | None, depth: int, prefix: str) -> dict[str, int]:
+    """The copies that are alive in an interval of `layer` of `depth` ones, by the interval of the like one of LONG."""
+    held: dict[int | None, dict[str, int]] = {}
+    for name, num_bytes in interval.copies.items():
+        at, rest = _place(f" {name}", prefix=prefix)
+        held.setdefault(at, {})[rest[1:]] = num_bytes
+    found = held.get(None, {})
     for other in range(depth):
-        for name, there in region.get(_part(other, of=layer, depth=depth), {}).items():
-            if there:
-                found[f"{prefix}{other}.{name}"] = nbytes[name]
+        there = held.get(_like(other, depth=depth, seen_from=layer), {})
+        found = {**found, **{f"{prefix}{other}.{rest}": num_bytes for rest, num_bytes in there.items()}}
     return found
+
+
+def _like(layer: int | None, *, depth: int, seen_from: int | None = None) -> int | None:
+    """The layer of LONG ones that stands for one of `depth`. First and last stand for themselves, as their copies may
+    live longer; those between stand before or behind the layer that runs."""
+    if layer is None or layer in (0, depth - 1):
+        return None if layer is None else 0 if layer == 0 else LONG - 1
+    if seen_from in (None, 0, depth - 1, layer):
+        return INNER
+    return INNER + (1 if layer > seen_from else -1)
 
 
 def _counted(intervals: Sequence[PeakInterval], *, held: bool) -> tuple[list[PeakInterval], tuple[str, ...]]:

@@ -280,7 +280,8 @@ def _training_peak(
     else:
         for param in params:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-        meter.record()
+        if meter.allocator is not None:
+            meter.allocator.record()
     first = meter.peak_bytes
     stand_ins = {s._cdata: s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     # Weak references to the storages: a gradient that is held here would not be freed where training frees it.
@@ -288,8 +289,8 @@ def _training_peak(
     with Timeline(meter, named=named, held=True) as line:
         own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
         dropped.finish()
-    if not warm:
-        line.reserve(meter.reserved_again(stand_ins))
+    if not warm and meter.allocator is not None:
+        line.reserve(meter.allocator.reserved_again(stand_ins))
     if own_backward and all(gradient() is not None for gradient in gradients):
         # Gradients were neither freed nor replaced, or all released: the caller's loop has none in forward. On a card a
         # step is laid where the one before it left room, which may take more than the first one did.

@@ -4,10 +4,9 @@ A plan derives from them the peak of a step with bf16 weights: each interval kno
 made by autocast, are alive at its peak. Works with tracked storages and with CUDA's allocator.
 """
 
-import heapq
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -118,7 +117,9 @@ class Timeline(TorchDispatchMode):
 
     def _on_gradient(self, name: str) -> None:
         self._close(ARRIVED + name)
-        self._meter.arrived(self._named[name])
+        gradient, allocator = self._named[name].grad, self._meter.allocator
+        if allocator is not None and gradient is not None:
+            allocator.arrived(gradient.untyped_storage()._cdata)
         if self._num_gradients is not None and name not in self.order:
             self.order.append(name)
             self._num_gradients = len(self.order)
@@ -188,23 +189,12 @@ class _Group:
 
 def _merge_to_limit(groups: list[_Group]) -> list[_Group]:
     """Merges the two neighbours that lose least, again and again, until MAX_INTERVALS groups are left."""
-    after = {at: at + 1 for at in range(len(groups) - 1)}
-    before = {at + 1: at for at in range(len(groups) - 1)}
-    version = [0] * len(groups)  # counts the merges of a group, which make its entries in the queue stale
-    queue = [(groups[at].loss(groups[at + 1]), at, at + 1, 0, 0) for at in after]
-    heapq.heapify(queue)
-    alive = set(range(len(groups)))
-    while len(alive) > MAX_INTERVALS:
-        _, at, other, *versions = heapq.heappop(queue)
-        if at not in alive or after.get(at) != other or versions != [version[at], version[other]]:
-            continue
-        groups[at].merge(groups[other])
-        alive.discard(other)
-        version[at] += 1
-        after.pop(at)
-        if (third := after.pop(other, None)) is not None:
-            after[at], before[third] = third, at
-            heapq.heappush(queue, (groups[at].loss(groups[third]), at, third, version[at], version[third]))
-        if (first := before.get(at)) is not None:
-            heapq.heappush(queue, (groups[first].loss(groups[at]), first, at, version[first], version[at]))
-    return [groups[at] for at in sorted(alive)]
+    losses = [group.loss(other) for group, other in pairwise(groups)]
+    while len(groups) > MAX_INTERVALS:
+        at = losses.index(min(losses))
+        groups[at].merge(groups.pop(at + 1))
+        del losses[at]
+        for left in (at - 1, at):
+            if 0 <= left < len(losses):
+                losses[left] = groups[left].loss(groups[left + 1])
+    return groups

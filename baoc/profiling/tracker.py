@@ -238,7 +238,7 @@ class PeakMeter:
     def __init__(self, device: torch.device, *held: Any, allocator: CachingAllocator | None = None):
         self.device = device
         self._tracker = None
-        self._allocator = allocator
+        self.allocator = allocator
         if device.type != "cuda":
             self._tracker = MemoryTracker(device=device, allocator=allocator).prime(*held)
 
@@ -258,20 +258,6 @@ class PeakMeter:
         """Empties torch's cache on CUDA, as cached memory would count in the next peak of reserved memory."""
         if self._tracker is None:
             torch.cuda.empty_cache()
-
-    def record(self) -> None:
-        """Starts the record of an emulated allocator."""
-        if self._allocator is not None:
-            self._allocator.record()
-
-    def reserved_again(self, gradients: Mapping[int, int]) -> int:
-        """See `CachingAllocator.reserved_again`; 0 without an emulated allocator."""
-        return 0 if self._allocator is None else self._allocator.reserved_again(gradients)
-
-    def arrived(self, param: Tensor) -> None:
-        """To be called when the gradient of `param` was accumulated."""
-        if self._allocator is not None and param.grad is not None:
-            self._allocator.arrived(param.grad.untyped_storage()._cdata)
 
     def leave(self) -> None:
         """See `MemoryTracker.leave`."""

@@ -41,7 +41,6 @@ from baoc.types.specs import (
     CodecInfo,
     OptimizerSpec,
     Placement,
-    PlacementInfo,
     RuleInfo,
     Scaling,
     StateDecl,

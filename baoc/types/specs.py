@@ -157,15 +157,6 @@ class Placement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementInfo:
-    """A placement as the catalogue calls it: `suffix` ends the names of its rows, behind an @; empty on the device."""
-
-    name: Placement
-    description: str
-    suffix: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """A spec that a block may run: one catalogue row = rule x storage x weights x placement."""
 

@@ -9,7 +9,6 @@ from baoc.core.catalogue import (
     NATIVE,
     ON_DEVICE,
     ON_HOST,
-    PLACEMENTS,
     SPECS,
     STORAGES,
     WEIGHTS,
@@ -22,6 +21,7 @@ from baoc.core.catalogue import (
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.risk import CODEC_DOSE
+from baoc.types import Placement
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_every_row_names_what_exists_and_says_what_it_is():
         assert spec.rule in RULE_INFOS
         base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
         assert base_name(name) == base
-        text, suffix = spec.description, PLACEMENTS[spec.placement].suffix
+        text, suffix = spec.description, "@streamed" if spec.placement == Placement.HOST_STREAMED else ""
         if suffix:
             text, _, where = text.partition("; states ")
-            assert where == PLACEMENTS[spec.placement].description
+            assert where == "on the host, stepped on the device"
         weighted = base if spec.weights == "native" else f"{base}+{spec.weights}"
-        assert name == (f"{weighted}@{suffix}" if suffix else weighted)
+        assert name == f"{weighted}{suffix}"
         assert text.endswith(
             STORAGES[spec.storage].name if spec.weights == "native" else WEIGHTS[spec.weights].description
         )

@@ -21,7 +21,6 @@ from baoc.profiling.cuda_emulation import CachingAllocator
 from baoc.profiling.footprint import SCALARS_BYTES, reserve_of, restored, waiting_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
-from baoc.profiling.tracker import PeakMeter
 from baoc.units import KIB, MIB
 
 F32 = 4
@@ -513,7 +512,8 @@ def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: py
 
 def test_what_an_emulated_card_reserves_for_a_second_step_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch):
     net, x, seen = Net(), data(), []
-    monkeypatch.setattr(PeakMeter, "reserved_again", lambda self, gradients: seen.append(dict(gradients)) or 10 * MIB)
-    cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
+    again = lambda self, gradients: seen.append(dict(gradients)) or 10 * MIB  # noqa: E731
+    monkeypatch.setattr(CachingAllocator, "reserved_again", again)
+    cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, allocator=CachingAllocator())
     assert cold.forward_backward_bytes == 10 * MIB and sum(seen[0].values()) == cold.gradients_bytes
     assert probe_footprint(net, run_micro_batch=lambda: net(x)).forward_backward_bytes < 10 * MIB
