@@ -51,7 +51,7 @@ def test_a_pre_hook_may_give_the_closure() -> None:
 def test_a_profiler_finds_the_step_by_its_name() -> None:
     _, optimizer = make()
     optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     assert [e.name for e in profile.events()].count("Optimizer.step#BlockwiseOptimizer.step") == 1  # pyright: ignore
 
