@@ -36,7 +36,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, without their slow ones
     "statistics": ("core/statistics.py", "core/test_statistics.py"),
-    "cost": ("planning/cost.py", "planning/test_cost.py"),
+    "cost": (
+        "planning/cost.py",
+        "planning/test_cost.py planning/test_weights_planned.py "
+        "optim/test_release.py::test_blocks_are_put_together_up_to_a_limit_beside_what_was_there",
+    ),
     "inherit": ("optim/inherit.py", "optim/test_optim_migration.py"),
     "migrate": (
         "optim/migrate.py",
@@ -48,7 +52,7 @@ CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, 
     "allocators": (
         "planning/allocators/*.py",
         "planning/test_allocator.py planning/test_allocation.py planning/test_allocation_moves.py "
-        "planning/test_allocation_properties.py planning/test_host_limits.py",
+        "planning/test_program.py planning/test_allocation_properties.py planning/test_host_limits.py",
     ),
 }
 FIELDS = ("module", "mutant", "status", "line", "changed", "commit")

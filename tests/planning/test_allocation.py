@@ -117,6 +117,26 @@ def test_exact_solves_several_hundred_equal_blocks_at_once():
     assert allocation.gap == pytest.approx(0.0, abs=1e-9)
 
 
+def test_candidates_are_arrays_by_limit():
+    """A limit that is not given has no row, but for bytes and seconds; a spec that a block lacks spends nothing."""
+    some = make_problem(candidates([(0.0, 10, 1.0)], [(0.0, 8, 2.0), (1.0, 2, 3.0)]), limits=Limits())
+    assert some.kinds == ("state_bytes", "step_s") and some.limits.tolist() == [np.inf, np.inf]
+    assert some.spent.tolist() == [[[10, 0], [8, 2]], [[1, 0], [2, 3]]] and some.limits.dtype == np.float64
+    assert make_problem({}, limits=Limits()).risk.shape == (0, 1)
+    assert make_problem(TRADE, limits=Limits(host_bytes=7)).kinds == ("state_bytes", "step_s", "host_bytes")
+    assert make_problem(TRADE, limits=Limits(state_bytes=1, host_bytes=7)).limits.dtype == np.float64
+    with pytest.raises(AssertionError, match=r"without a candidate: \['b'\]"):
+        make_problem({"a": TRADE["b0"], "b": ()}, limits=Limits())
+
+
+@pytest.mark.parametrize("name", ["step_s", "link_s"])
+def test_limits_of_seconds_are_met_within_their_rounding(name: str):
+    options = candidates([(0.0, 1, 3.0)])
+    linked = {b: [replace(c, cost=replace(c.cost, link_s=3.0)) for c in row] for b, row in options.items()}
+    for limit, met in ((3 * (1 - 5e-10), True), (3 * (1 - 2e-9), False)):
+        assert make_problem(linked, limits=Limits(**{name: limit})).feasible(np.array([0])) is met
+
+
 def test_exact_prints_nothing(capfd: pytest.CaptureFixture[str]):
     """HiGHS leaves debug lines on standard output for this one."""
     options = random_candidates(3, blocks=60, specs=24, timed=False)
