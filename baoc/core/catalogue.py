@@ -32,8 +32,6 @@ CODECS: dict[str, CodecInfo] = {
         _codec("bf16", "rounded to bfloat16", bits=16),
         _codec("softsign8", "int8 of a softsign-companded value, groups of 32 (for m)", bits=8, group=GROUP),
         _codec("sqrt8", "uint8 of the square root, groups of 32 (for v)", bits=8, group=GROUP),
-        _codec("root8m", "int8 with a sign and a fourth root, groups of 32 (for m of any spread)", bits=8, group=GROUP),
-        _codec("root8v", "uint8 of the eighth root, groups of 32 (for v of any spread)", bits=8, group=GROUP),
         _codec("root4", "4 bits, sign and root, groups of 64 (for m)", bits=4, group=PACKED_GROUP),
         _codec(
             "lattice4", "4 bits on a logarithmic lattice without zero, groups of 64 (for v)", bits=4, group=PACKED_GROUP
@@ -50,9 +48,6 @@ STORAGES: dict[str, StorageScheme] = {
             name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", aligned=GROUP
         ),
         StorageScheme(
-            name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", aligned=GROUP
-        ),
-        StorageScheme(
             name="int4",
             description=f"0.53 bytes per number; states of fewer than {LEAST_PACKED} numbers stay fp32",
             m="root4",
@@ -64,29 +59,27 @@ STORAGES: dict[str, StorageScheme] = {
 }
 
 # rule, its text, the storages it is offered in; (numbers kept per element) opens each text
-_NARROW = ("fp32", "bf16", "int8")
-_M_ONLY = (*_NARROW, "int8_root", "int4")
-_FULL = (*_NARROW, "int8_root", "int4")
+_ALL = ("fp32", "bf16", "int8", "int4")
 _FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}
 
 
 _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("adamw", "m and v (2 per element): AdamW", _FULL),
-    ("rmsprop", "v (1): AdamW without momentum", _FULL),
-    ("adamw_shared_in", "m, and v per row (1): AdamW with v shared along fan-in", _M_ONLY),
-    ("adamw_shared_out", "m, and v per column (1): AdamW with v shared along fan-out", _M_ONLY),
+    ("adamw", "m and v (2 per element): AdamW", _ALL),
+    ("rmsprop", "v (1): AdamW without momentum", _ALL),
+    ("adamw_shared_in", "m, and v per row (1): AdamW with v shared along fan-in", _ALL),
+    ("adamw_shared_out", "m, and v per column (1): AdamW with v shared along fan-out", _ALL),
     ("adafactor", "v per row and per column (~0): Adafactor without momentum", ("fp32",)),
-    ("adafactor_momentum", "m, and v per row and per column (1): Adafactor", _M_ONLY),
-    ("lion", "m (1): sign of the interpolated momentum", _FULL),
-    ("signum", "m (1): sign of the momentum", _M_ONLY),
-    ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _M_ONLY),
+    ("adafactor_momentum", "m, and v per row and per column (1): Adafactor", _ALL),
+    ("lion", "m (1): sign of the interpolated momentum", _ALL),
+    ("signum", "m (1): sign of the momentum", _ALL),
+    ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _ALL),
     *(
         (f"foam_l{level}", f"m and v folded by {2**level} along fan-in {kept}: FOAM", ("fp32", "int8"))
         for level, kept in _FOLDS.items()
     ),
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
     ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),
-    ("column_norm_momentum", "m (1): momentum with columns of one norm, of SCALE's head", _M_ONLY),
+    ("column_norm_momentum", "m (1): momentum with columns of one norm, of SCALE's head", _ALL),
     *((name, rule.info.description, rule.storages) for name, rule in OWN_RULES.items()),
 )
 
@@ -130,9 +123,9 @@ def removed(name: str) -> str:
             f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "
             "memory: leave it out and take catalogue=host, or catalogue.specs=[adamw@streamed] for fp32 AdamW alone"
         )
-    uniform = re.fullmatch(r"uniform_(foam_l8|adamw8bit_log)(_matched)?", name)
+    uniform = re.fullmatch(r"uniform_(foam_l8|adamw8bit_log|adamw8bit_root)(_matched)?", name)
     if uniform is not None:
-        instead = {"foam_l8": "foam_l3", "adamw8bit_log": "adamw8bit_root"}[uniform[1]]
+        instead = "foam_l3" if uniform[1] == "foam_l8" else "adamw8bit"
         return f"allocator={name} was removed with its spec: choose allocator=uniform_{instead}{uniform[2] or ''}"
     instead = name.replace("+split16", "+split8").replace("@updated", "@streamed")
     if "+split16" in name:
@@ -147,8 +140,9 @@ def removed(name: str) -> str:
             f"{instead}, which keeps the same states"
         )
     folds = re.match(r"(foam_l[1238])(_out|_sq)?(?=_|\+|@|$)", name)
-    if "_int8_log" in name:
-        what, instead = "logarithmic codes", name.replace("_int8_log", "_int8_root")
+    if coded := re.search(r"_int8_(log|root)", name):
+        what = "logarithmic codes" if coded[1] == "log" else "codes of roots"
+        instead = name.replace(coded[0], "_int8")
     elif folds is not None and (folds[1] == "foam_l8" or folds[2]):
         level = "foam_l3" if folds[1] == "foam_l8" else folds[1]
         kinds = {"_out": "folds along fan-out", "_sq": "averages of folded squares", None: "folds of 256 neighbours"}

@@ -158,9 +158,7 @@ PLAIN = (Fp32(CODECS["fp32"]), Bf16(CODECS["bf16"]))
 # -- the 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, each element is one companded byte --------
 #
 # Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded
-# up so that |x| / scale is at most 1. Codes of m are companded by softsign, or a fourth root with a sign. Codes of v
-# are of s = sqrt(v): linear, or its fourth root. Companding suits groups of narrow spread, roots any (steps of 3 % at
-# the largest m, 10 % at one 100 times smaller; half that for s).
+# up so that |x| / scale is at most 1. Codes of m are companded by softsign, codes of v linear in s = sqrt(v).
 
 # A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
 # at every step would round all 32 elements anew each time, and their errors would pile up.
@@ -223,41 +221,26 @@ def round_up(values: Tensor, *, largest: float) -> Tensor:
     return torch.where(nearest < values, bits + 1, bits).view(torch.bfloat16)
 
 
-def _stochastic(x: Tensor, threshold: Tensor | None) -> Tensor:
-    """Rounds to nearest, or up where the fraction reaches the threshold."""
-    return x.round_() if threshold is None else x.add_(1 - threshold).floor_()
-
-
-class _Momentum(Grouped):
-    dtype = torch.int8
-    largest = torch.finfo(torch.bfloat16).max
-
-
-class Softsign8(_Momentum):
+class Softsign8(Grouped):
     """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (FlashOptim)."""
 
+    dtype = torch.int8
+    largest = _BF16_MAX
+
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        return _stochastic(x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1)), threshold).clamp_(-127, 127)
+        x = x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1))
+        return (x.round_() if threshold is None else x.add_(1 - threshold).floor_()).clamp_(-127, 127)
 
     def restore(self, codes: Tensor) -> Tensor:
         y = codes.div_(127)
         return y.div_(y.abs().neg_().add_(2))
 
 
-class Root8M(_Momentum):
-    """m as a sign and q = round(127 |x|^(1/4)); back |x| = (q / 127)^4, down to 4e-9."""
+class Sqrt8(Grouped):
+    """v as q = round(255 s / scale), s = sqrt(v) (FlashOptim). With a phase, v itself keeps its mean, not s.
 
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        code = _stochastic(x.abs().sqrt_().sqrt_().mul_(127), threshold)
-        return code.clamp_(max=127).copysign_(x)
-
-    def restore(self, codes: Tensor) -> Tensor:
-        square = codes.div(127).square_()
-        return square.square_().copysign_(codes)
-
-
-class _SecondMoment(Grouped):
-    """v is coded as s = sqrt(v); a positive one never gets code 0, for the step divides by it."""
+    A positive v never gets code 0, for the step divides by it.
+    """
 
     dtype = torch.uint8
     largest = 1.83e19  # its square is finite in fp32
@@ -267,10 +250,6 @@ class _SecondMoment(Grouped):
 
     def expand_(self, values: Tensor) -> Tensor:
         return values.square_()
-
-
-class Sqrt8(_SecondMoment):
-    """v as q = round(255 s / scale) (FlashOptim). With a phase, v itself keeps its mean, not s."""
 
     def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
         positive = x > 0
@@ -286,36 +265,7 @@ class Sqrt8(_SecondMoment):
         return codes.div_(255)
 
 
-class Root8V(_SecondMoment):
-    """v as q = round(255 x^(1/4)), x = s / scale. With a phase, v itself, the eighth power of q, keeps its mean."""
-
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        positive = x > 0
-        place = x.sqrt_().sqrt_().mul_(255)
-        if threshold is None:
-            return place.round_().clamp_(1, 255).mul_(positive)
-        code = place.floor()
-        low, high = _eighth(code), _eighth(code + 1)
-        return code.add_(_eighth(place) >= torch.lerp(low, high, threshold)).clamp_(1, 255).mul_(positive)
-
-    def restore(self, codes: Tensor) -> Tensor:
-        return codes.div_(255).square_().square_()
-
-    def expand_(self, values: Tensor) -> Tensor:
-        positive = values > 0
-        return values.square_().clamp_(min=_TINY).mul_(positive)
-
-
-def _eighth(x: Tensor) -> Tensor:
-    return x.square().square_().square_()
-
-
-GROUPED = (
-    Softsign8(CODECS["softsign8"]),
-    Sqrt8(CODECS["sqrt8"]),
-    Root8M(CODECS["root8m"]),
-    Root8V(CODECS["root8v"]),
-)
+GROUPED = (Softsign8(CODECS["softsign8"]), Sqrt8(CODECS["sqrt8"]))
 
 
 # -- the 4-bit codecs: two codes per byte, groups of 64 consecutive elements that share two bytes ----------------------

@@ -54,8 +54,8 @@ class BlockwiseOptimizer(Optimizer):
         optimizer = BlockwiseOptimizer(model, "adamw_int8+split8", lr=3e-4)  # 3.1 bytes of state, 2 of weight
         optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
 
-    `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python -m
-    baoc.optim.table` prints the bytes of every spec. State is allocated here, for trainable parameters only. A
+    `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python run.py --list
+    specs` prints the bytes of every spec. State is allocated here, for trainable parameters only. A
     weights format other than native makes the parameters bf16 here, so run the model in bf16 or under bf16 autocast;
     `export_weights` returns fp32, and moving a block back to native weights restores them.
     `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.

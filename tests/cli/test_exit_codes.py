@@ -24,7 +24,6 @@ from baoc.errors import (
     TrainingFailedError,
 )
 from baoc.frontier import report
-from baoc.optim import table
 from baoc.sweep import status
 from tests.support.commands import start
 from tests.support.paths import ROOT
@@ -64,7 +63,6 @@ DOORS = {
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "report": ("baoc.frontier.report.build_report", report.main),
     "status": ("baoc.sweep.status.load_study", status.main),
-    "table": ("baoc.optim.table.table", table.main),
 }
 
 
@@ -143,7 +141,7 @@ def test_what_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["baoc", *words.split()])
         assert package.main() == code_of("a wrong value") == code_of("a path"), words
-    assert report.main(["nowhere"]) == status.main(["nowhere"]) == table.main(["nowhere"]) == code_of("a path")
+    assert report.main(["nowhere"]) == status.main(["nowhere"]) == code_of("a path")
     assert "Traceback" not in capsys.readouterr().err
     for command in (report.main, status.main):
         with pytest.raises(SystemExit, match=str(code_of("a wrong value"))):
@@ -159,9 +157,8 @@ def test_a_budget_that_no_plan_meets(words: list[str], tmp_path: Path):
 def test_full_output_and_a_reader_that_has_gone(run_python):
     full = "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     gone = "import os, sys\nreading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)\n"
-    for module in ("baoc.optim.table", "baoc"):
-        body = f"import runpy\nsys.argv = ['x'] + ['--version'] * ('{module}' == 'baoc')\n"
-        body += f"runpy.run_module('{module}', run_name='__main__')\n"
+    for words in (["--list", "specs"], ["--version"]):
+        body = f"import runpy\nsys.argv = ['x', *{words}]\nrunpy.run_module('baoc', run_name='__main__')\n"
         assert run_python(full + body).returncode == code_of("a full disk")
         done = run_python(gone + body)
         assert (done.returncode, done.stderr) == (code_of("a reader"), "")

@@ -27,7 +27,7 @@ OTHER_WEIGHTS = [
     for weights in ("split8", "bf16_sr", "bf16")
 ]
 SOME = [
-    "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8_root", "lion_int8", "signum", "sign",
+    "adamw", "adamw_int8", "adamw_int4", "rmsprop_int8", "lion_int8", "signum", "sign",
     "adamw_shared_in_int8", "adamw_shared_out", "foam_l1", "foam_l2_int8", "foam_l3_int8", "adamw_int8+split8",
     "lion+bf16_sr",
 ]  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_block_that_stood_still_moves_as_the_eager_one():
         pair.check()
 
 
-@pytest.mark.parametrize("storage", ["int8", "int8_root", "int4"])
+@pytest.mark.parametrize("storage", ["int8", "int4"])
 def test_scales_follow_averages_that_shrink(storage: str):
     pair = Pair(f"adamw_{storage}", {"large": (65, 67)}, betas=(0.8, 0.9))
 

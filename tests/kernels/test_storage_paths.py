@@ -32,9 +32,6 @@ def path(spec: str, *, decades: float, steps: int, size: float = 1.0) -> Tensor:
     ("spec", "decades", "mean", "largest"),
     [
         ("adamw_bf16", 4, 0.1, 1.0),
-        ("adamw_int8_root", 4, 1.0, 8.0),
-        ("rmsprop_int8_root", 4, 0.8, 8.0),
-        ("adafactor_momentum_int8_root", 4, 0.2, 4.0),
         ("adamw_int8", 1, 0.5, 6.0),  # companded codes are for narrow groups: risk grows with the spread
         ("rmsprop_int8", 1, 0.5, 6.0),
         ("adamw_int4", 1, 4.5, 40.0),  # 4 bits are further off; seven sizes of m span a decade and a half

@@ -7,7 +7,6 @@ import torch
 
 from baoc.core.catalogue import NATIVE, SPECS
 from baoc.optim.rules import RULES
-from baoc.optim.table import main, table
 from baoc.planning.cost import STEP_BYTES, adamw_state_bytes, state_bytes, weight_bytes
 from tests.support.optimizing import (
     SHAPES,
@@ -107,17 +106,3 @@ def test_on_meta_nothing_is_allocated_and_the_bytes_are_known() -> None:
     assert optimizer.state_bytes() == build(make_params(SHAPES), "adamw_int8").state_bytes()
     on_device = [t for name, t in state_tensors(optimizer).items() if not name.endswith("step")]
     assert all(t.device.type == "meta" for t in on_device)
-
-
-def test_the_memory_table_says_what_is_held(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = {line.split("|")[1].strip(): line for line in table(["adamw*", "adamw_int8+*", "sign"]).splitlines()[2:]}
-    assert "| 8.00 | 4.00 | 12.00 |" in rows["adamw"] and "| 3.13 | 2.00 | 5.13 |" in rows["adamw_int8+split8"]
-    params = make_params({"w": (256, 256)})
-    optimizer = build(params, "adamw_int8+split8")
-    assert optimizer.state_bytes() / 256**2 == pytest.approx(3.125, abs=1e-3)
-    monkeypatch.setattr("sys.argv", ["table", "sign+split8"])
-    assert main() == 0 and "| 1.00 | 2.00 | 3.00 |" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["table", "sing"])
-    assert main() == 2 and "'sing' (close: sign" in capsys.readouterr().err
