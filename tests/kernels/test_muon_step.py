@@ -221,7 +221,7 @@ def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch
     monkeypatch.setattr(torch, "empty", lambda *a, **k: taken.append(empty(*a, **k)) or taken[-1])
     graphs = engine.graphs
     monkeypatch.setattr(graphs, "on", True)
-    monkeypatch.setattr(graphs, "run", lambda key, launch, slot: keys.append(key) or launch())
+    monkeypatch.setattr(graphs, "run", lambda key, launch: keys.append(key) or launch())
     for _ in range(2):  # the first keeps its room, so that the second is elsewhere
         pair.give()
         pair.fused.step()

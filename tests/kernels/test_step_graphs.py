@@ -47,26 +47,26 @@ def make(*, failing: int = 0) -> tuple[Graphs, list[Graph]]:
     return FakeCuda(torch.device("cuda"), on=True), made
 
 
-def test_a_step_is_launched_once_then_captured_for_each_slot_and_replayed() -> None:
+def test_a_step_is_launched_once_then_captured_and_replayed() -> None:
     runner, made = make()
     launches = []
-    for step in range(9):
-        runner.run("variant", lambda: launches.append(1), slot=step % 3)
-    assert len(launches) == 1 + 3 and [graph.replays for graph in made] == [3, 3, 2]
-    runner.run("another", lambda: launches.append(1), slot=0)
-    assert len(made) == 3 and len(launches) == 5
+    for _ in range(9):
+        runner.run("variant", lambda: launches.append(1))
+    assert len(launches) == 2 and [graph.replays for graph in made] == [8]
+    runner.run("another", lambda: launches.append(1))
+    assert len(made) == 1 and len(launches) == 3
 
 
 def test_a_capture_that_fails_is_tried_again_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         runner, made = make(failing=1)
         for _ in range(3):
-            runner.run("variant", nothing, slot=0)
+            runner.run("variant", nothing)
         assert runner.on and len(made) == 1 and made[0].replays == 1
         assert "could not be captured in a CUDA graph and is tried again: operation not permitted" in caplog.text
         runner, _ = make(failing=3)
         for _ in range(4):
-            runner.run("variant", nothing, slot=0)
+            runner.run("variant", nothing)
         assert not runner.on and "is launched plainly from now on" in caplog.text
 
 
@@ -106,7 +106,7 @@ def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     runner, made = make()
     for key in ("a", "b", "c") * 3:
-        runner.run(key, nothing, slot=0)
+        runner.run(key, nothing)
     assert len(made) == 2
 
 

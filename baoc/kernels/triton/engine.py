@@ -5,16 +5,15 @@ The launch path of a fused step, in order:
 1. `FusedBackend` groups tensors into tables: one `FusedTable` per rule, codecs, weights and type (`kinds.Kind`). An
    `Engine` holds all tables of a device and lays their rows of addresses and settings side by side in one buffer.
 2. `Engine.stage` (host): `Gradients.refresh` reads the address of each gradient; `Settings.fill` computes one row of
-   settings per parameter group, rule and step count, and spreads it over the tensors. Both lie in a pinned slot of the
-   `Upload` then. Nothing waits for the device, unless it is more than `SLOTS` steps behind.
-3. `Engine.run` (device): the slot is copied up first, and the counts of non-finite elements down at the end; each table
-   is one launch of its family's kernel, whose programs find their tensor by `chunk_tensor` and read addresses, settings
-   and thresholds from the buffer; for matched blocks `match_kernel` computes what a second, small launch (`repair`)
-   takes off where the factor of this step was too large. Ranks that have parts of the tensors add their sums up before
-   it (`share`).
+   settings per parameter group, rule and step count, and spreads it over the tensors. Both go up through a pinned slot
+   of the `Upload`. Nothing waits for the device, unless it is more than `SLOTS` steps behind.
+3. `Engine.run` (device): each table is one launch of its family's kernel, whose programs find their tensor by
+   `chunk_tensor` and read addresses, settings and thresholds from the buffer; for matched blocks `match_kernel`
+   computes what a second, small launch (`repair`) takes off where the factor of this step was too large. Ranks that
+   have parts of the tensors add their sums up before it (`share`).
 4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
-   (staged or not, types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for
-   the step alone (Muon's matrix products) is taken before, and where it lies belongs to the variant.
+   (types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for the step alone
+   (Muon's matrix products) is taken before, and where it lies belongs to the variant.
 5. Non-finite elements are left out by the kernels themselves and counted; the host reads the counts as they arrive.
 """
 
@@ -24,6 +23,7 @@ import logging
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -85,7 +85,6 @@ class Engine:
         self._staging = [self._views(slot) for slot in self._upload.slots]
         self._held = [-1] * len(self._staging)  # which addresses a slot holds, as `Gradients.version` says
         self._on_device = -1  # and which the device holds
-        self._staged = False  # a slot is filled and has not gone up yet
         self.ptrs = self._spread([row for table in self.tables for row in table.addresses], width=WIDTH)
         shapes = [shape for table in self.tables for shape in table.shapes]
         self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
@@ -159,12 +158,10 @@ class Engine:
         thresholds: memoryview | None = None,
         phase: int = 0,
         advance: bool = True,
-        send: bool = True,
     ) -> None:
-        """Prepares addresses and settings of the coming step and, unless told otherwise, counts it.
+        """Sends addresses and settings of the coming step and, unless told otherwise, counts it.
 
-        `phase` is that of the step, `thresholds` what `lanes_for` makes of the codecs' lanes of it. `send` False leaves
-        it to `run` to send them.
+        `phase` is that of the step, `thresholds` what `lanes_for` makes of the codecs' lanes of it.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
@@ -175,10 +172,8 @@ class Engine:
         if self._needs_thresholds and thresholds is not None:
             shared[:NUM_LANES] = thresholds
             struct.pack_into("I", shared, 4 * NUM_LANES, phase * _PER_PHASE % 2**32)
-        self._staged = not send
-        if send:
-            self._upload.send()
-            self._on_device = self.gradients.version
+        self._upload.send()
+        self._on_device = self.gradients.version
         if advance:
             self.settings.advance()
 
@@ -201,46 +196,34 @@ class Engine:
         others_measure: bool = False,
         graphs: bool = True,
     ) -> None:
-        """Kernels, and what was staged and not sent. `measure`: tables with blocks that have no own RMS yet, which is
+        """Kernels, and what they count comes back. `measure`: tables with blocks that have no own RMS yet, which is
         found before they step; `others_measure`: so have other ranks, who share.
 
         `graphs` False: launched plainly, as a profile needs.
         """
-        staged, self._staged = self._staged, False
         room = self._take_room()
         if (measure or others_measure) and matched:
-            if staged:
-                self._upload.copy()
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._add_up()
             self._match(measure=True)
         # Room is taken anew in each step, and as a rule where it was in the last.
         lies = (0, 0) if room is None else (room.data_ptr(), room.numel())
-        key = (staged, self.gradients.variant_number, matched, marked, *lies)
-        for number, launch_part in enumerate(self._parts(staged=staged, matched=matched, marked=marked)):
+        key = (self.gradients.variant_number, matched, marked, *lies)
+        for number, launch_part in enumerate(self._parts(matched=matched, marked=marked)):
             if number:
                 self._add_up()  # which no graph captures
             if graphs and self.graphs.on:
-                self.graphs.run((number, key), launch_part, slot=self._upload.current)
+                self.graphs.run((number, key), launch_part)
             else:
                 launch_part()
-        if staged:
-            self._upload.sent()
-            self._on_device = self.gradients.version
+        self._upload.receive()
         for table in self._roomy:
             table.room = None
 
-    def _parts(self, *, staged: bool, matched: bool, marked: bool) -> list[Callable[[], None]]:
+    def _parts(self, *, matched: bool, marked: bool) -> list[Callable[[], None]]:
         """The launches of a step; in two parts where ranks add their sums up between them."""
-
-        def begin() -> None:
-            if staged:
-                self._upload.copy()
-            self._step(matched=matched, marked=marked)
-
-        def end() -> None:
-            self._finish(matched=matched, marked=marked)
+        begin, end = (partial(part, matched=matched, marked=marked) for part in (self._step, self._finish))
 
         def whole() -> None:
             begin()
@@ -279,7 +262,7 @@ class Engine:
             launch(table, Call(matched=on, track=on, marked=marked))
 
     def _finish(self, *, matched: bool, marked: bool) -> None:
-        """Matches updates, and copies counts of non-finite elements to the host."""
+        """Matches updates."""
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
             if self.share is None:
@@ -287,7 +270,6 @@ class Engine:
             self._match(measure=False)
             for table in matching:
                 launch(table, Call(mode="repair", matched=True, marked=marked))
-        self._upload.receive()
 
     def sum(self) -> None:
         """Sums of squares by tensor from those by program."""
@@ -350,7 +332,7 @@ class Engine:
 
     def read_num_bad(self) -> None:
         """Brings `num_bad_host` up to date, waiting for the device."""
-        self._upload.read_back()
+        self._upload.receive(wait=True)
 
 
 def _padded_ends(lengths: Iterable[int]) -> list[int]:
@@ -373,10 +355,10 @@ def capturing() -> bool:
 
 
 class Graphs:
-    """`run(key, launch, slot=)` launches plainly the first time for a key, then captures for each slot, and replays.
+    """`run(key, launch)` launches plainly the first time for a key, then captures, and replays.
 
-    What is launched must take all it needs from buffers that never move, and be the same whenever `key` and `slot` are;
-    slots differ in addresses alone. A capture that fails is tried again at the next step; after some, `on` is False.
+    What is launched must take all it needs from buffers that never move, and be the same whenever `key` is. A capture
+    that fails is tried again at the next step; after some, `on` is False.
     """
 
     def __init__(self, device: torch.device, *, on: bool):
@@ -386,12 +368,12 @@ class Graphs:
         self._warm: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def run(self, key: Hashable, launch: Callable[[], None], *, slot: int) -> None:
-        graph = self._graphs.get((slot, key))
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
         if graph is None and key in self._warm and len(self._graphs) < MOST_GRAPHS:
             graph = self.capture(launch)
             if graph is not None:
-                self._graphs[slot, key] = graph
+                self._graphs[key] = graph
         if graph is None:
             self._warm.add(key)
             launch()

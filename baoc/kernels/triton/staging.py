@@ -253,10 +253,9 @@ class _Class:
 class Upload:
     """A small device buffer that the host refills every step, without waiting for the device and without racing it.
 
-    The host fills one of a few pinned slots (`slot()`), and `copy()` takes it to `device` (uint8 [nbytes]), whose
-    address never changes. `receive()` brings `back` (int64 [num_back] on the device) to `received` on the CPU. Both may
-    be captured in a graph, one per slot. `sent()` comes after them, or after a replay: an event, behind which the slot
-    is free again.
+    The host fills one of a few pinned slots (`slot()`), and `send()` copies it to `device` (uint8 [nbytes]), whose
+    address never changes. An event behind the copy says when the slot is free again. `receive()` brings `back` (int64
+    [num_back] on the device) to `received` on the CPU.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
@@ -267,16 +266,7 @@ class Upload:
         self._received = self._pinned(8 * num_back)
         self.received = memory_of(self._received)
         self._free = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
-        self.current = 0  # the slot to fill
-
-    def __del__(self) -> None:
-        """Waits until the device has read the slots and written `received`: torch does not know of what graphs do, and
-        would give their pinned memory to others."""
-        try:
-            for event in self._free:
-                event.synchronize()
-        except Exception:  # names of modules are None where the interpreter is on its way out: no `suppress` either
-            pass
+        self._next = 0
 
     @property
     def nbytes(self) -> int:
@@ -288,32 +278,19 @@ class Upload:
     def slot(self) -> int:
         """The slot to fill, the same until it is sent. It still holds an older step's bytes: write all that matter."""
         if self.on_cuda:
-            self._free[self.current].synchronize()  # at once where it was never sent
-        return self.current
-
-    def copy(self, nbytes: int | None = None) -> None:
-        """The slot's bytes, or the first of them, go up on the current stream."""
-        self.device[:nbytes].copy_(self.slots[self.current][:nbytes], non_blocking=True)
-
-    def receive(self) -> None:
-        """Copies `back` to the host."""
-        self._received.copy_(self.back.view(torch.uint8), non_blocking=True)
-
-    def sent(self) -> None:
-        """The slot is on its way; the next one is to be filled."""
-        if self.on_cuda:
-            self._free[self.current].record()
-        self.current = (self.current + 1) % len(self.slots)
+            self._free[self._next].synchronize()  # at once where it was never sent
+        return self._next
 
     def send(self, nbytes: int | None = None) -> None:
-        """Up and back, for those who launch nothing in between."""
-        self.copy(nbytes)
-        self.receive()
-        self.sent()
+        """The slot's bytes, or the first of them, go up on the current stream; the next slot is to be filled."""
+        self.device[:nbytes].copy_(self.slots[self._next][:nbytes], non_blocking=True)
+        if self.on_cuda:
+            self._free[self._next].record()
+        self._next = (self._next + 1) % len(self.slots)
 
-    def read_back(self) -> None:
-        """Brings `received` up to date, waiting for the device."""
-        self._received.copy_(self.back.view(torch.uint8))
+    def receive(self, *, wait: bool = False) -> None:
+        """Copies `back` to the host, where it is when this returns if that is to `wait`."""
+        self._received.copy_(self.back.view(torch.uint8), non_blocking=not wait)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
