@@ -360,7 +360,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
     which before the first step has been looked at.
     """
     param, own = slot.param, state.get(weights.CORRECTION)
-    overwritten = slot.taken_in is None and param._version != slot.adopted
+    overwritten = slot.taken_in is None
     slot.taken_in = None  # what the correction is to be is decided here
     if correction is not None and kept == slot.weights:
         assert own is not None

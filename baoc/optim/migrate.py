@@ -173,13 +173,12 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
-        target.adopted, target.taken_in = source.adopted, source.taken_in
+        target.taken_in = source.taken_in
         return
     param = target.param
     wanted = weights.master(param, old).detach()
     dtype = weights.dtype_of(target.weights, info=target.info)
     weights.adopt_(param, new, wanted, weights=target.weights, name=target.name, dtype=dtype)
-    target.adopted = param._version
     report.note("weights", "converted")
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 

@@ -542,13 +542,7 @@ class BlockwiseOptimizer(Optimizer):
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> "BlockwiseOptimizer":
-        """A shallow copy: it shares parameters, states and plan. Raises TypeError with gradient release."""
-        if self.releaser is not None:
-            raise TypeError("a shallow copy would step the same parameters in backward as well: use copy.deepcopy")
-        twin = object.__new__(type(self))
-        shared = {"overlap": self.overlap, "before_check": self.before_check}
-        Optimizer.__setstate__(twin, {**self._own(), **self._subscribed(), **shared})
-        return twin
+        raise TypeError("a shallow copy would step the same parameters and states as well: use copy.deepcopy")
 
     @staticmethod
     def _subscribed() -> dict[str, Any]:

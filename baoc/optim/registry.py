@@ -59,7 +59,7 @@ from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
 _LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
-_DATA_PTR = torch._C.TensorBase.data_ptr  # of the class: a third faster than looked up in each tensor
+_DATA_PTR = Tensor.data_ptr  # of the class: a third faster than looked up in each tensor
 FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all
 
 

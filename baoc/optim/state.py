@@ -63,7 +63,6 @@ class Slot:
     on_cpu: bool
     placement: str = Placement.DEVICE
     tuned: Tuned | None = None  # what changes of its group's settings
-    adopted: int = -1  # version of the parameter when its data became what `weights` says
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
     shard: Shard | None = None
     gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows

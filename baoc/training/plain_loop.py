@@ -268,9 +268,6 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     # -- copies, made together with the model: its parameters are then the copy's -----------------------------------
 
-    def __copy__(self) -> "BaocOptimizer":
-        raise TypeError("a shallow copy of a BaocOptimizer would reallocate its states twice: use copy.deepcopy")
-
     def __getstate__(self) -> dict[str, Any]:
         if self._first_step is not None:
             raise TypeError(

@@ -152,7 +152,7 @@ def test_weights_that_no_version_tells_of_are_not_corrected_by_those_before(by_d
         (slot,) = (s for live in optimizer.registry.live.values() for s in live.slots if s.param is net.weight)
         net, optimizer = copy.deepcopy((net, optimizer))
         with torch.no_grad():
-            for _ in range(slot.adopted):
+            for _ in range(slot.param._version):
                 net.weight.fill_(1.0)
     exact = optimizer.export_weights()
     assert torch.equal(exact["weight"], torch.ones(3, 5)) and not torch.equal(exact["bias"], net.bias.float())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim import BlockwiseOptimizer, inherit, migrate
+from baoc.optim import inherit, migrate
 from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
@@ -323,17 +323,6 @@ class TestInheritance:
         optimizer.migrate({"all": "adamw_shared_in"})
         torch.testing.assert_close(optimizer.state[params["w"]]["v"], v.mean(0))
         assert optimizer.state[params["w"]]["v"].shape == (10,)
-
-
-def test_training_goes_on_the_same_after_a_copy() -> None:
-    """Deep copies and pickles carry everything that a step reads."""
-    run = Run("adamw_shared_in_int8", steps=5)
-    fork = run.fork()
-    for _ in range(3):
-        run.step()
-        fork.step()
-    assert_same({n: p.detach() for n, p in run.params.items()}, {n: p.detach() for n, p in fork.params.items()})
-    assert isinstance(fork.optimizer, BlockwiseOptimizer)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

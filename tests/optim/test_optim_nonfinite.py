@@ -348,31 +348,27 @@ def test_processes_decide_together() -> None:
 class TestAWeightTypeChangesBetweenLookAndStep:
     """`migrate` casts a gradient with its weights, which makes it another tensor; what was masked stays so."""
 
-    @pytest.mark.parametrize("spec", ["adamw+split8", "adamw_int8+split8", "adamw+bf16_sr"])
-    def test_a_masked_element_stays_where_it_is(self, spec: str) -> None:
-        params, optimizer, gradients = trained({"w": (17, 64), "other": (8, 8)}, "adamw", lr=1e-2, steps=5)
+    @pytest.mark.parametrize(
+        ("source", "target"),
+        [
+            ("adamw", "adamw+split8"),
+            ("adamw", "adamw_int8+split8"),
+            ("adamw", "adamw+bf16_sr"),
+            ("adamw+split8", "adamw"),
+        ],
+    )
+    def test_a_masked_element_stays_where_it_is(self, source: str, target: str) -> None:
+        params, optimizer, gradients = trained({"w": (17, 64), "other": (8, 8)}, source, lr=1e-2, steps=5)
         gradients.give(params)
         grad = params["w"].grad
         assert grad is not None
         grad[3, 5] = torch.nan
         assert optimizer.mask_nonfinite() == 1
-        optimizer.migrate({"w": spec})
+        optimizer.migrate({"w": target})
         before = optimizer.export_weights()["w"]
         optimizer.step()
         moved = optimizer.export_weights()["w"] != before
         assert not moved[3, 5] and moved.float().mean() > 0.5
-
-    def test_and_back_to_native_weights(self) -> None:
-        params, optimizer, gradients = trained({"w": (17, 64)}, "adamw+split8", lr=1e-2, steps=5)
-        gradients.give(params)
-        grad = params["w"].grad
-        assert grad is not None
-        grad[3, 5] = torch.inf
-        optimizer.mask_nonfinite()
-        optimizer.migrate({"w": "adamw"})
-        before = params["w"].detach().clone()
-        optimizer.step()
-        assert ((params["w"].detach() == before).nonzero() == torch.tensor([[3, 5]])).all()
 
     def test_a_step_that_is_to_be_skipped_is_skipped(self) -> None:
         params, optimizer, gradients = trained({"w": (17, 64)}, "adamw", nonfinite="skip_step", steps=2)

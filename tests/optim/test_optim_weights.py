@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BaocOptimizer
-from baoc.core.catalogue import ON_DEVICE, WEIGHTS
+from baoc.core.catalogue import WEIGHTS
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.weights import CORRECTION, rounding_seed
@@ -374,25 +374,6 @@ class TestCheckpoints:
         ours.load_state_dict(through_file(theirs.state_dict()))
         for name, value in masters(ours).items():
             torch.testing.assert_close(value, theirs_params[name].detach(), rtol=1.6e-5, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["split8", "bf16_sr"])
-def test_copies_step_as_the_original(kind: str) -> None:
-    params, optimizer, _ = trained(SHAPES, f"adamw_int8+{kind}", lr=1e-2, steps=3)
-    other = copy.deepcopy(optimizer)
-    twins = dict(zip(other.param_groups[0]["param_names"], other.param_groups[0]["params"], strict=True))
-    for named, which in ((params, optimizer), (twins, other)):
-        run_steps(which, named, gradients=Gradients(named, seed=4), steps=2)
-    assert_same(masters(optimizer), masters(other))
-
-
-@pytest.mark.parametrize("spec", [name for name, row in ON_DEVICE.items() if row.storage == "int8"][::7])
-def test_every_row_can_be_built_and_stepped(spec: str) -> None:
-    params = make_params({"linear": (17, 64)})
-    optimizer = build(params, spec, lr=1e-2)
-    before = masters(optimizer)["linear"]
-    run_steps(optimizer, params, gradients=Gradients(params), steps=2)
-    assert (masters(optimizer)["linear"] != before).any()
 
 
 class TestWeightsThatAreLoadedInMidRun:

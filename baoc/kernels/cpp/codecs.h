@@ -39,18 +39,18 @@ static BAOC_INLINE void restore_sqrt(const uint8_t* code, float by, float* out, 
   }
 }
 
-static BAOC_INLINE void restore8(const Kept& kept, const uint8_t* __restrict code, uint16_t scale,
-                                 float* __restrict out, int count) {
-  if (kept.codec == SOFTSIGN8) restore_softsign(code, from_bf16(scale), out, count);
+static BAOC_INLINE void restore8(int codec, const uint8_t* __restrict code, uint16_t scale, float* __restrict out,
+                                 int count) {
+  if (codec == SOFTSIGN8) restore_softsign(code, from_bf16(scale), out, count);
   else restore_sqrt(code, from_bf16(scale), out, count);
 }
 
 static void decode8(const Kept& kept, int64_t start, int n, float* out) {
   const uint8_t* code = static_cast<const uint8_t*>(kept.payload) + start;
   const uint16_t* scale = kept.scale + start / GROUP;
-  int begin = 0;
-  for (; begin + GROUP <= n; begin += GROUP) restore8(kept, code + begin, scale[begin / GROUP], out + begin, GROUP);
-  if (begin < n) restore8(kept, code + begin, scale[begin / GROUP], out + begin, n - begin);
+  int i = 0;
+  for (; i + GROUP <= n; i += GROUP) restore8(kept.codec, code + i, scale[i / GROUP], out + i, GROUP);
+  if (i < n) restore8(kept.codec, code + i, scale[i / GROUP], out + i, n - i);
 }
 
 static void decode_bf16(const uint16_t* __restrict from, float* __restrict out, int n) {

@@ -13,10 +13,6 @@ struct Folds {
   float m[MOST_STATES], v[MOST_STATES];
 };
 
-struct Spread {
-  float mean[BLOCK], m[BLOCK], v[BLOCK];  // by element
-};
-
 template <int FOLD>
 void sum_folds(const float* __restrict g, int count, float* __restrict sums) {
   for (int f = 0; f < count; ++f) {
@@ -81,26 +77,11 @@ void average_folds(const Job& job, const Settings& k, Means& of, bool masked, fl
   }
 }
 
-// Steps n consecutive elements from `start`, given by element what they folded into.
-void step_spread(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, const float* mean,
-                 const float* m, const float* v, Scratch& s, Total& total) {
-  const bool direct = job.weights == W_FP32 && job.store;
-  const uint8_t* finite = t.finite ? at<const uint8_t>(t.finite) + start : nullptr;
-  const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, s.g);
-  float* p = direct ? at<float>(t.param) + start : s.p;
-  if (!job.store) std::fill_n(s.p, n, 0.f);
-  else if (!direct) load_param(param_of(job, t), start, n, s.p);
-  if (finite || job.weights == W_SPLIT8) std::copy_n(p, n, s.held_p);
-  (job.whole ? foam<true> : foam<false>)(k, p, g, mean, m, v, s.u, n);
-  add(total, s.u, finite, n, job.whole);
-  if (!job.store) return;
-  if (finite) restore(finite, p, s.held_p, n);
-  if (!direct) store_param(param_of(job, t), start, n, p, s.held_p, job.thresholds);
-}
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total);
 
 // Folds [fold_begin, fold_end) of one row; m and v are theirs.
 void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, int64_t begin, int64_t end, float* m,
-              float* v, Scratch& s, Spread& by, Total& total) {
+              float* v, Scratch& s, Total& total) {
   const int fold = job.fold, at_once = BLOCK / fold;
   Means of;
   for (int64_t f = begin; f < end; f += at_once) {
@@ -115,16 +96,15 @@ void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, i
     }
     float *m_here = m + (f - begin), *v_here = v + (f - begin);
     average_folds(job, k, of, t.finite, m_here, v_here, count);
-    spread(of.mean, by.mean, count, fold);
-    spread(m_here, by.m, count, fold);
-    spread(v_here, by.v, count, fold);
-    step_spread(job, t, k, start, n, by.mean, by.m, by.v, s, total);
+    spread(of.mean, s.den, count, fold);
+    spread(m_here, s.m, count, fold);
+    spread(v_here, s.v, count, fold);
+    step_block(job, t, k, start, n, s, total);
   }
 }
 
 void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chunk, Scratch& s, Total& total) {
   Folds states;
-  Spread by;
   const int64_t width = (t.cols + job.fold - 1) / job.fold, num_states = width * t.rows;
   const int64_t begin = chunk * states_per_chunk(job.fold);
   const int count = int(std::min(num_states - begin, states_per_chunk(job.fold)));
@@ -135,7 +115,7 @@ void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chun
   for (int i = 0; i < count;) {
     const int64_t row = (begin + i) / width, col = (begin + i) % width;
     const int n = int(std::min<int64_t>(count - i, width - col));
-    step_row(job, t, k, row, col, col + n, states.m + i, states.v + i, s, by, total);
+    step_row(job, t, k, row, col, col + n, states.m + i, states.v + i, s, total);
     i += n;
   }
   if (!job.store) return;

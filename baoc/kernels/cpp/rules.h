@@ -104,6 +104,7 @@ static void update(int rule, bool whole, const Settings& k, float* p, const floa
     case LION: lion(k, p, g, m, at.u, n); break;
     case SIGNUM: signum(k, p, g, m, at.u, n); break;
     case SIGN: sign(k, p, g, at.u, n); break;
+    case FOAM: (whole ? foam<true> : foam<false>)(k, p, g, at.den, at.m, at.v, at.u, n); break;
     default: (whole ? shared<true> : shared<false>)(k, p, g, m, at.den, at.u, n);
   }
 }

@@ -28,7 +28,8 @@ void denominators(const Job& job, const Tensor& t, int64_t start, int n, float* 
 }
 
 void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total) {
-  const bool has_m = t.m, has_v = t.v && job.rule != SHARED_IN && job.rule != SHARED_OUT;
+  const bool has_m = t.m && job.rule != FOAM;  // whose averages are there by element, and are stored by their caller
+  const bool has_v = t.v && job.rule != FOAM && job.rule != SHARED_IN && job.rule != SHARED_OUT;
   const bool direct = job.weights == W_FP32 && job.store;
   const uint8_t* finite = t.finite ? at<const uint8_t>(t.finite) + start : nullptr;
   const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);

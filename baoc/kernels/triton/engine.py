@@ -27,16 +27,18 @@ from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from baoc.cache import keep_private
 from baoc.kernels.triton.kinds import NUM_LANES, Call, Options
-from baoc.kernels.triton.marks import Marks, mark_strided_
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
 from baoc.kernels.triton.table import WIDTH, FusedTable
+
+if TYPE_CHECKING:
+    from baoc.kernels.triton.matching import Marks
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 24  # variants kept: gradients that wander between layouts are launched plainly
@@ -55,6 +57,8 @@ class Engine:
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
+        from triton import knobs  # as late as the kernels, for it takes half a second and is not everywhere
+
         keep_private("TRITON_CACHE_DIR", Path(knobs.cache.dir))
         self.tables = list(tables)
         self.device = self.tables[0].device
@@ -69,7 +73,7 @@ class Engine:
         self._allocate()
         self._lay_out_blocks()
         self._bind()
-        self._marks: Marks | None = None
+        self._marks: Marks | None = None  # made when gradients are first marked
         # Where ranks hold parts of the tensors: adds `sums` and `left_out` up over them. All of them call it as often.
         self.share: Callable[[], None] | None = None
 
@@ -308,6 +312,8 @@ class Engine:
 
         `first` False: these gradients were marked before, so their -0.0 stay.
         """
+        from baoc.kernels.triton.matching import Marks, mark_strided_
+
         self.gradients.refresh()
         self._send_addresses()
         self._marks = self._marks or Marks(self.tables, places=self.places, size=self.size)

@@ -13,15 +13,23 @@ keeps a -0.0 and no norm counts it, so the step still knows which elements to le
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
 # Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from baoc.kernels.triton.elementwise import matched_factor
+from baoc.kernels.triton.elementwise import MATCH_AT, WIDTH, matched_factor
+from baoc.kernels.usable import LIMIT_BITS, usable
 
-_WIDTH = tl.constexpr(8)
-_MATCH_AT = tl.constexpr(6)
+if TYPE_CHECKING:
+    from baoc.kernels.triton.table import FusedTable
+
 _PER_LR = tl.constexpr(7)
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.matching
+_CHUNK = 2048  # elements of a gradient that a program marks
 
 
 @triton.jit
@@ -39,7 +47,7 @@ def sum_kernel(
     total = tl.zeros([LANES], dtype=tl.float32)
     for begin in range(tl.load(spans + 2 * tensor), last, LANES):
         total += tl.load(partial + begin + lanes, mask=begin + lanes < last, other=0.0)
-    per_lr = tl.load(settings + tensor * _WIDTH + _PER_LR)
+    per_lr = tl.load(settings + tensor * WIDTH + _PER_LR)
     tl.store(sums + tensor, tl.sum(total) * per_lr * per_lr)
 
 
@@ -60,7 +68,7 @@ def match_kernel(
     """One program per block; a block without gradients is left as it is."""
     block = tl.program_id(0)
     first, last = tl.load(blocks + block), tl.load(blocks + block + 1)
-    match_addr = tl.load(ptrs + tl.load(members + first) * _WIDTH + _MATCH_AT)
+    match_addr = tl.load(ptrs + tl.load(members + first) * WIDTH + MATCH_AT)
     match = match_addr.to(tl.pointer_type(tl.float32))
     target, own = tl.load(match), tl.load(match + 1)
     used = matched_factor(match_addr)
@@ -130,3 +138,69 @@ def mark_kernel(
         tl.store(pointer, tl.where(finite, 0, MARK).to(BITS), mask=inside & change)
         num_bad = tl.sum(tl.where(finite, 0, 1))
         tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")
+
+
+class Marks:
+    """Which chunk of which gradient each program looks at. Made when gradients are first marked."""
+
+    def __init__(self, tables: "Sequence[FusedTable]", *, places: Sequence[int], size: int):
+        self._tables = tables
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self._device = tables[0].device
+        numels = torch.zeros(size, dtype=torch.int64, device="cpu")
+        numels[self._places] = torch.tensor(
+            [param.numel() for table in tables for param in table.params], dtype=torch.int64, device="cpu"
+        )
+        chunks = (numels + _CHUNK - 1) // _CHUNK
+        first = torch.zeros(size, dtype=torch.int64, device="cpu")
+        torch.cumsum(chunks[:-1], 0, out=first[1:])
+        owner = torch.repeat_interleave(torch.arange(size, dtype=torch.int32, device="cpu"), chunks)
+        self._count = len(owner)
+        self._owner, self._first = owner.to(self._device), first.to(torch.int32).to(self._device)
+        self._dtypes: list[torch.dtype] = []
+        self._codes = torch.zeros(size, dtype=torch.int32, device=self._device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self._owner, self._first, self._codes))
+
+    def mark(self, grad_ptrs: Tensor, *, numels: Tensor, num_bad: Tensor, first: bool) -> None:
+        """One launch per type of gradients, of which there is usually one."""
+        dtypes = [table.grad_dtype for table in self._tables]
+        if dtypes != self._dtypes:
+            self._note(dtypes)
+        for code, (dtype, limit) in enumerate(LIMIT_BITS.items()):
+            if dtype in dtypes and self._count:
+                mark_kernel[(self._count,)](
+                    self._owner,
+                    self._first,
+                    numels,
+                    grad_ptrs,
+                    self._codes,
+                    num_bad,
+                    CODE=code,
+                    BITS=tl.int32 if dtype.itemsize == 4 else tl.int16,
+                    LIMIT=limit,
+                    FIRST=first,
+                    CHUNK=_CHUNK,
+                )
+
+    def _note(self, dtypes: list[torch.dtype]) -> None:
+        codes = torch.zeros(len(self._codes), dtype=torch.int32, device="cpu")
+        order = list(LIMIT_BITS)
+        codes[self._places] = torch.tensor(
+            [order.index(table.grad_dtype) for table in self._tables for _ in table.params],
+            dtype=torch.int32,
+            device="cpu",
+        )
+        self._codes.copy_(codes)
+        self._dtypes = dtypes
+
+
+def mark_strided_(grad: Tensor, *, first: bool) -> Tensor:
+    """Marks a strided gradient, which no kernel reads in place. Returns its non-finite elements, on its device."""
+    bad = ~usable(grad)
+    if first:
+        grad.masked_fill_(grad == 0, 0.0)
+    grad.masked_fill_(bad, -0.0)
+    return bad.sum()

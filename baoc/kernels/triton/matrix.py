@@ -26,7 +26,6 @@ from baoc.kernels.triton.elementwise import (
     load_grad,
     matched_factor,
 )
-from baoc.kernels.triton.factors import factors_of, further, position
 from baoc.kernels.triton.kinds import Call
 from baoc.kernels.triton.means import COLUMN_VECTOR, LINE_VECTOR, PLACES, bring_up_to_date, inverse_root, stored_shape
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
@@ -35,6 +34,83 @@ if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
 _WHOLE = tl.constexpr(means_plan.WHOLE)
+
+
+# -- factors of a chunk's elements by line and column of the stored matrix, and where each element lies ------------
+
+
+@triton.jit
+def _position(start, length, WIDE: tl.constexpr):
+    """Line of an element, and its place in it. WIDE: elements are more than 32 bits count."""
+    line = start // length if WIDE else (start.to(tl.int32) // length.to(tl.int32)).to(tl.int64)
+    return line, (start - line * length).to(tl.int32)
+
+
+@triton.jit
+def _further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr):
+    """The position `part` chunks further on; dividing is slow, and lines are hardly ever that short."""
+    rest += part * CHUNK
+    over = rest // width if width < CHUNK * REPEAT else tl.where(rest >= width, 1, 0)
+    return line + over, rest - over * width
+
+
+@triton.jit
+def _line_factors(line_at, line, rest, width, inside, vectors, CHUNK: tl.constexpr, HOW: tl.constexpr):
+    """Factors by line of a chunk's elements, shaped as `line`; of two lines at most they are two numbers."""
+    by_line = vectors + line_at
+    if HOW == "aligned" or HOW == "two":
+        first = tl.load(by_line)
+        factors = tl.where(line == 0, first, tl.load(by_line + 1, mask=rest + CHUNK > width, other=1.0))
+    elif HOW == "groups":
+        factors = tl.load(by_line + line)
+    else:
+        factors = tl.load(by_line + line, mask=inside, other=1.0)
+    return factors
+
+
+@triton.jit
+def _column_factors(column_at, place, inside, vectors, HOW: tl.constexpr):
+    by_column = vectors + column_at // 32 * 32 + place  # vectors begin at multiples of it, which is told like this
+    return tl.load(by_column, mask=inside, other=1.0) if HOW == "any" else tl.load(by_column)
+
+
+@triton.jit
+def _factors_of(
+    line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR: tl.constexpr, CHUNK: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """Factors of Adafactor's updates, by line and column; of others, by what of both there is."""
+    line, place = _places(rest, width, CHUNK, HOW)
+    if ADAFACTOR:
+        factors = scale * _line_factors(line_at, line, rest, width, inside, vectors, CHUNK, HOW)
+        factors = factors * _column_factors(column_at, place, inside, vectors, HOW)
+    elif line_at >= 0:
+        factors = _line_factors(line_at, line, rest, width, inside, vectors, CHUNK, HOW) + place * 0.0
+    else:
+        factors = _column_factors(column_at, place, inside, vectors, HOW)
+    return factors
+
+
+@triton.jit
+def _places(rest, width, CHUNK: tl.constexpr, HOW: tl.constexpr):
+    """Line, and place in it, of the elements of a chunk that begins at place `rest` of line 0. Dividing by element is
+    slow; HOW says what makes it needless: "two" lines are all there can be, of whole groups if "aligned", or "groups"
+    lie in one line each."""
+    tile, groups = tile_of(CHUNK)
+    if HOW == "groups" or HOW == "aligned":
+        group, num = rest // 32 + groups, width // 32
+        line = group // num if HOW == "groups" else tl.where(group >= num, 1, 0)
+        place = (group - line * num) * 32 + tl.arange(0, 32)[None, :]
+    elif HOW == "two":
+        line = tl.where(rest + tile >= width, 1, 0)
+        place = rest + tile - line * width
+    else:
+        line = (rest + tile) // width
+        place = rest + tile - line * width
+    return line, place
+
+
+# -- the step of a chunk, a line, a matrix ----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -199,28 +275,28 @@ def _step_part(
     if MODE == "step":
         groups, wide = (left == CHUNK) & (width % 32 == 0), (left == CHUNK) & (width >= CHUNK)
         if groups & wide:
-            factors = factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "aligned")
+            factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "aligned")
             done, part = _step_tile(
                 tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
         elif wide:
-            factors = factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "two")
+            factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "two")
             done, part = _step_tile(
                 tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
         elif groups:
-            factors = factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "groups")
+            factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "groups")
             done, part = _step_tile(
                 tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
     if not done:
-        factors = factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "any")
+        factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "any")
         _, part = _step_tile(
             tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad, M,
             WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
@@ -295,7 +371,7 @@ def apply_kernel(
             scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
             for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
                 index = grad_addr * 0 + part
-                line, rest = position(index * CHUNK, length, WIDE)
+                line, rest = _position(index * CHUNK, length, WIDE)
                 _program(
                     tensor, index, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
                     thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
@@ -312,11 +388,11 @@ def apply_kernel(
             square = tl.full([], 0.0, tl.float32)
             first_line, first_rest = index, 0
             if KINDS != "lines":
-                first_line, first_rest = position(index * REPEAT * CHUNK, length, WIDE)
+                first_line, first_rest = _position(index * REPEAT * CHUNK, length, WIDE)
             for part in range(REPEAT):
                 line, rest = first_line, first_rest
                 if KINDS != "lines":
-                    line, rest = further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
+                    line, rest = _further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
                 square += _program(
                     tensor, index * REPEAT + part, line, rest, grad_addr, lines, length, line_at, column_at, at, row,
                     scale, vectors, thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE,

@@ -29,7 +29,7 @@ MOST_LAYOUTS = 16  # sets of addresses that are remembered
 _GRAD: Callable[[Tensor], Any] = attrgetter("grad")
 _DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
 # Of the class: a third faster than looked up in each tensor.
-_DATA_PTR, _IS_CONTIGUOUS = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
+_DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
 
 
 def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:

@@ -13,15 +13,18 @@ from baoc.kernels.triton.device import (
     TINY,
     bf16_bits,
     ceil_code,
+    exp2,
     floor_bytes,
     floor_code,
     load_numbers,
     load_scale,
     load_tile,
+    log2,
     low_byte,
     narrowed,
     reciprocal,
     root,
+    round_down,
     round_up,
     share_of,
     signed_numbers,
@@ -30,8 +33,8 @@ from baoc.kernels.triton.device import (
     twice_inverse_power,
     unsigned_times,
     widened,
+    with_sign,
 )
-from baoc.kernels.triton.packed import load_m4, load_m4_at, load_v4, restore_m4, store_m4, store_v4
 
 _LEAST_ROOT = tl.constexpr(1e-30)  # below every positive sqrt of an fp32; 255 times its reciprocal is finite
 _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite
@@ -39,6 +42,157 @@ _KEEP_SCALE = tl.constexpr(0.87)
 # Where the parts of the engine's lanes begin, 32 each: see `kinds.lanes_for`.
 _SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96))
 PHASE_AT = tl.constexpr(128)
+_LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves
+_SLACK = tl.constexpr(2.0**-9)  # this and the next as baoc.optim.codecs
+_LIMIT, _LIMIT_FINER = tl.constexpr(18.0 + 2.0**-9), tl.constexpr(16.0 + 2.0**-9)
+
+
+# -- the 4-bit codecs: two codes per byte, groups of 64 -----------------------------------------------------------
+#
+# A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order, and its bytes are [groups, 32].
+
+
+@triton.jit
+def _number(code):
+    """0 ... 15 as fp32, by bits of 2^23: without the slow unit that converts."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _load_codes(addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """Codes 0 ... 15 as int32 [CHUNK / 64, 64]."""
+    at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
+    byte = (tl.load(pointer) if FULL else tl.load(pointer, mask=at * 2 < left, other=0)).to(tl.int32)
+    return tl.reshape(tl.join(byte & 15, byte >> 4), [CHUNK // 64, 64])
+
+
+@triton.jit
+def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """The inverse; `codes` are fp32, -8 ... 15, with ROUND added."""
+    low, high = tl.split(tl.reshape(codes.to(tl.int32, bitcast=True), [CHUNK // 64, 32, 2]))
+    at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
+    byte = ((low & 15) | (high << 4)).to(tl.uint8)
+    if FULL:
+        tl.store(pointer, byte)
+    else:
+        tl.store(pointer, byte, mask=at * 2 < left)
+
+
+@triton.jit
+def _load_word(addr, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    """The scale words of groups, int16, as int32 [CHUNK / 64, 1]."""
+    group = tl.arange(0, CHUNK // 64)[:, None]
+    pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
+    return (tl.load(pointer) if FULL else tl.load(pointer, mask=group * 64 < left, other=0)).to(tl.int32)
+
+
+@triton.jit
+def _store_word(addr, word, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    group = tl.arange(0, CHUNK // 64)[:, None]
+    pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
+    if FULL:
+        tl.store(pointer, word.to(tl.int16))
+    else:
+        tl.store(pointer, word.to(tl.int16), mask=group * 64 < left)
+
+
+@triton.jit
+def _lanes(thresholds, SHAPE: tl.constexpr):
+    """The lanes of a tile [groups, 64], read as the other tiles are, which keeps its layout."""
+    GROUPS: tl.constexpr = SHAPE[0]
+    at = tl.broadcast_to(tl.arange(0, 32)[None, :], [2 * GROUPS, 32])
+    return tl.reshape(tl.load(thresholds + at), [GROUPS, 64])
+
+
+@triton.jit
+def _restore_root(code, word):
+    signed = _number(code ^ 8) - 8.0
+    return signed * tl.abs(signed) * ((1.0 / 49) * (word << 16).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _load_m4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """m of root4 as fp32 [CHUNK / 32, 32]."""
+    code = _load_codes(addr, start, left, CHUNK, VEC, FULL)
+    m = _restore_root(code, _load_word(scale_addr, start, left, CHUNK, FULL))
+    return tl.reshape(m, [CHUNK // 32, 32])
+
+
+@triton.jit
+def _load_m4_at(addr, scale_addr, start, tile, inside):
+    """Codes and the bits of scales at any places."""
+    element = (start % 64).to(tl.int32) + tile
+    byte = tl.load((addr + start // 64 * 32).to(tl.pointer_type(tl.uint8)) + element // 2, mask=inside, other=0)
+    code = (byte.to(tl.int32) >> ((element & 1) * 4).to(tl.int32)) & 15
+    at = (scale_addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + element // 64
+    return code, tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def _restore_m4(code, bits):
+    """m as fp32, from what `_load_m4_at` read."""
+    return _restore_root(code, bits.to(tl.int32))
+
+
+@triton.jit
+def _store_m4(addr, scale_addr, m, thresholds, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr,
+             FULL: tl.constexpr):  # fmt: skip
+    m = tl.reshape(m, [CHUNK // 64, 64])
+    scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=1, keep_dims=True), BF16_MAX))
+    _store_word(scale_addr, scale.to(tl.int32, bitcast=True) >> 16, start, left, CHUNK, FULL)
+    y = tl.abs(m) * reciprocal(tl.maximum(scale, TINY)) * 49.0
+    low, lanes = tl.minimum(round_down(root(y)), ROUND + 6.0) - ROUND, _lanes(thresholds, m.shape)
+    code = low + tl.where(y >= low * (low + 2.0 * lanes) + lanes, 1.0, 0.0)
+    code = tl.where(y >= 0.5, code, 0.0)
+    _store_codes(addr, with_sign(code, m) + ROUND, start, left, CHUNK, VEC, FULL)
+
+
+@triton.jit
+def _load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
+    """v of lattice4 as fp32 [CHUNK / 32, 32], and the groups' words, int32 [CHUNK / 64, 1]."""
+    code = _number(_load_codes(addr, start, left, CHUNK, VEC, FULL))
+    word = _load_word(scale_addr, start, left, CHUNK, FULL)
+    octaves = (8 >> (word & 3)).to(tl.float32) * 0.25  # of v by code; what is exact needs no order
+    v = tl.where(
+        code > 0.0, tl.maximum(exp2(code * octaves + ((word >> 2).to(tl.float32) * 0.25 - 15.0 * octaves)), TINY), 0.0
+    )
+    return tl.reshape(v, [CHUNK // 32, 32]), word
+
+
+@triton.jit
+def _finer(k, top, high, low, kept, FINER: tl.constexpr):
+    """Lattice FINER, for groups that none finer than it has been found for and whose range it has."""
+    UNIT: tl.constexpr = 8.0 / 2.0**FINER
+    above = tl.ceil(high / UNIT - _SLACK) * UNIT
+    fits = (k == 0) & (above - low <= tl.where(kept < FINER, _LIMIT_FINER, _LIMIT) * UNIT)
+    return tl.where(fits, FINER, k), tl.where(fits, above, top)
+
+
+@triton.jit
+def _store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr,
+             FULL: tl.constexpr):  # fmt: skip
+    """Stores v, whose root is s; `word` is what `_load_v4` gave."""
+    s = tl.reshape(s, [CHUNK // 64, 64])
+    exponent = log2(tl.maximum(s, TINY))  # of a positive root it is at least -75
+    high = tl.minimum(tl.max(exponent, axis=1, keep_dims=True) * 8.0, _LARGEST)
+    low = tl.minimum(tl.min(tl.where(exponent > _ZERO, exponent, 250.0), axis=1, keep_dims=True) * 8.0, _LARGEST)
+    kept = word & 3
+    k, top = _finer(kept * 0, tl.ceil(high * 0.125 - _SLACK) * 8.0, high, low, kept, 3)
+    k, top = _finer(k, top, high, low, kept, 2)
+    k, top = _finer(k, top, high, low, kept, 1)
+    some = high > _ZERO * 8.0
+    _store_word(scale_addr, tl.where(some, top.to(tl.int32) * 4 + k, 0), start, left, CHUNK, FULL)
+    per_unit = (1 << k).to(tl.float32) * 0.125
+    # The share of the way between two codes' v that the threshold stands for, on their logarithm.
+    up = log2(1.0 + _lanes(thresholds, s.shape) * (exp2((8 >> k).to(tl.float32) * 0.25) - 1.0))
+    code = round_down(exponent * (8.0 * per_unit) + (16.0 - top * per_unit) - up * (4.0 * per_unit))
+    code = tl.minimum(tl.maximum(code, ROUND + 1.0), ROUND + 15.0)
+    _store_codes(addr, tl.where(exponent > _ZERO, code, ROUND), start, left, CHUNK, VEC, FULL)
+
+
+# -- all codecs, and weights ----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -56,7 +210,7 @@ def load_m_codes(addr, scale_addr, start, tile, inside, CODEC: tl.constexpr, VEC
     elif CODEC == "bf16":
         code = load_tile(addr, start, tile, inside, tl.bfloat16, VEC, False)
     elif CODEC == "root4":
-        code, bits = load_m4_at(addr, scale_addr, start, tile, inside)
+        code, bits = _load_m4_at(addr, scale_addr, start, tile, inside)
     else:
         code = load_tile(addr, start, tile, inside, tl.int8, VEC, False)
         group = ((start % 32).to(tl.int32) + tile) // 32  # not in 64 bits if the tile is not
@@ -70,7 +224,7 @@ def restore_m(code, bits, CODEC: tl.constexpr):
     if CODEC == "fp32" or CODEC == "bf16":
         m = code.to(tl.float32)
     elif CODEC == "root4":
-        m = restore_m4(code, bits)
+        m = _restore_m4(code, bits)
     else:
         m = expand_m(code.to(tl.float32)) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return m
@@ -86,7 +240,7 @@ def load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl
     elif CODEC == "bf16":
         m = load_numbers(addr, start, tile, inside, tl.bfloat16, VEC, FULL)
     elif CODEC == "root4":
-        m = load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
+        m = _load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
     else:
         m = expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)))
         scale = load_scale(scale_addr, start, groups, left, FULL)
@@ -111,7 +265,7 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
         m = tl.minimum(tl.maximum(m, -BF16_MAX), BF16_MAX)
         store_tile(addr, bf16_bits(m), start, tile, inside, tl.int16, VEC, FULL)
     elif CODEC == "root4":
-        store_m4(addr, scale_addr, m, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
+        _store_m4(addr, scale_addr, m, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
     else:  # softsign8
         scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=-1, keep_dims=True), BF16_MAX))
         store_scale(scale_addr, scale, start, groups, left, FULL)
@@ -131,7 +285,7 @@ def load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.
     elif CODEC == "bf16":
         v = load_numbers(addr, start, tile, inside, tl.bfloat16, VEC, FULL)
     elif CODEC == "lattice4":
-        v, scale = load_v4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
+        v, scale = _load_v4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
     else:
         v = load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)
         scale = load_scale(scale_addr, start, groups, left, FULL)
@@ -195,7 +349,7 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
     if CODEC == "fp32":
         store_tile(addr, v, start, tile, inside, tl.float32, VEC, FULL)
     elif CODEC == "lattice4":
-        store_v4(addr, scale_addr, s, scale_old, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
+        _store_v4(addr, scale_addr, s, scale_old, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
     elif CODEC == "bf16":
         threshold = tl.load(thresholds + lanes_like(v))
         bits = tl.minimum(v, BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)

@@ -274,7 +274,7 @@ class _Unit:
 
     def step(self, inputs: StepInputs, *, thresholds: memoryview, others_measure: bool = False) -> None:
         try:
-            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase, send=False)
+            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
         except (RuntimeError, NotImplementedError):
             self._refuse_sparse()
             raise

@@ -41,7 +41,6 @@ def fill(slot: Slot, state: State, *, whole: Tensor | None) -> None:
             dtype = weights.dtype_of(slot.weights, info=slot.info)
             whole = weights.make_room_(slot.param, dtype=dtype, device=slot.param.device)
         weights.take_in_(slot.param, state, whole, weights=slot.weights, name=slot.name)
-        slot.adopted = slot.param._version
         if weights.CORRECTION in state and not slot.param.is_meta:
             slot.taken_in = weights.bits_of(slot.param)
     elif whole is not None:

@@ -14,30 +14,23 @@ _TINY = 1e-30
 
 
 class ColumnNorm(SummingRule):
-    """g_j / |g_j| for each column j of a (fan_out, fan_in) matrix, the weights that read input j.
+    """g_j / |g_j| for each column j of a (fan_out, fan_in) matrix, the weights that read input j; or m_j / |m_j|, m the
+    average of g, which SCALE (arXiv 2506.16659) runs on the head.
 
     Columns, not rows, because a column's gradient has its input's size as a factor, and inputs (tokens, features)
     differ in size more than the errors that come back to the outputs do; the norm takes that factor out. Times
     sqrt(fan_out) it is AdamW with v shared along fan-out at betas of 0. Excluded elements are 0 and so add nothing to a
-    norm; a column without gradient stays. `eps` of the group plays no part.
+    norm; a column without gradient stays. `eps` of the group plays no part, nor does the length of m, or its bias.
     """
 
     def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+        if "m" in states:
+            m = states["m"].lerp_(grad, 1 - ctx.beta1)
+            grad = m if ctx.finite is None else torch.where(ctx.finite, m, 0.0)
         return (yield from _of_one_length(grad, ctx=ctx))
 
-
-class ColumnNormMomentum(SummingRule):
-    """m_j / |m_j| for each column, m the average of g: what SCALE (arXiv 2506.16659) runs on the head.
-
-    Excluded elements of m are 0 in the norm. The length of m plays no part, and so neither does its bias.
-    """
-
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
-        m = states["m"].lerp_(grad, 1 - ctx.beta1)
-        return (yield from _of_one_length(m if ctx.finite is None else torch.where(ctx.finite, m, 0.0), ctx=ctx))
-
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        return finished(_of_one_length(states["m"], ctx=ctx), ctx)
+        return finished(_of_one_length(states["m"], ctx=ctx), ctx) if "m" in states else None
 
 
 def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Summing[Direction]:
@@ -55,4 +48,4 @@ def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Summing[Direction]:
     return Direction(numerator=update, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(update.shape)))
 
 
-RULES = (ColumnNorm(RULE_INFOS["column_norm"]), ColumnNormMomentum(RULE_INFOS["column_norm_momentum"]))
+RULES = (ColumnNorm(RULE_INFOS["column_norm"]), ColumnNorm(RULE_INFOS["column_norm_momentum"]))
