@@ -152,64 +152,45 @@ class Bf16(_Stored):
         return parts[""].to(torch.float32)
 
 
-PLAIN = (Fp32(CODECS["fp32"]), Bf16(CODECS["bf16"]))
-
-
-# -- the 8-bit codecs: groups of 32 consecutive elements share a bf16 scale, each element is one companded byte --------
-#
-# Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded
-# up so that |x| / scale is at most 1. Codes of m are companded by softsign, codes of v linear in s = sqrt(v).
-
-# A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
-# at every step would round all 32 elements anew each time, and their errors would pile up.
-_KEEP_SCALE = 0.87
+# -- groups of consecutive elements that share a scale ------------------------------------------------------------
 
 
 class Grouped(_Stored):
-    """Scales, groups and padding; a subclass maps numbers in [-1, 1] to codes and back."""
+    """Scales, groups and padding, and of codes of 4 bits two to a byte; a subclass maps groups to codes and back."""
 
-    largest: float  # no scale exceeds it, so that every code decodes to a finite number
+    scale_dtype = torch.bfloat16
 
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        num_groups = -(-torch.Size(shape).numel() // LANES)
-        return super().allocate(shape, device) | {
-            ".scale": torch.zeros(num_groups, dtype=torch.bfloat16, device=device)
-        }
+        numel = torch.Size(shape).numel()
+        scale = torch.zeros(-(-numel // self.info.group), dtype=self.scale_dtype, device=device)
+        return super().allocate(shape if self.info.bits == 8 else [-(-numel // 2)], device) | {".scale": scale}
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        payload, kept_scale = parts[""], parts[".scale"]
-        x = grouped(self.compress_(values.nan_to_num().reshape(-1)), LANES)
-        scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=self.largest)
-        if phase is not None:
-            keep = (scale <= kept_scale) & (scale >= _KEEP_SCALE * kept_scale.to(torch.float32))
-            scale = torch.where(keep, kept_scale, scale)
-        kept_scale.copy_(scale)
-        x = x.div_(scale.clamp_(min=_TINY).unsqueeze(1))
-        threshold = thresholds(phase, new=new, group=LANES, device=x.device) if phase is not None else None
-        codes = self.quantise(x, threshold)
-        payload.view(-1).copy_(codes.view(-1)[: payload.numel()])
+        payload, group = parts[""].view(-1), self.info.group
+        groups = grouped(values.nan_to_num().reshape(-1), group)
+        threshold = thresholds(phase, new=new, group=group, device=groups.device) if phase is not None else None
+        codes = self.quantise(groups, parts[".scale"], threshold).view(-1)
+        if self.info.bits == 4:
+            pairs = codes.to(torch.uint8).view(-1, 2)
+            codes = pairs[:, 0] | (pairs[:, 1] << 4)
+        payload.copy_(codes[: payload.numel()])
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
-        payload = parts[""]
-        x = self.restore(grouped(payload.view(-1), LANES).to(torch.float32)).mul_(parts[".scale"].unsqueeze(1))
-        return self.expand_(x.view(-1)[: payload.numel()]).view(tuple(shape))
+        payload, numel = parts[""].view(-1), torch.Size(shape).numel()
+        if self.info.bits == 4:
+            payload = torch.stack((payload & 15, payload >> 4), dim=1).view(-1)
+        codes = grouped(payload, self.info.group).to(torch.float32)
+        return self.restore(codes, parts[".scale"]).view(-1)[:numel].view(tuple(shape))
 
-    def compress_(self, values: Tensor) -> Tensor:
-        """Numbers -> what is scaled and coded, in place."""
-        return values
-
-    def expand_(self, values: Tensor) -> Tensor:
-        """The inverse of `compress_`, in place."""
-        return values
-
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
-        """[groups, 32] in [-1, 1] -> codes as fp32; fractions from `threshold` (of each) round up. May write to x."""
+    def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        """[groups, elements] -> codes as fp32, what the groups share written to `scale`; fractions from `threshold` (of
+        each) round up. May write to x."""
         raise NotImplementedError
 
-    def restore(self, codes: Tensor) -> Tensor:
-        """The inverse of `quantise`; may write to its argument."""
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """The inverse of `quantise`; may write to `codes`."""
         raise NotImplementedError
 
 
@@ -221,37 +202,52 @@ def round_up(values: Tensor, *, largest: float) -> Tensor:
     return torch.where(nearest < values, bits + 1, bits).view(torch.bfloat16)
 
 
+# -- the 8-bit codecs: groups of 32 elements, each one companded byte ---------------------------------------------
+#
+# Formulas and their sources: docs/methods.md#codecs. Scales are bf16 because fp16 loses states below 1e-6, and rounded
+# up so that |x| / scale is at most 1. Codes of m are companded by softsign, codes of v linear in s = sqrt(v).
+
+# A running average keeps its scale while its largest element is within 13 % of it: a scale that moved by one bf16 step
+# at every step would round all 32 elements anew each time, and their errors would pile up.
+_KEEP_SCALE = 0.87
+
+
+def _over_scale_(x: Tensor, scale: Tensor, *, largest: float, keeps: bool) -> Tensor:
+    """Groups over their scales, in place. These are written to `scale`, unless a running average `keeps` what is there;
+    none exceeds `largest`, so that every code decodes to a finite number."""
+    found = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=largest)
+    if keeps:
+        keep = (found <= scale) & (found >= _KEEP_SCALE * scale.to(torch.float32))
+        found = torch.where(keep, scale, found)
+    scale.copy_(found)
+    return x.div_(found.clamp_(min=_TINY).unsqueeze(1))
+
+
 class Softsign8(Grouped):
     """m as y = 2x / (1 + |x|), q = round(127 y); back x = y / (2 - |y|) (FlashOptim)."""
 
     dtype = torch.int8
-    largest = _BF16_MAX
 
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+    def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        x = _over_scale_(x, scale, largest=_BF16_MAX, keeps=threshold is not None)
         x = x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1))
         return (x.round_() if threshold is None else x.add_(1 - threshold).floor_()).clamp_(-127, 127)
 
-    def restore(self, codes: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
         y = codes.div_(127)
-        return y.div_(y.abs().neg_().add_(2))
+        return y.div_(y.abs().neg_().add_(2)).mul_(scale.unsqueeze(1))
 
 
 class Sqrt8(Grouped):
     """v as q = round(255 s / scale), s = sqrt(v) (FlashOptim). With a phase, v itself keeps its mean, not s.
 
-    A positive v never gets code 0, for the step divides by it.
+    A positive v never gets code 0, for the step divides by it. The largest scale has a finite square.
     """
 
     dtype = torch.uint8
-    largest = 1.83e19  # its square is finite in fp32
 
-    def compress_(self, values: Tensor) -> Tensor:
-        return values.clamp_(min=0).sqrt_()
-
-    def expand_(self, values: Tensor) -> Tensor:
-        return values.square_()
-
-    def quantise(self, x: Tensor, threshold: Tensor | None) -> Tensor:
+    def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        x = _over_scale_(x.clamp_(min=0).sqrt_(), scale, largest=1.83e19, keeps=threshold is not None)
         positive = x > 0
         x = x.mul_(255)
         if threshold is None:
@@ -261,11 +257,8 @@ class Sqrt8(Grouped):
         bound = (2 * low).add_(1).mul_(threshold).addcmul_(low, low)
         return low.add_(x.square_() >= bound).clamp_(1, 255).mul_(positive)
 
-    def restore(self, codes: Tensor) -> Tensor:
-        return codes.div_(255)
-
-
-GROUPED = (Softsign8(CODECS["softsign8"]), Sqrt8(CODECS["sqrt8"]))
+    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return codes.div_(255).mul_(scale.unsqueeze(1)).square_()
 
 
 # -- the 4-bit codecs: two codes per byte, groups of 64 consecutive elements that share two bytes ----------------------
@@ -299,70 +292,33 @@ _LIMIT, _LIMIT_FINER = 18, 16  # units between top and the least element; fewer 
 _SLACK = 2.0**-9
 
 
-class Packed(_Stored):
-    """Packing, groups and lanes; a subclass maps [groups, 64] numbers to codes in 0 ... 15 and back."""
-
-    dtype = torch.uint8
-    scale_dtype: torch.dtype
-
-    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        numel = torch.Size(shape).numel()
-        scale = torch.zeros(-(-numel // self.info.group), dtype=self.scale_dtype, device=device)
-        return super().allocate([-(-numel // 2)], device) | {".scale": scale}
-
-    def encode_(
-        self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
-    ) -> None:
-        payload, scale = parts[""], parts[".scale"]
-        groups = grouped(values.nan_to_num().reshape(-1), self.info.group)
-        threshold = None
-        if phase is not None:
-            threshold = thresholds(phase, new=new, group=self.info.group, device=groups.device)
-        codes = self.quantise(groups, scale, threshold).to(torch.uint8).view(-1, 2)
-        payload.copy_((codes[:, 0] | (codes[:, 1] << 4))[: payload.numel()])
-
-    def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
-        payload, scale = parts[""], parts[".scale"]
-        numel = torch.Size(shape).numel()
-        codes = grouped(torch.stack((payload & 15, payload >> 4), dim=1).view(-1), self.info.group)
-        return self.restore(codes.to(torch.float32), scale).view(-1)[:numel].view(tuple(shape))
-
-    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        """[groups, 64] -> codes, the group's numbers written to `scale`; fractions from `threshold` (of each) go up."""
-        raise NotImplementedError
-
-    def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """The inverse of `quantise`; may write to `codes`."""
-        raise NotImplementedError
-
-
-class Root4(Packed):
+class Root4(Grouped):
     """m as a sign and one of seven squares, 1/49 to 1 of the group's largest."""
 
-    scale_dtype = torch.bfloat16
+    dtype = torch.uint8
 
-    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        size = values.abs()
+    def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        size = x.abs()
         scale.copy_(round_up(size.amax(1), largest=_BF16_MAX))
         y = size.div_(scale.clamp(min=_TINY).unsqueeze(1)).mul_(49)
         low = y.sqrt().floor_().clamp_(max=6)
         bound = (2 * low).add_(1).mul_(0.5 if threshold is None else threshold).addcmul_(low, low)
         code = (low + (y >= bound)).mul_(y >= _LEAST)
-        return torch.where(values < 0, 16 - code, code).remainder_(16)
+        return torch.where(x < 0, 16 - code, code).remainder_(16)
 
     def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
         signed = torch.where(codes > 7, codes - 16, codes)
         return signed.mul_(signed.abs()).div_(49).mul_(scale.unsqueeze(1))
 
 
-class Lattice4(Packed):
+class Lattice4(Grouped):
     """v as 15 roots on one logarithmic lattice, whose step each group chooses by its spread."""
 
-    scale_dtype = torch.int16
+    dtype, scale_dtype = torch.uint8, torch.int16
 
-    def quantise(self, values: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        positive = values > 0
-        exponent = values.clamp(min=0).sqrt_().clamp_(max=_LARGEST_ROOT).log2_().mul_(8)
+    def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
+        positive = x > 0
+        exponent = x.clamp(min=0).sqrt_().clamp_(max=_LARGEST_ROOT).log2_().mul_(8)
         some = positive.any(1)
         high, low = exponent.amax(1), exponent.masked_fill(~positive, torch.inf).amin(1)
         top, k = _lattice(high, low, kept=scale.bitwise_and(3) if threshold is not None else None)
@@ -400,10 +356,12 @@ def _lattice(high: Tensor, low: Tensor, *, kept: Tensor | None) -> tuple[Tensor,
     return top, k
 
 
-PACKED = (Root4(CODECS["root4"]), Lattice4(CODECS["lattice4"]))
-
-
-CODEC_IMPLS: dict[str, Codec] = {codec.info.name: codec for codec in (*PLAIN, *GROUPED, *PACKED)}
+CODEC_IMPLS: dict[str, Codec] = {
+    name: kind(CODECS[name])
+    for name, kind in {
+        "fp32": Fp32, "bf16": Bf16, "softsign8": Softsign8, "sqrt8": Sqrt8, "root4": Root4, "lattice4": Lattice4,
+    }.items()
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
