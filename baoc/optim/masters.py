@@ -13,27 +13,20 @@ from baoc.optim import weights
 from baoc.optim.groups import named_params
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import local, shard_of, whole
-from baoc.optim.state import LiveBlock, Slot, State
+from baoc.optim.state import LiveBlock, State
 
 
 def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Name -> fp32 copy on the CPU of every parameter, corrections added."""
+    """Name -> fp32 copy on the CPU of every parameter, corrections added; of sharded ones all ranks get the whole."""
     registry.forget_overwritten()
-    values = {}
+    values: dict[Tensor, Tensor] = {}
     for live in registry.live.values():
         with registry.states_on_device(live, keep=False):
-            values |= {
-                slot.owner: _whole(slot, weights.master(slot.param, registry.state[slot.param])) for slot in live.slots
-            }
+            for slot in live.slots:
+                master = weights.master(slot.param, registry.state[slot.param])
+                values[slot.owner] = _copy(master if slot.shard is None else slot.shard.gathered(master))
     where = named_params(param_groups).items()
     return {name: values[param] if param in values else _copy(whole(param)) for name, (param, _) in where}
-
-
-def _whole(slot: Slot, master: Tensor) -> Tensor:
-    """A copy of all of a parameter, which of a sharded one all ranks get together."""
-    if slot.shard is not None:
-        master = slot.shard.shown(master, shape=slot.shard.owner.shape).full_tensor()
-    return _copy(master)
 
 
 def kept(registry: BlockRegistry) -> Mapping[Tensor, State]:

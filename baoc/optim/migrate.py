@@ -178,7 +178,8 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     param = target.param
     wanted = weights.master(param, old).detach()
     dtype = weights.dtype_of(target.weights, info=target.info)
-    weights.adopt_(param, new, wanted, weights=target.weights, name=target.name, dtype=dtype)
+    weights.make_room_(param, dtype=dtype, device=param.device)
+    weights.take_in_(param, new, wanted, weights=target.weights, name=target.name)
     report.note("weights", "converted")
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 

@@ -38,7 +38,7 @@ from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_ba
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, one_of, part_of, shard_of, twin_of
+from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, shard_of
 from baoc.optim.state import (
     LiveBlock,
     Saved,
@@ -159,7 +159,7 @@ class BlockRegistry:
         for info in block.params:
             param, group = where[info.name]
             twin, shard = self._twin(param, name=info.name)
-            part = part_of(info, twin=twin, shard=shard)
+            part = info if shard is None else replace(info, shape=tuple(twin.shape))  # the rows that this rank steps
             slot = make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard)
             if shard is not None:
                 aligned = STORAGES[spec.storage].aligned
@@ -177,7 +177,7 @@ class BlockRegistry:
                 return param, None
             cut = {self.names.get(owner, "another"): other for owner, (_, other) in self.twins.items()}
             self.shards = one_of({**cut, name: shard})
-            self.twins[param] = twin_of(param), shard
+            self.twins[param] = local(param).detach(), shard
         return self.twins[param]
 
     def lend_gradients(self) -> None:

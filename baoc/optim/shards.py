@@ -197,16 +197,6 @@ def check_edges(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard
             raise refusal("edges", name=info.name, shape=tuple(shard.owner.shape), size=size, spec=spec, parts=PARTS)
 
 
-def twin_of(param: Any) -> Tensor:
-    """The tensor that is stepped for a parameter: itself, or this rank's part as a plain tensor in the same memory."""
-    return local(param).detach() if is_sharded(param) else param
-
-
-def part_of(info: ParamInfo, *, twin: Tensor, shard: Shard | None) -> ParamInfo:
-    """`info` of the rows that this rank steps."""
-    return info if shard is None else replace(info, shape=tuple(twin.shape))
-
-
 def one_of(shards: Mapping[str, Shard]) -> Shards | None:
     """The ranks over which all sharded parameters are cut. Raises BadInputError where these are several sets of
     ranks."""

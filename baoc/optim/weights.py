@@ -86,23 +86,6 @@ def store_(
 
 
 @torch.no_grad()
-def adopt_(
-    param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str, dtype: torch.dtype
-) -> None:
-    """Stores `values` in `param` in the format `weights`, whose data have type `dtype`, from now on.
-
-    Strides stay; an existing gradient is cast with the data.
-    """
-    if param.dtype is not dtype:
-        grad, param.grad = param.grad, None
-        values = values.detach()
-        param.data = param.detach().to(dtype, memory_format=torch.preserve_format)
-        if grad is not None:
-            param.grad = grad.to(dtype)
-    store_(param, state, values, weights=weights, name=name)
-
-
-@torch.no_grad()
 def make_room_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gives `param` data of this type on `device`, with its strides, and returns the values to fill it with.
 

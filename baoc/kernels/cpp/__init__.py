@@ -4,10 +4,9 @@
 in eager torch. The library needs a C++17 compiler but no torch headers; without one, `library` raises `Unavailable`.
 """
 
-from baoc.kernels.cpp.build import Unavailable, library
-from baoc.kernels.cpp.table import CODECS, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable, Settings
+from baoc.kernels.cpp.build import Unavailable, library, library_or_why
+from baoc.kernels.cpp.table import CODECS, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable
 
 __all__ = [
-    "CODECS", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Settings", "Unavailable",
-    "library",
+    "CODECS", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Unavailable", "library", "library_or_why",
 ]  # fmt: skip

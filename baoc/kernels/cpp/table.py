@@ -38,25 +38,6 @@ class NativeKind:
     fold: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """One tensor's settings in one step: p <- decay p + size update; w1 and w2 weigh the gradient in m and v.
-
-    `bc2` divides the root of v, `b2` is what v keeps (AdamW) and `w2` the second decay of m (Lion).
-    """
-
-    decay: float
-    size: float
-    w1: float = 0.0
-    b2: float = 0.0
-    w2: float = 0.0
-    bc2: float = 1.0
-    eps: float = 0.0
-
-    def row(self, factor: float = 1.0) -> tuple[float, ...]:
-        return (self.decay, self.size * factor, self.w1, self.b2, self.w2, self.bc2, self.eps, 0.0)
-
-
 class _Job(ctypes.Structure):
     """Field by field the `Job` of job.h."""
 
@@ -145,7 +126,8 @@ class NativeTable:
         """Steps the tensors that have gradients.
 
         Args:
-            settings: a row of `Settings` for each tensor.
+            settings: decay, size, w1, b2, w2, bc2 and eps of each tensor: p <- decay p + size update; w1 and w2 weigh
+                the gradient in m and v, b2 is what v keeps, bc2 divides its root. Lion's w2 is its second decay of m.
             thresholds: fp32 [THRESHOLDS], of the codecs' dithered rounding in this step.
             phase: the step's number, for stochastic rounding.
             whole: compute the whole update before adding it, as torch does, and sum its squares.
@@ -157,7 +139,7 @@ class NativeTable:
         noise = phase * _NOISE_PER_STEP
         if self.kind.weights == "bf16_sr":
             self._rows[_NOISE::_WIDTH] = array("q", [(seed + noise) % 2**32 for seed in self._seeds])
-        rows = array("f", [number for row in settings for number in row])
+        rows = array("f", [number for row in settings for number in (*row, 0.0)])
         kind = self.kind
         job = _Job(
             rule=RULES.index(kind.rule), m=CODECS.index(kind.m), v=CODECS.index(kind.v),

@@ -35,7 +35,6 @@ BACKENDS: dict[str, type[Backend]] = {
     "native": NativeBackend,
     "exchanged": ExchangedBackend,
 }
-_AUTO = ("fused",)  # in order of preference; eager steps what none of them takes
 # Elements of an optimizer from which `auto` steps natively on the CPU. Smaller networks step in milliseconds anyway and
 # so need no compiler; results recorded with them stay the same bit for bit.
 NATIVE_FROM = 1_000_000
@@ -78,7 +77,7 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
 
 def _automatic(spec: OptimizerSpec, *, numel: int) -> tuple[str, ...]:
     torchs_own = spec.rule == "adamw" and spec.storage == "fp32" and spec.weights == "native"
-    return (*_AUTO, "native") if numel >= NATIVE_FROM and not torchs_own else _AUTO
+    return ("fused", "native") if numel >= NATIVE_FROM and not torchs_own else ("fused",)
 
 
 def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:

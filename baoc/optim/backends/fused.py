@@ -7,7 +7,7 @@ blocks. It therefore takes addresses of parameters, states and matches once: who
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import compress
 from typing import Any
@@ -113,13 +113,12 @@ class FusedBackend(Backend):
     def units(self) -> list["_Unit"]:
         """An engine for each device, made when it is first needed."""
         if self._units is None:
-            by_device: dict[torch.device, _Plan] = {}
-            for bucket in self.buckets:
-                for block in bucket.blocks:
-                    for slot in block.slots:
-                        if slot.param.numel():
-                            by_device.setdefault(slot.param.device, _Plan()).add(block, slot)
-            self._units = [_Unit(plan, state=self.state, graphs=self.graphs) for plan in by_device.values()]
+            by_device: dict[torch.device, _Tables] = {}
+            for block in (block for bucket in self.buckets for block in bucket.blocks):
+                for slot in (slot for slot in block.slots if slot.param.numel()):
+                    key = kind_of(slot, weights=block.spec.weights), slot.param.dtype
+                    by_device.setdefault(slot.param.device, {}).setdefault(key, []).append((block, slot))
+            self._units = [_Unit(tables, state=self.state, graphs=self.graphs) for tables in by_device.values()]
             for unit in self._units:
                 self._sums.bind(unit.engine, slots=unit.slots)
         return self._units
@@ -219,24 +218,16 @@ class _SumsOverRanks:
             self._shard.shards.total_(held)
 
 
-@dataclass(slots=True)
-class _Plan:
-    """The tensors of one device by table."""
-
-    tables: dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]] = field(default_factory=dict)
-
-    def add(self, block: LiveBlock, slot: Slot) -> None:
-        kind = kind_of(slot, weights=block.spec.weights)
-        self.tables.setdefault((kind, slot.param.dtype), []).append((block, slot))
+_Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # the tensors of one device by table
 
 
 class _Unit:
     """The engine of one device, and what ties it to blocks and states."""
 
-    def __init__(self, plan: _Plan, *, state: Mapping[Tensor, State], graphs: bool):
-        self.tables = [_table(kind, members=members, state=state) for (kind, _), members in plan.tables.items()]
+    def __init__(self, tables: _Tables, *, state: Mapping[Tensor, State], graphs: bool):
+        self.tables = [_table(kind, members=members, state=state) for (kind, _), members in tables.items()]
         self.engine = Engine(self.tables, graphs=graphs)
-        members = [member for members in plan.tables.values() for member in members]
+        members = [member for members in tables.values() for member in members]
         self.slots = [slot for _, slot in members]
         self.names = [slot.name for _, slot in members]
         self.mark_of: TensorWeakRef | None = None  # one of the gradients that were marked
@@ -246,15 +237,15 @@ class _Unit:
         self._look = 0
         self._written: tuple[int, list[Tensor]] = (-1, [])  # who had gradients at that change of it
         self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
-        self._share(plan, state=state)
+        self._share(tables, state=state)
 
-    def _share(self, plan: _Plan, *, state: Mapping[Tensor, State]) -> None:
+    def _share(self, tables: _Tables, *, state: Mapping[Tensor, State]) -> None:
         """Step counts of the states become views of the engine's, `applied` of the blocks its measurements."""
-        for table, members in zip(self.tables, plan.tables.values(), strict=True):
+        for table, members in zip(self.tables, tables.values(), strict=True):
             for index, (_, slot) in enumerate(members):
                 if slot.counts_steps:
                     state[slot.param]["step"] = table.steps[index]
-        members = [member for members in plan.tables.values() for member in members]
+        members = [member for members in tables.values() for member in members]
         held = {id(block.match): block for block, _ in members if block.match is not None}
         self._fresh: list[tuple[LiveBlock, list[FusedTable]]] = []
         for index, match in enumerate(self.engine.matches):
@@ -263,8 +254,8 @@ class _Unit:
                 self.engine.applied[index] = block.applied
             block.applied = self.engine.applied[index]
             if block.fresh:
-                tables = [table for table in self.tables if any(match is block.match for match in table.matches)]
-                self._fresh.append((block, tables))
+                its = [table for table in self.tables if any(match is block.match for match in table.matches)]
+                self._fresh.append((block, its))
 
     def device_context(self) -> AbstractContextManager[object]:
         """Makes the unit's device the current one, which costs nothing where it is."""

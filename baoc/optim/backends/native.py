@@ -15,8 +15,9 @@ from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
 from baoc.errors import BadInputError
+from baoc.kernels import fits
 from baoc.kernels.cpp import CODECS as NATIVE_CODECS
-from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Settings, Unavailable, library
+from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Unavailable, library_or_why
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import Measure, factor
@@ -33,7 +34,6 @@ _SHARED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_sha
 _LION_DECAY = 0.99  # as baoc.optim.rules.sign
 _FOAM_ALPHA = 0.25  # as baoc.optim.rules.foam
 _CPU = torch.device("cpu")
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeBackend(Backend):
@@ -48,27 +48,21 @@ class NativeBackend(Backend):
     @staticmethod
     def available() -> bool:
         """True if the library is there or can be compiled."""
-        try:
-            library()
-        except Unavailable:
-            return False
-        return True
+        return not isinstance(library_or_why(), Unavailable)
 
     @staticmethod
     def require() -> None:
-        try:
-            library()
-        except Unavailable as error:
+        if isinstance(why := library_or_why(), Unavailable):
             raise BadInputError(
-                f"the native optimizer backend cannot be used: {error}. Install a C++17 compiler (g++ or clang++) or "
+                f"the native optimizer backend cannot be used: {why}. Install a C++17 compiler (g++ or clang++) or "
                 "name one in $CXX, or set the backend to auto or eager"
-            ) from error
+            ) from why
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
         """Why the native step does not take the block; empty if it does."""
         slots = [slot for slot in block.slots if slot.param.numel()]
-        unfit = [slot.name for slot in slots if not _fits(slot.param)]
+        unfit = [slot.name for slot in slots if slot.param.device.type != "cpu" or not fits(slot.param)]
         if unfit:
             return f"{', '.join(unfit)}: not contiguous float32 or bfloat16 on the CPU"
         why = native_refusal(block.spec)
@@ -77,11 +71,7 @@ class NativeBackend(Backend):
         turned = [slot.name for slot in slots if slot.info.transposed]
         if turned and fold_of(block.rule.info) > 1:
             return f"{', '.join(turned)}: stored (fan_in, fan_out), which the native step does not fold"
-        try:
-            library()
-        except Unavailable as error:
-            return str(error)
-        return ""
+        return str(why) if isinstance(why := library_or_why(), Unavailable) else ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_units": None}
@@ -101,10 +91,6 @@ class NativeBackend(Backend):
         return any(table.native.moved for unit in self._units or () for table in unit.tables)
 
 
-def _fits(param: Tensor) -> bool:
-    return param.device.type == "cpu" and param.dtype in _DTYPES and param.is_contiguous()
-
-
 @dataclass(slots=True)
 class _Table:
     """A native table, the blocks and slots that it steps, and what a step knows of each of them."""
@@ -112,7 +98,7 @@ class _Table:
     native: NativeTable
     members: list[tuple[LiveBlock, Slot]]
     active: list[bool] = field(default_factory=list)
-    settings: list[Settings] = field(default_factory=list)
+    settings: list[tuple[float, ...]] = field(default_factory=list)
     divisors: list[float] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
     norms: list[tuple[float, int]] = field(default_factory=list)  # of the rule's own update, and elements in it
@@ -156,7 +142,7 @@ class _Unit:
 
     def _set(self, table: _Table, options: Sequence[Options]) -> None:
         """Settings by tensor: those of its parameter group and of the step that it is to make."""
-        known: dict[tuple[int, int], tuple[Settings, float]] = {}
+        known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
         rows = []
         for _, slot in table.members:
             step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
@@ -173,7 +159,8 @@ class _Unit:
             torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
     def _run(self, table: _Table, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
-        rows = [settings.row(factor) for settings, factor in zip(table.settings, table.factors, strict=True)]
+        pairs = zip(table.settings, table.factors, strict=True)
+        rows = [(decay, size * factor, *others) for (decay, size, *others), factor in pairs]
         thresholds = thresholds_of(inputs.phase)
         sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, whole=whole, store=store)
         if whole:
@@ -314,19 +301,18 @@ def stored_shape(slot: Slot) -> tuple[int, int]:
     return (cols, rows) if slot.info.transposed else (rows, cols)
 
 
-def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[Settings, float]:
-    """Settings of a rule in one step, and the divisor of its update."""
+def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[tuple[float, ...], float]:
+    """Settings of a rule in one step as `NativeTable.run` takes them, and the divisor of its update."""
     (beta1, beta2), lr = options.betas, options.lr
     decay = 1 - lr * options.weight_decay
     if rule.name in SIGNS:
-        return Settings(decay=decay, size=-lr, w1=1 - beta1, w2=1 - min(beta2, _LION_DECAY)), 1.0
+        return (decay, -lr, 1 - beta1, 0.0, 1 - min(beta2, _LION_DECAY), 1.0, 0.0), 1.0
     divisor, bc2 = 1 - beta1**step, (1 - beta2**step) ** 0.5
     if rule.name == "rmsprop":
         divisor = 1.0
     elif fold_of(rule) > 1:
         divisor = divisor / bc2 / _FOAM_ALPHA
-    size = -(lr / divisor)
-    return Settings(decay=decay, size=size, w1=1 - beta1, b2=beta2, w2=1 - beta2, bc2=bc2, eps=options.eps), divisor
+    return (decay, -(lr / divisor), 1 - beta1, beta2, 1 - beta2, bc2, options.eps), divisor
 
 
 @lru_cache(maxsize=4)
