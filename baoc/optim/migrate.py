@@ -223,7 +223,7 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
             states = decoded(slot, state[slot.param])
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
-                norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None, on_cpu=slot.on_cpu)
+                norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None)
         norm, numel = over_ranks(slot, norm=float(norm), count=numel)
         total += norm**2
         count += numel

@@ -311,7 +311,7 @@ class BlockRegistry:
             )
             for backend in backends:
                 backend.graphs &= self.graphs
-            looking = {live for b in backends if not b.excludes_nonfinite for k in b.buckets for live in k.blocks}
+            looking = {live for backend in backends if not backend.excludes_nonfinite for live in backend.blocks}
             self.unit = StepUnit(
                 backends=backends,
                 guarded={slot.param: slot.name for live in looking for slot in live.slots},
@@ -516,7 +516,6 @@ class BlockRegistry:
         """Moves the block's states into slabs where they are kept, unless they lie so already."""
         states = packed(live.slots, [self.state[slot.param] for slot in live.slots])
         for slot, state in zip(live.slots, states, strict=True):
-            slot.on_cpu = slot.param.device.type == "cpu"
             if "step" in state:
                 state["step"] = state["step"].cpu()
             self.set_state(slot, state)

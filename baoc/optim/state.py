@@ -60,7 +60,6 @@ class Slot:
     coded: tuple[Kept, ...]  # the others
     counts_steps: bool
     matrix: tuple[int, int] | None
-    on_cpu: bool
     placement: str = Placement.DEVICE
     tuned: Tuned | None = None  # what changes of its group's settings
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
@@ -159,15 +158,6 @@ class LiveBlock:
         return sum(slot.slab_bytes if slot.shard is None else _largest_slab(slot, self.spec) for slot in self.slots)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Bucket:
-    """All blocks of one spec: what a backend steps at once."""
-
-    spec: OptimizerSpec
-    rule: UpdateRule
-    blocks: list[LiveBlock] = field(default_factory=list)
-
-
 def make_slot(
     name: str,
     param: Tensor,
@@ -210,7 +200,6 @@ def make_slot(
         coded=tuple(k for k in kept if not k.codec.in_place),
         counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.owner.numel())),
         matrix=info.matrix_shape,
-        on_cpu=param.device.type == "cpu",
         placement=spec.placement,
         shard=shard,
         gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.shards.size > 1,
@@ -370,15 +359,6 @@ def new_match(target: float, *, device: torch.device) -> Tensor:
 
 def step_of(slot: Slot, state: Mapping[str, Tensor]) -> int:
     return int(state["step"].item()) if slot.counts_steps else 0
-
-
-def to_buckets(blocks: Iterable[LiveBlock]) -> list[Bucket]:
-    """Blocks by spec, in order of first appearance: a backend's launches grow with specs, not with blocks."""
-    buckets: dict[OptimizerSpec, Bucket] = {}
-    for block in blocks:
-        bucket = buckets.setdefault(block.spec, Bucket(spec=block.spec, rule=block.rule))
-        bucket.blocks.append(block)
-    return list(buckets.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

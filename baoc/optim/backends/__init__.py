@@ -19,7 +19,7 @@ from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
 from baoc.optim.offload import Pipelines
-from baoc.optim.state import LiveBlock, Slot, State, to_buckets
+from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import OptimizerSpec
 
 __all__ = [
@@ -105,7 +105,7 @@ def build_backends(
     for backend, build in BACKENDS.items():
         mine = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
         if mine:
-            backends.append(build(to_buckets(mine), state=state))
+            backends.append(build(mine, state=state))
     refused = {f"{block} ({choice.refused})" for block, choice in choices.items() if choice.refused}
     if refused and name != "auto":
         log.warning("stepped by the eager backend: %s", ", ".join(sorted(refused)))
@@ -125,7 +125,7 @@ def build_alone(
     if pipeline is not None:
         piece = pipeline.single(block.block.name)
         return HostedBackend([piece], pipeline=pipeline, build=BACKENDS[backend], state=state, releases=True)
-    alone = BACKENDS[backend](to_buckets(blocks), state=state)
+    alone = BACKENDS[backend](blocks, state=state)
     alone.graphs = False
     return alone
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from baoc.optim.state import Bucket, LiveBlock, State
+from baoc.optim.state import LiveBlock, State
 
 
 # Not frozen, because they are made in each step, and frozen ones take a microsecond more to make.
@@ -31,7 +31,7 @@ class StepInputs:
 
 
 class Backend:
-    """Steps the blocks of its buckets, each of one spec.
+    """Steps its blocks.
 
     State layout and codecs are the same for all backends, so any of them may take the next step. All else that a
     backend keeps, such as addresses, is made at its first step and left out of copies and pickles.
@@ -41,9 +41,9 @@ class Backend:
     graphs = True  # whether it may capture what a step launches, and replay that
     excludes_nonfinite = False  # True if it finds non-finite gradients itself; else the step inputs have masks of them
 
-    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
+    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
         """`state`: the optimizer's own, parameter -> its tensors."""
-        self.buckets = list(buckets)
+        self.blocks = list(blocks)
         self.state = state
 
     @staticmethod

@@ -37,22 +37,21 @@ class EagerBackend(Backend):
 
     def __call__(self, inputs: StepInputs) -> None:
         together: list[LiveBlock] = []
-        for bucket in self.buckets:
-            for block in bucket.blocks:
-                if any(slot.shard is not None for slot in block.slots):
-                    together.append(block)
-                elif inputs.matching and block.match is not None:
-                    _step_together([block], inputs)
-                else:
-                    for slot in block.slots:
-                        if slot.param.grad is not None and slot.param.numel():
-                            _step_plain(slot, inputs)
+        for block in self.blocks:
+            if any(slot.shard is not None for slot in block.slots):
+                together.append(block)
+            elif inputs.matching and block.match is not None:
+                _step_together([block], inputs)
+            else:
+                for slot in block.slots:
+                    if slot.param.grad is not None and slot.param.numel():
+                        _step_plain(slot, inputs)
         if together:
             _step_together(together, inputs)
 
     @property
     def moved(self) -> bool:
-        return any([changed(slot) for bucket in self.buckets for block in bucket.blocks for slot in block.slots])
+        return any([changed(slot) for block in self.blocks for slot in block.slots])
 
 
 def changed(slot: Slot) -> bool:
@@ -148,14 +147,14 @@ def _measuring(
     if direction.denominator is not None:
         direction = Direction(numerator=direction.numerator / direction.denominator, divisor=direction.divisor)
     if slot.param.numel():
-        norm, count = update_norm(direction.numerator, divisor=direction.divisor, finite=finite, on_cpu=slot.on_cpu)
+        norm, count = update_norm(direction.numerator, divisor=direction.divisor, finite=finite)
     if slot.shard is None:
         return direction, norm, count
     held = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
     held[0], held[1] = norm * norm, count
     square, counted = yield held
     whole = square.sqrt()
-    return direction, (whole.item() if slot.on_cpu else whole.to(torch.float32)), int(counted)
+    return direction, (whole.item() if whole.is_cpu else whole.to(torch.float32)), int(counted)
 
 
 def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards | None) -> list[T]:
@@ -313,13 +312,13 @@ class Measure:
         return (self.own / count) ** 0.5, (self.applied / count) ** 0.5
 
 
-def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None, on_cpu: bool) -> tuple[float | Tensor, int]:
+def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tuple[float | Tensor, int]:
     """Euclidean norm of `update / divisor` over its finite elements, and their number."""
     count = update.numel()
     if finite is not None:
         update = torch.where(finite, update, 0.0)
         count = int(finite.sum())
-    if on_cpu:  # in pieces, because the CPU kernel sums in fp32: off by 1 % at 10M equal elements
+    if update.is_cpu:  # in pieces, because the CPU kernel sums in fp32: off by 1 % at 10M equal elements
         pieces = update.reshape(-1).split(_PIECE) if count > _PIECE else (update,)
         norm = sum(torch.linalg.vector_norm(piece).item() ** 2 for piece in pieces) ** 0.5
     else:

@@ -24,7 +24,7 @@ from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
-from baoc.optim.state import Bucket, LiveBlock, Slot, State, whole_slot
+from baoc.optim.state import LiveBlock, Slot, State, whole_slot
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
 
@@ -81,9 +81,9 @@ class FusedBackend(Backend):
     name = "fused"
     excludes_nonfinite = True
 
-    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
-        super().__init__(buckets, state=state)
-        self._sums = _SumsOverRanks(self.buckets)
+    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
+        super().__init__(blocks, state=state)
+        self._sums = _SumsOverRanks(self.blocks)
         self._units: list[_Unit] | None = None
 
     @staticmethod
@@ -114,7 +114,7 @@ class FusedBackend(Backend):
         """An engine for each device, made when it is first needed."""
         if self._units is None:
             by_device: dict[torch.device, _Tables] = {}
-            for block in (block for bucket in self.buckets for block in bucket.blocks):
+            for block in self.blocks:
                 for slot in (slot for slot in block.slots if slot.param.numel()):
                     key = kind_of(slot, weights=block.spec.weights), slot.param.dtype
                     by_device.setdefault(slot.param.device, {}).setdefault(key, []).append((block, slot))
@@ -169,8 +169,8 @@ class _SumsOverRanks:
     Each rank has a place for every tensor, though it may have no part of it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]):
-        matched = [block for bucket in buckets for block in bucket.blocks if block.match is not None]
+    def __init__(self, blocks: Sequence[LiveBlock]):
+        matched = [block for block in blocks if block.match is not None]
         self._blocks = [block for block in matched if any(slot.shard is not None for slot in block.slots)]
         slots = [slot for block in self._blocks for slot in block.slots if slot.shard is not None]
         self.slots = {id(slot): index for index, slot in enumerate(slots)}

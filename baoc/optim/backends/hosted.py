@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.offload.streaming import Piece, StagingPipeline
-from baoc.optim.state import State, to_buckets
+from baoc.optim.state import State
 
 
 class HostedBackend(Backend):
@@ -29,13 +29,13 @@ class HostedBackend(Backend):
         releases: bool = False,
     ):
         """`build`: the backend that steps them. `releases`: gradients are dropped as soon as a step returns."""
-        super().__init__(to_buckets([live for piece in pieces for live in piece.blocks]), state=state)
+        super().__init__([live for piece in pieces for live in piece.blocks], state=state)
         self.pieces, self._releases = pieces, releases
         self.done: set[int] = set()  # pieces, by their number, that were stepped in backward
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
         self._pipeline = pipeline
-        self.inner = [build(to_buckets(piece.blocks), state=piece.staged) for piece in pieces]
+        self.inner = [build(piece.blocks, state=piece.staged) for piece in pieces]
         for backend in self.inner:
             backend.graphs = False  # a graph for each piece would cost memory
         self._shared: set[int] = set()

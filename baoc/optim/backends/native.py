@@ -24,7 +24,7 @@ from baoc.optim.backends.eager import Measure, factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shards
-from baoc.optim.state import Bucket, LiveBlock, Slot, State
+from baoc.optim.state import LiveBlock, Slot, State
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, RuleInfo, StateLayout
 
@@ -41,8 +41,8 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def __init__(self, buckets: Sequence[Bucket], *, state: Mapping[Tensor, State]):
-        super().__init__(buckets, state=state)
+    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
+        super().__init__(blocks, state=state)
         self._units: list[_Unit] | None = None
 
     @staticmethod
@@ -79,7 +79,9 @@ class NativeBackend(Backend):
     @property
     def units(self) -> list["_Unit"]:
         if self._units is None:
-            self._units = [_Unit(bucket, state=self.state) for bucket in self.buckets]
+            specs = dict.fromkeys(block.spec for block in self.blocks)
+            by_spec = ([block for block in self.blocks if block.spec == spec] for spec in specs)
+            self._units = [_Unit(blocks, state=self.state) for blocks in by_spec]
         return self._units
 
     def __call__(self, inputs: StepInputs) -> None:
@@ -107,15 +109,15 @@ class _Table:
 class _Unit:
     """The tables of one spec."""
 
-    def __init__(self, bucket: Bucket, *, state: Mapping[Tensor, State]):
-        self.rule, self.state, self.blocks = bucket.rule.info, state, bucket.blocks
+    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
+        self.rule, self.state, self.blocks = blocks[0].rule.info, state, blocks
         members: dict[NativeKind, list[tuple[LiveBlock, Slot]]] = {}
-        for block in bucket.blocks:
+        for block in blocks:
             for slot in block.slots:
                 if slot.param.numel():
                     members.setdefault(kind_of(slot), []).append((block, slot))
         self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
-        self.cut = [(block, slot) for block in bucket.blocks for slot in block.slots if slot.shard is not None]
+        self.cut = [(block, slot) for block in blocks for slot in block.slots if slot.shard is not None]
         self.shards = self.cut[0][1].shard.shards if self.cut and self.cut[0][1].shard is not None else None
         self.sums: dict[int, tuple[float, int]] = {}  # slot -> norm of a sharded tensor's update, and its elements
 

@@ -30,7 +30,6 @@ def make_room(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, T
         if device is not None and slot.param.device != device:
             dtype = weights.dtype_of(slot.weights, info=slot.info)
             waiting[slot.param] = weights.make_room_(slot.param, dtype=dtype, device=device)
-            slot.on_cpu = device.type == "cpu"
     return waiting
 
 
