@@ -13,8 +13,7 @@ from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.eager import EagerBackend
-from baoc.optim.backends.exchanged import temporary_bytes as exchanged_bytes
-from baoc.optim.backends.fused import has_kernel, temporary_bytes
+from baoc.optim.backends.fused import exchanged_bytes, has_kernel, temporary_bytes
 from baoc.optim.shards import is_sharded, local
 from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes

@@ -271,11 +271,6 @@ def test_copies_release_their_own_gradients_and_go_on_alike(how: Callable[[Any],
     assert_equal(optimizer, params, twin, copies)
 
 
-def test_a_shallow_copy_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"use copy\.deepcopy"):
-        copy.copy(released()[1])
-
-
 @pytest.mark.parametrize("specs", ["adamw_int8", "lion+split8", {"a": "foam_l2_int8", "b": "adamw"}])
 def test_a_resumed_run_is_the_uninterrupted_one(specs: Any) -> None:
     release = GradientRelease(clip_norm=0.5)

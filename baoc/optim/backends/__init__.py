@@ -14,8 +14,7 @@ from torch import Tensor
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
 from baoc.optim.backends.eager import EagerBackend, changed
-from baoc.optim.backends.exchanged import ExchangedBackend
-from baoc.optim.backends.fused import FusedBackend
+from baoc.optim.backends.fused import ExchangedBackend, FusedBackend
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
 from baoc.optim.offload import Pipelines

@@ -328,8 +328,10 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tup
 
 def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
     """The factor of a tensor's update; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
-    if isinstance(norm, Tensor):
-        return factors(match[0], own=match[1], rms=norm / max(count, 1) ** 0.5)
+    if isinstance(norm, Tensor):  # without a synchronisation
+        own, rms = match[1], (norm / max(count, 1) ** 0.5).clamp(min=TINY)
+        usual = torch.minimum(match[0] / own.clamp(min=TINY), match[0].clamp(min=1.0) / rms)
+        return torch.where(own > TINY, usual, match[0] / rms)
     target, own = match.tolist()
     rms = norm / max(count, 1) ** 0.5
     if rms <= TINY:
@@ -337,10 +339,3 @@ def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor
     if own <= TINY:
         return target / rms  # the block stood still until now
     return min(target / own, max(1.0, target) / rms)
-
-
-def factors(target: Tensor, *, own: Tensor, rms: Tensor) -> Tensor:
-    """`factor` of one tensor or of many, whose updates have `rms`, without a synchronisation."""
-    rms = rms.clamp(min=TINY)
-    usual = torch.minimum(target / own.clamp(min=TINY), target.clamp(min=1.0) / rms)
-    return torch.where(own > TINY, usual, target / rms)

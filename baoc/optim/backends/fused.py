@@ -3,6 +3,12 @@
 On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
 blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
 `BlockRegistry.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
+
+Muon's matrices whose rows are split over ranks are stepped by `ExchangedBackend`, in batches of one shape. In a batch
+every rank averages the gradients of its rows, gets all rows of its share of the matrices, and gives back the rows of
+what it made of them: two messages. The states never leave their rank. Norms and the sums of matching are added up by a
+message each, before weights are touched. See `kernels.triton.muon`. Matrices of which a rank has no rows are gathered
+whole by all ranks, and stepped eagerly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +30,13 @@ from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
+from baoc.optim.shards import Shard, local, shard_of
 from baoc.optim.state import LiveBlock, Slot, State, whole_slot
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
+_PER_ELEMENT = 48  # bytes at most that an eager step takes for each element of a matrix
 _AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
 
@@ -69,6 +77,26 @@ def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
     return muon_plan.temporary_bytes(
         Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)) for param in matrices
     )
+
+
+def exchanged_bytes(params: Iterable[Tensor]) -> int:
+    """The most that a step of sharded `params` takes beside states, where all of their matrices run Muon."""
+    most, by_kernel, size = 0, [], 1
+    for param in params:
+        shard = shard_of(param)
+        if shard is None or param.ndim < 2 or not param.numel():
+            continue
+        size = shard.shards.size
+        if available(param.device) and fits(local(param)) and _all_have_rows(shard):
+            by_kernel.append(Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)))
+        else:
+            most = max(most, _PER_ELEMENT * param.numel())
+    return max(most, muon_plan.temporary_bytes(by_kernel, ranks=size))
+
+
+def _all_have_rows(shard: Shard) -> bool:
+    size, rows = shard.shards.size, len(shard.owner)
+    return (size - 1) * -(-rows // size) < rows
 
 
 class FusedBackend(Backend):
@@ -161,6 +189,22 @@ class FusedBackend(Backend):
         for unit in self._units or ():
             found |= unit.new_bad(wait=wait)
         return found
+
+
+class ExchangedBackend(FusedBackend):
+    """Muon of matrices cut over ranks. Nothing is captured, as ranks send messages between kernels."""
+
+    name = "exchanged"
+    graphs = False
+
+    @staticmethod
+    def refusal(block: LiveBlock) -> str:
+        """The same on all ranks."""
+        if not all(slot.gathers for slot in block.slots):
+            return "it steps matrices of which ranks hold some rows"
+        if not all(slot.shard is not None and _all_have_rows(slot.shard) for slot in block.slots):
+            return "a rank has no rows of one of its matrices"
+        return FusedBackend.refusal(block)
 
 
 class _SumsOverRanks:
