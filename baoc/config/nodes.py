@@ -25,7 +25,7 @@ from baoc.config.validate import plain_text
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
-from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, is_file, recipe_node
+from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_yaml_file, recipe_node
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.types import Budget
@@ -186,7 +186,7 @@ def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
 
 def option_of(recipe: str) -> str:
     """What Hydra is to call a recipe: a file's path would be looked for among the options of groups."""
-    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if is_file(recipe) else recipe
+    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_yaml_file(recipe) else recipe
 
 
 def with_made_options(words: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ TRAINER_OWNED: Mapping[str, str] = {  # argument that BAOC sets -> what to use i
     "model_registry": "use BaocStrategy in a Trainer of your own",
     "num_nodes": "start torchrun or srun on each machine",
     "plugins": "use BaocStrategy in a Trainer of your own",
-    "sync_batchnorm": "no network here has batch norms",
+    "sync_batchnorm": "each rank keeps BatchNorm statistics of its own",
     "use_distributed_sampler": "loaders give each rank its share",
 }
 

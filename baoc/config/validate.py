@@ -276,7 +276,7 @@ class _Fault:
 
     @property
     def is_range(self) -> bool:
-        """Whether the value is of the right type."""
+        """Whether the value has the right type and misses its range."""
         return not self.kind.endswith(("_type", "_error", "_from_float", "missing", "too_long"))
 
     def told(self) -> BadInputError:

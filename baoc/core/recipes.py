@@ -320,7 +320,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         return recipe_from_node(_filled(given, given=dict(given)))
     if str(given) in RECIPES:
         return RECIPES[str(given)]
-    if is_file(str(given)):
+    if names_yaml_file(str(given)):
         return read_recipe(Path(given))
     if (point := own_code.declared("baoc.recipes").get(str(given))) is not None:
         with own_code.faults("recipe", str(given)):
@@ -335,9 +335,9 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     )
 
 
-def is_file(given: str) -> bool:
-    """Whether a recipe is given as a file."""
-    return given.endswith(_SUFFIXES)
+def names_yaml_file(text: str) -> bool:
+    """Whether `text` ends in .yaml or .yml, whether the file exists or not."""
+    return text.endswith(_SUFFIXES)
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -68,8 +68,12 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     check(values, level)
     n = len(values)
     sd = stdev(values) if n > 1 else math.nan
-    half = student_quantile(0.5 + level / 2, degrees=n - 1) * (sd / math.sqrt(n)) if n > 1 else math.inf
-    return Interval(mean=fmean(values), half=half, sd=sd, n=n, level=level)
+    return Interval(mean=fmean(values), half=half_interval(sd, n=n, level=level), sd=sd, n=n, level=level)
+
+
+def half_interval(sd: float, *, n: int, level: float = LEVEL) -> float:
+    """Half of Student's interval of the mean of `n` values of standard deviation `sd`; infinite for one value."""
+    return student_quantile(0.5 + level / 2, degrees=n - 1) * (sd / math.sqrt(n)) if n > 1 else math.inf
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], *, level: float = LEVEL) -> Interval:

@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from math import inf, isfinite, sqrt
+from math import inf, isfinite
 from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from baoc.core.statistics import student_quantile
+from baoc.core.statistics import half_interval
 from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     Grouping,
@@ -39,8 +39,8 @@ from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
 
 MAX_CURVE_POINTS = 200
-FEWEST_RUNS = 20  # whose best quarter says something of a setting
-LEVEL = 0.95  # of the intervals over seeds
+MIN_RUNS_FOR_IMPORTANCES = 20  # fewer have a best quarter of under 5
+SEED_LEVEL = 0.95  # of the intervals over seeds
 _LONG_NUMBER = re.compile(r"(?<![^\[,])-?\d*\.\d{4,}(e-?\d+)?(?![^,\]])")  # a whole value or element of a list
 
 
@@ -142,7 +142,7 @@ def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[st
     known = [(settings[run.path], result_of(run)["quality"]) for run in runs]
     known = [(own, quality) for own, quality in known if isinstance(quality["value"], int | float)]
     keys = [key for key in dict.fromkeys(key for own, _ in known for key in own) if all(key in own for own, _ in known)]
-    if len(known) < FEWEST_RUNS or not keys:
+    if len(known) < MIN_RUNS_FOR_IMPORTANCES or not keys:
         return {}
     space: dict[str, Any] = {}
     for key in keys:
@@ -272,10 +272,10 @@ def _short_name(label: str) -> str:
 
 
 def _half_interval(point: FrontierPoint) -> float | None:
-    """Half of Student's interval at LEVEL of the mean over seeds; None for one seed."""
+    """Half of Student's interval at SEED_LEVEL of the mean over seeds; None for one seed."""
     if point.quality_spread is None:
         return None
-    return student_quantile(0.5 + LEVEL / 2, degrees=point.num_seeds - 1) * point.quality_spread / sqrt(point.num_seeds)
+    return half_interval(point.quality_spread, n=point.num_seeds, level=SEED_LEVEL)
 
 
 def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:

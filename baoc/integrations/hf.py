@@ -66,7 +66,7 @@ def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> 
     """Sets the trainer's micro-batch, accumulation and recomputed layers to what fits `budget` best, and says so.
 
     The Trainer's own `compute_loss` is tried on the first samples of its training set. Raises BadInputError for a set
-    without numbered samples, and for several processes.
+    without numbered samples, for several processes, and for fp16.
     """
     arguments, dataset, model = trainer.args, trainer.train_dataset, trainer.model
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -76,6 +76,11 @@ def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> 
         )
     if arguments.world_size > 1 or arguments.n_gpu > 1:
         raise BadInputError("auto_batch is for one process with one device: leave it out, or set the batch yourself")
+    if arguments.fp16:
+        raise BadInputError(
+            "auto_batch measures a step in fp32 or bf16, and the arguments have fp16=True: set bf16=True, or leave "
+            "auto_batch out"
+        )
     samples: Any = dataset
     collate = trainer.data_collator
     if hasattr(dataset, "column_names") and arguments.remove_unused_columns:

@@ -10,14 +10,15 @@ from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of, seed_from_key
 from baoc.types import DataSpec, TextDataSpec
 
-_REPLACED, _RANDOM = 0.8, 0.1  # of the chosen tokens: by the mask token, by any token; the rest stays
+_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest stays
 
 
 class MaskedTask(Task):
     """Cross-entropy in float32 of `share` of the tokens of batches `{"tokens"}` (B, T), judged by val/loss.
 
-    Of the chosen tokens 80 % become the mask token of `spec`, 10 % any token. What is chosen in training follows from
-    the step and the micro-batch, in validation from the batch alone, so that every run is judged by the same tokens.
+    Of the chosen tokens 80 % become the mask token of `spec` and 10 % a random token. In training the choice follows
+    from the step and the micro-batch; in validation from the number of the sample, so that it is the same at every
+    batch size, and val/loss is the mean over all chosen tokens.
     """
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
@@ -44,28 +45,41 @@ class MaskedTask(Task):
         super().__init__(model, spec=spec, **options, **base)
         self._share, self._seed = float(share), int(mask_seed)
         self._mask, self._vocabulary = spec.mask_token, spec.vocab_size
+        self._num_validated = 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch["tokens"], key=f"train {self.global_step} {batch_idx}")
-        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"]))
+        tokens = batch["tokens"]
+        draws = self._draws(tokens.shape, key=f"train {self.global_step} {batch_idx}")
+        loss, _ = self._loss(tokens, draws)
+        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(tokens))
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        self._num_validated = 0
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss = self._loss(batch["tokens"], key=f"val {batch_idx}")
-        self.log("val/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]))
+        tokens = batch["tokens"]
+        start, self._num_validated = self._num_validated, self._num_validated + len(tokens)
+        draws = [self._draws(tokens.shape[1:], key=f"val {number}") for number in range(start, self._num_validated)]
+        loss, num_chosen = self._loss(tokens, torch.stack(draws, dim=1))
+        self.log("val/loss", loss, prog_bar=True, batch_size=max(int(num_chosen), 1))
 
-    def _loss(self, tokens: Tensor, *, key: str) -> Tensor:
-        given, chosen = self.masked(tokens, key=key)
-        logits = logits_of(self.model(given), task="masked", shape="(B, T, vocabulary)")
+    def _loss(self, tokens: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over the chosen tokens, and their number."""
+        inputs, chosen = self.mask_tokens(tokens, draws)
+        logits = logits_of(self.model(inputs), task="masked", shape="(B, T, vocabulary)")
         losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="none")
-        return (losses * chosen.flatten()).sum() / chosen.sum().clamp(min=1)
+        return (losses * chosen.flatten()).sum() / chosen.sum().clamp(min=1), chosen.sum()
 
-    def masked(self, tokens: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
-        """The masked inputs, and the tokens to predict. Drawn on the CPU, alike on every device."""
+    def _draws(self, shape: torch.Size, *, key: str) -> Tensor:
+        """Uniform numbers (3, *shape) in [0, 1), drawn on the CPU, so that they are the same on every device."""
         generator = torch.Generator().manual_seed(seed_from_key(f"{self._seed} {key}"))
-        draw, kind = (torch.rand(tokens.shape, generator=generator, device="cpu").to(tokens.device) for _ in range(2))
-        any_token = torch.randint(self._vocabulary, tokens.shape, generator=generator, device="cpu").to(tokens.device)
-        chosen = draw < self._share
-        given = tokens.where(~(chosen & (kind < _REPLACED)), torch.full_like(tokens, self._mask))
-        replaced = chosen & (kind >= _REPLACED) & (kind < _REPLACED + _RANDOM)
-        return given.where(~replaced, any_token), chosen
+        return torch.rand((3, *shape), generator=generator)
+
+    def mask_tokens(self, tokens: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """(inputs (B, T) int64 with masks in, chosen (B, T) bool: the positions that count), by `draws` (3, B, T)."""
+        choice, kind, token = draws.to(tokens.device)
+        chosen = choice < self._share
+        inputs = tokens.masked_fill(chosen & (kind < _MASK_SHARE), self._mask)
+        randomised = chosen & (kind >= _MASK_SHARE) & (kind < _MASK_SHARE + _RANDOM_SHARE)
+        return inputs.where(~randomised, (token * self._vocabulary).long()), chosen

@@ -202,7 +202,7 @@ class Footprint:
     context_bytes: int = 0
     reserve_bytes: int = 0  # for modules that load late
     arrival_bytes: int = 0
-    others_bytes: int = 0  # that optimizers beside this one may keep
+    others_bytes: int = 0  # beside all this: other optimizers, late parameters, layers kept gathered
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if not known
     gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come

@@ -146,6 +146,13 @@ def test_auto_batch_sets_what_fits_and_keeps_the_samples_of_a_step(tmp_path, cap
     assert trainer.get_train_dataloader().total_batch_size == given.per_device_train_batch_size
 
 
+def test_auto_batch_does_not_plan_fp16_as_fp32(tmp_path):
+    trainer = Trainer(classifier(), arguments(tmp_path), train_dataset=sentences())
+    trainer.args.fp16 = True  # TrainingArguments refuses it on a CPU
+    with pytest.raises(BadInputError, match="fp32 or bf16, and the arguments have fp16=True: set bf16=True, or leave"):
+        with_budget(trainer, budget="8gb", auto_batch=True)
+
+
 def test_auto_batch_needs_numbered_samples(tmp_path):
     stream = torch.utils.data.ChainDataset([])
     trainer = Trainer(classifier(), arguments(tmp_path), train_dataset=stream)

@@ -185,17 +185,36 @@ def test_the_loss_is_the_mean_over_answers_in_one_piece_and_in_parts(stored):
         torch.testing.assert_close(task.training_step(batch, 0), wanted)
 
 
-def test_masked_tokens_are_the_same_in_each_run_and_the_only_ones_that_count(stored):
+def test_masked_tokens_are_the_only_ones_that_count(stored):
     model = build_model("hf", spec=TEXT, pretrained=str(stored / "bert")).eval()
     task = build_task("masked", model=model, spec=TEXT, share=0.5)
     tokens = torch.arange(2 * 16).view(2, 16) + 100
-    given, chosen = task.masked(tokens, key="val 0")
-    again, _ = task.masked(tokens, key="val 0")
-    other, _ = task.masked(tokens, key="val 1")
-    assert torch.equal(given, again) and not torch.equal(given, other)
-    assert torch.equal(given[~chosen], tokens[~chosen]) and (given == 1).sum() > 4
+    draws = torch.rand(3, 2, 16, generator=torch.Generator().manual_seed(0))
+    inputs, chosen = task.mask_tokens(tokens, draws)
+    assert torch.equal(inputs[~chosen], tokens[~chosen]) and (inputs == 1).sum() > 4
+    random = chosen & (inputs != 1) & (inputs != tokens)
+    assert random.any() and inputs[random].max() < TEXT.vocab_size
     with pytest.raises(BadInputError, match="needs text whose tokenizer has a mask token"):
         build_task("masked", model=model, spec=images())
+
+
+def test_validation_by_masked_tokens_does_not_depend_on_the_batch_size(stored):
+    model = build_model("hf", spec=TEXT, pretrained=str(stored / "bert")).eval()
+    task = build_task("masked", model=model, spec=TEXT, share=0.3)
+    tokens = torch.arange(5 * 16).view(5, 16) + 100
+
+    def validated(batch_size: int) -> float:
+        """Lightning's mean of what is logged, weighted by its `batch_size`."""
+        logged: list[tuple[float, int]] = []
+        task.log = lambda _, value, **how: logged.append((float(value), how["batch_size"]))
+        task.on_validation_epoch_start()
+        for number, part in enumerate(tokens.split(batch_size)):
+            task.validation_step({"tokens": part}, number)
+        return sum(value * weight for value, weight in logged) / sum(weight for _, weight in logged)
+
+    with torch.no_grad():
+        losses = [validated(batch_size) for batch_size in (1, 2, 5, 5)]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
