@@ -1,6 +1,6 @@
-"""Weights that a budget does not hold in full: they wait on the host until a plan says in which format each is kept.
+"""Weights that the memory budget cannot hold in full precision: they stay in CPU memory until there is a plan.
 
-1. `must_wait` says whether they wait. Weights that the budget holds go to the device at once.
+1. `must_wait` says whether they stay there. Weights that the budget holds go to the device at once.
 2. Measurements before the plan run with bf16 in their place (`on_device_as_bf16`).
 3. The optimizer moves them to the device block by block, in their final format (`BlockwiseOptimizer`'s `device`), so
    the full weights are never there together. `needs_room` says whether weights on the device first go back (`leave`).

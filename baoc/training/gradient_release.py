@@ -1,4 +1,7 @@
-"""Gradient release under Lightning's Trainer: what its arguments mean then, and which of them cannot be."""
+"""Gradient release under Lightning's Trainer: clipping moves into backward; accumulation and a GradScaler are refused.
+
+With gradient release a block is stepped in backward, as soon as its gradients have come, and they are freed.
+"""
 
 import logging
 

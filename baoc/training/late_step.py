@@ -1,4 +1,4 @@
-"""Measures a step after parameters came late: nobody knows what their backward pass keeps before it has run."""
+"""Measures the first whole step after parameters were added or unfrozen: their activations are in no plan yet."""
 
 import weakref
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What an optimizer in somebody else's loop says: the plan, each move, and at the end whether the budget held.
+"""Reports of `BaocStrategy` and `BaocOptimizer`: the plan, each move, and at the end whether the budget held.
 
 `baoc.training.run` has its own reports and run folder; here there is a terminal, and loggers where the loop has some.
 """

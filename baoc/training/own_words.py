@@ -1,4 +1,4 @@
-"""Refusals in the words of the door that was taken: where settings are Python values, conf/ has nothing to change."""
+"""Rewords errors for users of `BaocStrategy` and `BaocOptimizer`: keys of conf/ become Python settings."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps

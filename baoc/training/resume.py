@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, what it had decided, and which settings stay those of the checkpoint."""
+"""Resuming a run: finds and checks the checkpoint, and restores what its run had decided (`decision.json`)."""
 
 import json
 import math

@@ -1,6 +1,10 @@
-"""Session: footprint, latency, plan and profiler of one network under one budget, then its optimizer's Reallocator.
+"""Session: the plan of one network under one budget, and the optimizer on it. Every way in uses it.
 
-`BaocStrategy` and `BaocOptimizer` differ in who measures a step, which is a `Measurer`; what is made of that is here.
+1. A `Measurer` runs a step and returns its `Footprint` (bytes without optimizer state) and, where time is limited, a
+   `LatencyTable`: `Probe` under a Trainer, `CallerProbe` in a plain loop. `assume` plans without one.
+2. `measure` plans by them, with recomputed layers and gathered layers as the settings ask. Where weights in full have
+   no room it measures with 16-bit ones; where no plan fits it names a budget that was planned for.
+3. `start` builds the `BlockwiseOptimizer` on the plan, and the `Reallocator` that holds both.
 """
 
 import logging

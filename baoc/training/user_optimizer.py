@@ -1,4 +1,5 @@
-"""Reads the user's optimizer and callbacks: schedulers move to ours, and what cannot be together is refused."""
+"""What is taken over from the user's AdamW (groups, hyperparameters, learning-rate schedules), and what is refused of
+its arguments, of the Trainer's callbacks and of averages of weights."""
 
 import logging
 import weakref

@@ -1,5 +1,8 @@
-"""Measures the first real step of a loop, where nobody could measure one before: it runs on the plan of least state,
-outside of the cap, and the budget is planned for when its memory is known."""
+"""Measures the memory of the first real step, for loops whose step could not be run before training.
+
+That step runs on the plan of least state and without the budget's cap; afterwards the budget is planned for. So it is
+for `BaocOptimizer` without a probe, for modules that step several optimizers, and where a module's step fails alone.
+"""
 
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,10 @@
-"""What the ways to run a global batch were measured to need: bytes and seconds, within the budget's cap.
+"""Bytes and seconds of every way to run the global batch: measured within the budget's cap, or interpolated.
 
-A way is (micro-batch, recomputed layers, released gradients). A few are tried in small, the rest follows on lines;
-those that may be chosen are tried as they would be run.
+A way is (micro-batch, recomputed layers, released gradients). What is known of one, from the least to the most exact:
+
+- `tried`: small micro-batches with no layer recomputed and with all. Others lie on lines through these.
+- `compared`: seconds of two steps of the way itself, outside of a training loop.
+- `rehearsed`, with `partly` and `released` for its bytes: the way as training will run it, in Lightning's loop.
 """
 
 import math

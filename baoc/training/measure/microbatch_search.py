@@ -1,7 +1,14 @@
-"""One decision before training: micro-batch, accumulation, recomputed layers, weights and allocation together.
+"""Decides before training how the global batch is run: micro-batch and accumulation, recomputed layers (activation
+checkpointing), released gradients, compiled layers; each with the plan of optimizer specs that fits beside it.
 
-A few small micro-batches are tried, the rest follows on lines; every way to run the global batch is planned within the
-budget, the best one by `objective` is tried itself, and the table of all of them is printed and left as options.csv.
+1. `decide` looks for a kept decision of the same network, batch, card and settings (`decision_cache`), and confirms it
+   by one measurement of its bytes.
+2. Else `Decision.explore` runs a few small micro-batches with no layer recomputed and with all (`Trials`). Bytes and
+   seconds of the others are interpolated (`Measurements`).
+3. `Decision.made` plans each option, a (micro-batch, recomputed layers, release), within the budget.
+4. `planning.choice.choose` measures the options that promise most, as training will run them, and takes the best by
+   `objective`, in about DECIDING_S seconds.
+5. The table of options is printed and left as options.csv. Where none fits, the refusal names a budget that was tried.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""Runs small micro-batches of a task outside of any Trainer, to learn what each needs and how long it takes.
+"""Runs micro-batches of several sizes outside of any Trainer, and measures the bytes and seconds of each.
 
-The same probe as before training (`probe_footprint`), for several sizes of one batch: samples are taken again where
-there are too few. Leaves nothing behind but compiled kernels and gradients of None.
+They are cut from one batch, whose samples are repeated where there are too few. Weights, buffers and random generators
+are as before; gradients are None and kernels compiled afterwards.
 """
 
 import gc
