@@ -70,7 +70,7 @@ BEFALLS: dict[str, dict[str, Any]] = {
     "nan, late": ONCE,
     "clock": {"checkpoint": CheckpointConfig(every_n_steps=None, every_minutes=0.2, keep=9, export=False)},
     "SIGUSR1": {},
-    "in a decision": ONCE,
+    "in a decision": {"reallocation": ReallocationConfig(mode="once", warmup_steps=AT)},
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }

@@ -309,7 +309,7 @@ class Measurements:
         memory = self.budget.memory_bytes
         return memory is None or footprint.peak_bytes(state_bytes=0, saved=self.bf16_savings) <= memory
 
-    def _rehearsed(
+    def rehearse(
         self,
         way: Way,
         *,
@@ -336,7 +336,7 @@ class Measurements:
 
         def compared(_: bool) -> None:
             if release:
-                self.compared[way] = self._rehearsed(way, blocks=blocks, specs=specs, max_s=0.0)
+                self.compared[way] = self.rehearse(way, blocks=blocks, specs=specs, max_s=0.0)
             else:
                 count = self.config.batch_size // size
                 self.compared[way] = count * self.trials.timed(size, per_step=count)
@@ -350,7 +350,7 @@ class Measurements:
         def tried(in_bf16: bool) -> None:
             trial = self.run(way, blocks=blocks, in_bf16=in_bf16)
             if self._may_fit(trial.footprint):  # else its seconds are nobody's
-                self.rehearsed[way] = self._rehearsed(way, blocks=blocks, specs=specs)
+                self.rehearsed[way] = self.rehearse(way, blocks=blocks, specs=specs)
                 trial = replace(trial, seconds=self.rehearsed[way] * way[0] / self.config.batch_size)
             self._keep(way, trial)
             self.measured_outside_cap.discard(way)
