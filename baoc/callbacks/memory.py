@@ -326,14 +326,8 @@ class MemoryMonitor(L.Callback):
 
 
 def resident_bytes() -> int | None:
-    """The process's resident set now; its largest so far where the system does not tell the present one."""
+    """The process's resident set; None where there is no /proc to tell it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
+    except OSError:
         return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
