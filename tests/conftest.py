@@ -1,6 +1,7 @@
 """What all tests share: hypothesis without clocks, and a fresh interpreter for what must hold at import."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +29,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_xdist_auto_num_workers() -> int | None:
     """For `-n auto`, one more than there are cores, as some tests wait (launchers that poll, processes that end)."""
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `-m "not slow"`, each worker would else import files of which it runs nothing, and their libraries."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    all_slow = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+    return bool(all_slow.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 @pytest.hookimpl(trylast=True)

@@ -147,7 +147,8 @@ class MemoryTracker(TorchDispatchMode):
                 self._see_all(value)
 
     def _see(self, tensor: Tensor) -> None:
-        tensor = local(tensor)
+        if type(tensor) is not Tensor:
+            tensor = local(tensor)
         if self._device is not None and tensor.device.type != self._device:
             return
         if tensor.layout is torch.strided:

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from baoc.data import build_data
 from baoc.data.images import read_digits, read_npz
@@ -22,6 +21,8 @@ def write(path, **arrays):
 
 
 def test_embedded_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
     ours, theirs = read_digits(), load_digits()
     assert np.array_equal(ours.images[..., 0], theirs.images)
     assert np.array_equal(ours.labels, theirs.target)

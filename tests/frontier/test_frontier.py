@@ -10,7 +10,6 @@ from baoc.frontier.pareto import (
     build_frontier,
     doublings,
     frontier_rows,
-    hypervolume,
     hypervolume_history,
     knee,
     pareto,
@@ -24,25 +23,6 @@ SPEED = Objective(name="samples_per_s", higher_is_better=True)
 
 def test_pareto_keeps_equal_points_and_drops_what_is_worse_somewhere_and_better_nowhere():
     assert pareto([(1, 3), (2, 2), (3, 1), (3, 2), (2, 2)]) == [True, True, True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("costs", "reference", "volume"),
-    [
-        ([(2,), (1,)], (5,), 4),
-        ([(1, 3), (2, 2), (3, 1)], (4, 4), 3 + 2 + 1),
-        ([(1, 1), (2, 2)], (3, 3), 4),  # a dominated point adds nothing
-        ([(1, 1), (1, 1)], (3, 3), 4),  # nor does a second one
-        ([(5, 0), (0, 5)], (4, 4), 0),  # beyond the reference
-        ([], (4, 4), 0),
-        ([(0, 0, 0)], (1, 2, 3), 6),
-        ([(0, 0, 1), (1, 1, 0)], (2, 2, 2), 4 + 1 * 1 * 1),
-        ([(0, 0, 0, 0), (1, 0, 0, 0)], (2, 1, 3, 1), 6),
-        ([(0, 1, 2), (1, 2, 0), (2, 0, 1)], (3, 3, 3), 6 + 6 + 6 - 2 - 2 - 2 + 1),
-    ],
-)
-def test_hypervolume(costs: list[tuple[float, ...]], reference: tuple[float, ...], volume: float):
-    assert hypervolume(costs, reference=reference) == pytest.approx(volume)
 
 
 def test_a_frontier_marks_dominated_runs_in_the_given_order():

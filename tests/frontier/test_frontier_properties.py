@@ -25,7 +25,7 @@ def cells(costs: list[tuple[int, ...]], dimensions: int) -> int:
     )
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("dimensions", [1, 2, 3, 4])
 @given(data=st.data())
 def test_hypervolume_counts_dominated_cells(dimensions: int, data: st.DataObject):
     costs = data.draw(points(dimensions))
@@ -53,17 +53,10 @@ def test_a_frontier_counts_cells_of_quality_by_doublings(runs: list[tuple[int, i
     assert hypervolume_history(found, **of)[-1:] == ([wanted] if runs else [])
 
 
-@given(costs=points(3), extra=st.tuples(*[st.integers(0, SIDE)] * 3))
-def test_a_point_more_never_lowers_the_hypervolume(costs: list[tuple[int, ...]], extra: tuple[int, ...]):
-    reference = (SIDE,) * 3
-    assert hypervolume([*costs, extra], reference=reference) >= hypervolume(costs, reference=reference)
-
-
 @given(costs=points(2))
-def test_what_is_dominated_adds_nothing_and_the_rest_dominate_it(costs: list[tuple[int, ...]]):
+def test_what_is_kept_dominates_the_rest(costs: list[tuple[int, ...]]):
     kept = [cost for cost, keep in zip(costs, pareto(costs), strict=True) if keep]
     assert bool(kept) == bool(costs)
-    assert hypervolume(kept, reference=(SIDE + 1, SIDE + 1)) == hypervolume(costs, reference=(SIDE + 1, SIDE + 1))
     for cost in costs:
         assert any(all(k <= c for k, c in zip(best, cost, strict=True)) for best in kept)
     assert all(pareto(kept))

@@ -26,11 +26,12 @@ EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
 
 @contextmanager
 def brief(*, depth: int = 2) -> Iterator[None]:
-    """Inside, the smallest vision transformer has `depth` layers in place of four, and steps are timed for a moment:
-    what tests hold depends on neither, what they cost does."""
-    settings: Any = family_of("vit").sizes["tiny"].settings
+    """Inside, the smallest vision transformer has `depth` layers in place of four, the small one four in place of
+    twelve, and steps are timed for a moment: what tests hold depends on none of these, what they cost does."""
+    settings: Any = {size: family_of("vit").sizes[size].settings for size in ("tiny", "small")}
     with (
-        mock.patch.dict(settings, depth=depth),
+        mock.patch.dict(settings["tiny"], depth=depth),
+        mock.patch.dict(settings["small"], depth=4),
         mock.patch.dict(REHEARSED_S, cpu=0.05),
         mock.patch("baoc.training.measure.microbatch_search.FUSED_S", 0.05),
         mock.patch("baoc.training.session.RECORDING_S", 0.05),

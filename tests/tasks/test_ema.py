@@ -207,21 +207,6 @@ def test_averages_change_nothing_about_training():
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
 
 
-def test_resumed_averages_are_the_same_bit_for_bit(tmp_path):
-    keep = SafeCheckpoint(tmp_path, every_n_steps=5, keep=2)
-    whole, _ = fit(max_steps=9, callbacks=[keep], enable_checkpointing=True)
-    at5 = tmp_path / "checkpoints" / "step_00000005.ckpt"
-    saved = torch.load(at5, weights_only=True)["callbacks"]["EmaWeights"]
-    assert saved["num_updates"] == 5
-    assert set(saved["averages"]) == {name for name, _ in whole.named_parameters()}
-    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint need to be provided"):
-        resumed, _ = fit(seed=9, max_steps=9, ckpt_path=at5)
-    assert resumed.ema.num_updates == 9
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, dict(resumed.named_parameters())[name])
-        assert torch.equal(whole.ema.averages[name], resumed.ema.averages[name])
-
-
 def test_checkpoint_after_a_validation_holds_weights_and_averages_apart(tmp_path):
     module, _ = fit(
         val_check_interval=6,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import wandb
 
 from baoc.errors import BadInputError, BudgetBreachedError
 from baoc.tracking import wandb_run
@@ -44,7 +43,7 @@ def inits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[FakeRun]:
         runs.append(FakeRun(options))
         return runs[-1]
 
-    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr("wandb.init", init)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "HTTPS_PROXY", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HTTP_PROXY", "http_proxy"):
@@ -125,16 +124,18 @@ def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, inits
 def test_a_server_that_fails_during_init_goes_offline(
     tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setattr(wandb_run, "reachable", lambda url: True)
-    offline = wandb.init
+    offline, failed = wandb.init, wandb.errors.CommError("timed out\nsecond line")
 
     def init(**options: Any) -> Any:
         if options["mode"] == "online":
-            raise wandb.errors.CommError("timed out\nsecond line")
+            raise failed
         return offline(**options)
 
-    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr("wandb.init", init)
     _, said = make(tmp_path)
     assert [run.options["mode"] for run in inits] == ["offline"]
     assert said[0].startswith("W&B: offline (CommError: timed out); upload")
@@ -211,7 +212,7 @@ def test_wandb_is_given_up_wherever_it_fails(
 ) -> None:
     """Once, with what is left of it ended: its process would end with a traceback of its own when Python does."""
     ended: list[str] = []
-    monkeypatch.setattr(wandb, "teardown", lambda exit_code: ended.append("service"))
+    monkeypatch.setattr("wandb.teardown", lambda exit_code: ended.append("service"))
     monkeypatch.setattr(FakeRun, "log", gone, raising=False)
     if moment == "define_metric":
         monkeypatch.setattr(FakeRun, "define_metric", gone)
@@ -248,8 +249,8 @@ def test_a_table_that_is_refused_costs_tables_alone(
 def test_a_run_that_cannot_be_opened_is_left_out(
     tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wandb, "init", gone)
-    monkeypatch.setattr(wandb, "teardown", lambda exit_code: None)
+    monkeypatch.setattr("wandb.init", gone)
+    monkeypatch.setattr("wandb.teardown", lambda exit_code: None)
     loggers, said = make(tmp_path)
     assert len(loggers) == 1
     assert said == ["W&B: left out (ConnectionResetError: gone); metrics.jsonl holds every step"]

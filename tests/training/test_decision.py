@@ -48,7 +48,7 @@ def run(run_dir: Path, **changes: Any) -> RunResult:
     given = {
         "micro_batch": "auto",
         "budget": parse_budget(TIGHT),
-        "trainer": replace(config().trainer, max_steps=4),
+        "trainer": replace(config().trainer, max_steps=2),
         "reallocation": ReallocationConfig(mode="off"),  # samples of gradients would take more than activations here
     }
     settings = config(**(given | changes))
@@ -94,11 +94,11 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     run(run_dir)
     decided = (run_dir / "decision.json").read_text()
     (run_dir / "options.csv").unlink()
-    again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=6), objective="throughput")
-    assert again.num_steps == 6 and (run_dir / "decision.json").read_text() == decided
+    again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=3), objective="throughput")
+    assert again.num_steps == 3 and (run_dir / "decision.json").read_text() == decided
     assert not (run_dir / "options.csv").exists()  # nothing was decided anew
     later = tmp_path / "later" / "first"
-    run(later, resume=str(run_dir), trainer=replace(config().trainer, max_steps=7), objective="throughput")
+    run(later, resume=str(run_dir), trainer=replace(config().trainer, max_steps=4), objective="throughput")
     assert (later / "decision.json").read_text() == decided, "for whoever resumes from this run"
 
 
@@ -165,7 +165,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     assert first == 2**20 < tried[0] < tried[-1] == least, "what was named by one step was too little for the next one"
     assert {int(row["peak_bytes"]) for row in rows(tmp_path / "day" / "none")} >= {int(tried[0])}, "rows are its own"
     result = run(tmp_path / "day" / "least", budget=parse_budget(f"{least}b"))
-    assert result.num_steps == 4
+    assert result.num_steps == 2
     assert json.loads((tmp_path / "day" / "least" / "deciding.json").read_text())["kept"] is True
 
 
@@ -366,7 +366,7 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
 
     run_trial = Trials.run
     monkeypatch.setattr(Trials, "run", capped)
-    given = replace(config().trainer, max_steps=4, precision="bf16-mixed")
+    given = replace(config().trainer, max_steps=2, precision="bf16-mixed")
     wide = replace(config().catalogue, specs=("*", "*+split8"))
     asked: dict[str, Any] = {"objective": "throughput", "budget": parse_budget("3.3mb")}
     result = run(tmp_path / "day" / "narrow", trainer=given, catalogue=wide, **asked)

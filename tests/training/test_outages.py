@@ -15,6 +15,7 @@ from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
 from baoc.training import run as training
+from tests.support.commands import start_script
 from tests.support.processes import At
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.training_runs import config
@@ -51,14 +52,14 @@ job(root / "second", kill=False)
 """
 
 
-def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path, run_python) -> None:
+def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path) -> None:
     """wandb's own process is killed at step 3 of a job: that job ends well, and the next one has W&B again."""
     script = tmp_path / "jobs.py"
     script.write_text(JOBS)
     places = {place: str(tmp_path / "wandb-home") for place in PLACES}
-    done = run_python(str(script), str(tmp_path), WANDB_MODE="offline", **places)
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("W&B")]
+    code, text = start_script(script, str(tmp_path), folder=tmp_path, WANDB_MODE="offline", **places).done()
+    assert code == 0, text
+    told = [line for line in text.splitlines() if line.startswith("W&B")]
     assert [line.split("(")[0] for line in told] == ["W&B: offline ", "W&B: lost ", "W&B: offline "], told
     assert told[1].endswith("the run goes on without it, metrics.jsonl holds every step")
     for job in ("first", "second"):
@@ -70,8 +71,9 @@ def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path, r
 # -- disk and folder --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("call", [4, 9, 13])
+@pytest.mark.parametrize(
+    ("number", "call"), [(errno.ENOSPC, 4), (errno.EDQUOT, 9), (errno.EROFS, 13), (errno.EIO, 4), (errno.ENOSPC, 9)]
+)
 def test_a_disk_that_fails_in_the_middle(
     tmp_path: Path, number: int, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

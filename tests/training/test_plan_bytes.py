@@ -55,8 +55,9 @@ def footprint(name: str, *, checkpointing: bool, fake: bool, narrow: bool, run_d
         return run(fake_batch(batch))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("llama", True), ("vit", False), ("vit", True), ("dit", True), ("unet", False)]
+)
 def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
     """Transformers whose activations are recomputed with matrices in 16 bits, as what has no room in full is tried."""
     given = {"checkpointing": checkpointing, "narrow": checkpointing and name != "unet", "run_dir": tmp_path}

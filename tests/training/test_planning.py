@@ -37,7 +37,7 @@ GIB = 2**30
 
 
 def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """22M parameters: weights and gradients of 0.17 GiB, a context of 0.7 GiB, and activations by micro-batch."""
+    """7M parameters: weights and gradients of 0.06 GiB, a context of 0.7 GiB, and activations by micro-batch."""
     found = plan(tmp_path / "all", asked("200gb"))
     assert "budget 200gb is more than h100 has: planned for its 79.00 GiB" in " ".join(capsys.readouterr().out.split())
     assert (found["device"], found["footprint"], found["binding"]) == ("h100", "prior", False)
@@ -70,7 +70,7 @@ def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest
         InfeasibleBudgetError, match=r"cannot be met by any of 16 options: .* more catalogue\.specs, or"
     ) as caught:
         training.run(asked("500mb"), run_dir=tmp_path, command="")
-    assert looked and max(looked) < 0.6 * 4 * 22e6
+    assert looked and max(looked) < 0.6 * 4 * 7.5e6
     assert caught.value.least_feasible_bytes > CARDS["h100"].context_bytes
 
 

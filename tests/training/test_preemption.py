@@ -51,8 +51,15 @@ def fit(run_dir: Path, *, sender: L.Callback | None = None, resume: bool = False
     return module
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
-@pytest.mark.parametrize(("at", "options"), [(3, {}), (5, {}), (8, {"accumulate_grad_batches": 2}), (2, {"every": 1})])
+@pytest.mark.parametrize(
+    ("name", "at", "options"),
+    [
+        ("SIGTERM", 3, {}),
+        ("SIGUSR1", 5, {}),
+        ("SIGUSR2", 8, {"accumulate_grad_batches": 2}),
+        ("SIGTERM", 2, {"every": 1}),
+    ],
+)
 def test_the_step_is_finished_saved_and_logged(
     tmp_path: Path, name: str, at: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
