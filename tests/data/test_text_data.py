@@ -138,19 +138,6 @@ def test_validation_is_spread_over_what_is_held_back(tmp_path):
     assert built.spec.num_val == 5
 
 
-def test_position_survives_in_the_data_module(tmp_path):
-    path = story(tmp_path)
-    whole = list(data(path).train_dataloader())
-    stopped = data(path)
-    passing = iter(stopped.train_dataloader())
-    for _ in range(3):
-        next(passing)
-    resumed = data(path)
-    resumed.load_state_dict(stopped.state_dict())
-    rest = list(resumed.train_dataloader())
-    assert torch.equal(read(rest), read(whole[3:]))
-
-
 # -- files and folders ------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from tests.support.optimizing import (
     twin_of,
 )
 
-STEPS = 8
+STEPS = 5
 OTHER_WEIGHTS = [
     f"{spec}+{weights}"
     for spec in ("adamw", "adamw_int8", "adamw_int4", "lion_int8", "foam_l2_int8", "adamw_shared_out_int8")

@@ -21,13 +21,12 @@ WORDS = [
 ]
 
 
-def test_workers_of_joblib_share_a_study_whose_failures_are_told_with_the_reason(tmp_path: Path):
+def test_workers_of_joblib_share_a_study_whose_failures_are_told_with_the_reason(tmp_path: Path, run_python):
     words = [*WORDS, "hydra.sweeper.workers=2", "hydra.sweeper.retries=0", "dataset.path=nowhere.npz"]
-    words += ["hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
-    code, told = start("-m", *words, folder=tmp_path).done()
-    assert code == 5, told
-    assert "all 2 ended trials of study frontier_vision failed; the last failed:" in told
-    assert "nowhere.npz does not exist" in told and (tmp_path / "workers" / "1").is_dir()
+    done = run_python("run.py", "-m", *words, "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 5, done.stderr + done.stdout
+    assert "all 2 ended trials of study frontier_vision failed; the last failed:" in done.stderr
+    assert "nowhere.npz does not exist" in done.stderr and (tmp_path / "workers" / "1").is_dir()
 
 
 def test_a_worker_of_submitit_trains_a_study(tmp_path: Path):

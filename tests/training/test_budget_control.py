@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 
 from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
+from baoc.config.schema import CheckpointConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
 from baoc.training import lightning as strategy_module
@@ -57,7 +58,8 @@ def kill(trainer: L.Trainer) -> None:
 
 def test_resumed_anywhere_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between and after changes of the budget and a reallocation."""
-    changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK, "checkpoint": EVERY_STEP}
+    often = CheckpointConfig(every_n_steps=2, keep=20)
+    changes = {"budget": parse_budget("state_50"), "dynamics": TO_10_AND_BACK, "checkpoint": often}
     whole = tmp_path / "day" / "whole"
     run(whole, monkeypatch, Watch(), **changes)
     for stop in (4, 10):

@@ -116,8 +116,9 @@ def test_host_memory_is_offered_without_a_probe_too() -> None:
     assert optimizer.plan.budget.host_memory_bytes == 64 * 2**20
 
 
-@pytest.mark.parametrize("released", [False, True])
-@pytest.mark.parametrize("budget", ["8gb", {"memory": "8gb", "step_time": 1000.0}])
+@pytest.mark.parametrize(
+    ("budget", "released"), [("8gb", False), ("8gb", True), ({"memory": "8gb", "step_time": 1000.0}, False)]
+)
 def test_a_probe_may_run_backward_and_return_the_loss(budget: Any, released: bool) -> None:
     found = []
     for kind in ("loss", "backward", "both"):
