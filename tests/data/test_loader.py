@@ -76,8 +76,8 @@ def test_random_state_is_neither_read_nor_moved():
     assert rows(shuffled()) == got
 
 
-@pytest.mark.parametrize("stop", [0, 1, 6, 10])
-def test_position_in_an_epoch_survives(stop):
+@pytest.mark.parametrize("stop", [0, 1, 6, 9])
+def test_position_inside_an_epoch_survives(stop):
     whole = shuffled()
     expected = rows(whole) + rows(whole) + rows(whole)
     stopped = shuffled()
@@ -87,6 +87,15 @@ def test_position_in_an_epoch_survives(stop):
     resumed = shuffled()
     resumed.load_state_dict(stopped.state_dict())
     assert expected[10:] == got + rows(resumed) + rows(resumed)
+
+
+def test_finished_epoch_goes_on_with_the_next_one():
+    loader = shuffled()
+    state = loader.state_dict() | {"position": 10}
+    loader.load_state_dict(state)
+    whole = shuffled()
+    rows(whole)
+    assert rows(loader) == rows(whole)
 
 
 def test_look_at_a_batch_leaves_a_pass_alone():
