@@ -24,11 +24,15 @@ def cache_folder() -> Path:
     given = os.environ.get(CACHE)
     if given:
         return Path(given).expanduser()
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without an account, as containers have
+        home = Path(tempfile.gettempdir()) / f"baoc-{user()}"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "baoc"
+        return home / "Library" / "Caches" / "baoc"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "baoc"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baoc"
+        return Path(os.environ.get("LOCALAPPDATA", home)) / "baoc"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "baoc"
 
 
 def hash_of(*of: Any) -> str:

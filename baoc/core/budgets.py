@@ -34,7 +34,8 @@ LEAST_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a sma
 _SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
-_KEYS = ("name", *_MEMORY_KEYS, "state_fraction", "step_time", "host_memory")
+_LIMITS = (*_MEMORY_KEYS, "state_fraction")
+_KEYS = ("name", *_LIMITS, "step_time", "host_memory")
 
 
 def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
@@ -73,8 +74,8 @@ def _parse_text(text: str) -> Budget:
     name = text.strip().lower()
     if name in PRESETS:
         return PRESETS[name]
-    if name.isdecimal() and int(name) >= LEAST_TEXT_BYTES:
-        return parse_budget(int(name))
+    if (num_bytes := _whole_bytes(name)) is not None:
+        return parse_budget(num_bytes)
     if _SHARE.fullmatch(name):
         return parse_budget(float(name))
     if is_size(name):
@@ -108,15 +109,22 @@ def _parse_mapping(mapping: object) -> Budget:
         step_time=step_time,
         host_memory_bytes=None if host is None else _size(host, key="host_memory"),
     )
-    return replace(_checked(budget), name=_name(budget))
+    return replace(_checked(budget), name=_name(budget, limited=any(key in given for key in _LIMITS)))
 
 
 def _size(value: object, *, key: str) -> int:
     if isinstance(value, str):
-        return int(value) if value.isdecimal() and int(value) >= LEAST_TEXT_BYTES else parse_size(value)
+        num_bytes = _whole_bytes(value)
+        return parse_size(value) if num_bytes is None else num_bytes
     if not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
     raise BadInputError(f"budget.{key}={value!r} is no size: write 8gb, 7.5gb or 300mb, or whole bytes")
+
+
+def _whole_bytes(text: str) -> int | None:
+    """Bytes as text; of a number with more digits than any limit its first ones, as Python reads no thousands."""
+    num_bytes = int(text[:40]) if text.isdecimal() else 0
+    return num_bytes if num_bytes >= LEAST_TEXT_BYTES else None
 
 
 def _number(given: Mapping[str, Any], key: str) -> float | None:
@@ -133,8 +141,9 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
         ) from None
 
 
-def _name(budget: Budget) -> str:
-    """The name given, unless it is a preset's or a size's and says another limit than the budget has."""
+def _name(budget: Budget, *, limited: bool) -> str:
+    """The name given, unless it is a preset's or a size's and says another limit than the budget has. Raises
+    BadInputError where it says one and the mapping is not `limited` at all."""
     if not budget.name:
         return _derived_name(budget)
     try:
@@ -142,6 +151,11 @@ def _name(budget: Budget) -> str:
     except BadInputError:
         return budget.name  # a name of the user's own
     same = (named.memory_bytes, named.state_fraction) == (budget.memory_bytes, budget.state_fraction)
+    if not (same or limited):
+        raise BadInputError(
+            f"budget.name={budget.name} is a name and limits nothing: give budget={budget.name}, or memory or "
+            "state_fraction beside it"
+        )
     return named.name if same else _derived_name(budget)
 
 
@@ -178,7 +192,7 @@ def _checked(budget: Budget) -> Budget:
         )
     if fraction is not None and not 0 < fraction <= 1:
         raise BadInputError(
-            f"a state fraction of {fraction:g} is not allowed: it is a share of fp32 AdamW's state in (0, 1], as in "
+            f"a state fraction of {fraction:.9g} is not allowed: it is a share of fp32 AdamW's state in (0, 1], as in "
             "state_25; device memory is written with a unit (8gb) or as whole bytes"
         )
     if step_time is not None and not (step_time > 0 and math.isfinite(step_time)):

@@ -19,7 +19,10 @@ _EXTRAS = {  # package that an extra of the installation brings -> that extra
     "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
     "pyarrow": "data", "diffusers": "diffusion", "peft": "lora",
 }  # fmt: skip
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_NOT_WRITABLE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+}
 _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
     *("failed to map segment from shared object",),
@@ -32,6 +35,7 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
 
     @wraps(main)
     def run(argv: Arguments = None) -> int:
+        open_closed()
         try:
             code = main(argv) or 0
             sys.stdout.flush()
@@ -51,6 +55,16 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
     return run
 
 
+def open_closed() -> None:
+    """Puts the null device in the place of a standard stream that the process was started without: the next file that
+    is opened would get its number, and what compilers and workers print would go into that file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # of the lowest number that is free
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+
+
 def is_unread(error: BaseException) -> bool:
     """Whether the reader of stdout has gone, as in `--list specs | head`. What is left to write then goes nowhere."""
     if isinstance(error, BrokenPipeError):
@@ -66,6 +80,8 @@ def system_error(error: BaseException) -> BaocError | None:
         if missing in _EXTRAS:
             extra = _EXTRAS[missing]
             return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
+        if isinstance(cause, RuntimeError) and "home directory" in str(cause):  # of Path.expanduser
+            return BadInputError("a path begins with ~ and names no home folder: write it in full")
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return no_room(cause, cause.filename)
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:

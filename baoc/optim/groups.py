@@ -4,10 +4,10 @@ Everything that cannot train correctly is refused here, before any state is allo
 """
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from math import isinf
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise BadInputError(f"a parameter group sets {key}, which nothing here reads: did you mean {near[0]}?")
     for key, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
         value = settings[key]
-        if not isinstance(value, int | float) or not value >= least or isinf(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= sys.float_info.max:
             raise BadInputError(f"{key} is {value!r}: give a finite number of at least {least:g}")
     if settings["eps"] == 0:
         raise BadInputError(

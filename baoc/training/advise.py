@@ -8,8 +8,9 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
@@ -20,14 +21,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from baoc.callbacks.generators import capture_rng, restore_rng
+from baoc.config.resolve import choose_device
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig, TaskConfig
 from baoc.config.trainer_arguments import TrainerConfig
+from baoc.config.validate import require
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
 from baoc.data.batches import MadeBatch, tensors_in
 from baoc.errors import BadInputError
 from baoc.models.switches import is_compiled, recomputable_layers, set_recomputed
+from baoc.optim.groups import check_settings, plain
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -35,6 +39,7 @@ from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
 from baoc.training.session import RecipeLike, SessionSettings, with_recipe, with_weights
+from baoc.training.user_optimizer import check_arguments
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
@@ -73,8 +78,8 @@ class Advice:
         """Builds the BaocOptimizer for this micro-batch; call `recompute` before. `params`: the network (None), or its
         groups. `options` are those of BaocOptimizer."""
         known = {"pretrained": self.settings.planner.family is None}
-        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, **known, **options}
-        return BaocOptimizer(self.model if params is None else params, model=self.model, **given)
+        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, "model": self.model}
+        return BaocOptimizer(self.model if params is None else params, **{**given, **known, **options})
 
     def __str__(self) -> str:
         layers = f", activations of {self.recomputed} layers recomputed" if self.recomputed else ""
@@ -99,6 +104,7 @@ def advise(
     settings: SessionSettings | None = None,
     recipe: RecipeLike | None = None,
     pretrained: bool | None = None,
+    **unknown: Any,
 ) -> Advice:
     """Micro-batch, accumulation, recomputation and optimizer for `batch_size` samples a step within `budget`.
 
@@ -122,6 +128,7 @@ def advise(
             number, or a BatchNorm is in training mode.
         InfeasibleBudgetError: No option fits; the message names the least budget.
     """
+    check_arguments(unknown, advise)
     if not isinstance(model, nn.Module):
         raise BadInputError(f"advise was given a {type(model).__name__} as its network: pass a torch.nn.Module")
     if not callable(make_batch):
@@ -137,7 +144,7 @@ def advise(
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
         raise BadInputError(
             f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step, a whole number"
         )
@@ -149,14 +156,18 @@ def advise(
             f"{split[0]} is a BatchNorm, whose statistics are of one micro-batch, so that another one trains another "
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
+    check_settings({"lr": 0.0, "eps": 1e-8, "weight_decay": 0.0, "betas": (betas := plain(betas))})
+    asked = str(device or "auto")
+    kind = choose_device(asked.partition(":")[0])
+    require(kind in ("cpu", "cuda"), "device", asked, "cpu or cuda")
+    where = torch.device(kind if asked == "auto" else asked)
     settings = with_recipe(settings or SessionSettings(), recipe=recipe)
     settings = with_weights(settings, network=model, pretrained=pretrained)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]
     config = RunConfig(
         name="advise",
-        batch_size=batch_size,
+        batch_size=int(batch_size),
         micro_batch="auto",
         objective=cast(Any, objective),
         budget=parse_budget(budget),
@@ -206,7 +217,7 @@ def advise(
         model=model,
         layers=tuple(found),
         probe=probe,
-        settings=replace(settings),
+        settings=settings,
     )
 
 

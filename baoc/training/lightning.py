@@ -117,9 +117,7 @@ class BudgetedStrategy(Strategy):
         super().__init__(**kwargs)
         self.ranks: Ranks = ALONE
         self.budget = parse_budget(budget)
-        self.settings = with_recipe(settings or SessionSettings(), recipe=recipe)
-        if checkpointing is not None:
-            self.settings = replace(self.settings, checkpointing=checkpointing)
+        self.settings = with_recipe(settings or SessionSettings(), recipe=recipe, checkpointing=checkpointing)
         self._pretrained = pretrained
         self.latency = latency
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits

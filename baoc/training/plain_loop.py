@@ -8,7 +8,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -118,9 +117,7 @@ class BaocOptimizer(BlockwiseOptimizer):
     ):
         check_switches(switches, door=BaocOptimizer)
         settings = settings or SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
-        settings = with_recipe(settings, recipe=recipe)
-        asked = {"release": release, "checkpointing": checkpointing}
-        settings = replace(settings, **{key: value for key, value in asked.items() if value is not None})
+        settings = with_recipe(settings, recipe=recipe, release=release, checkpointing=checkpointing)
         group = ranks()
         if group is ALONE:
             refuse_ranks("optimizer")
@@ -374,6 +371,8 @@ def with_network(
     params: Any, *, model: nn.Module | None
 ) -> tuple[nn.Module | None, dict[str, Tensor], list[dict[str, Any]]]:
     """The network, given or found, and what `name_parameters` says of its parameters."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise BadInputError(f"model is a {type(model).__name__}: give the torch.nn.Module that has the parameters")
     module = params if model is None and isinstance(params, nn.Module) else model
     named, groups = name_parameters(params, model=model)
     if module is None and all(map(is_made_up, named)):

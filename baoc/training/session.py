@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.config.schema import ReallocationConfig
-from baoc.config.validate import check
+from baoc.config.validate import check, require
 from baoc.core.blocks import partition
 from baoc.core.catalogue import on_device
 from baoc.core.measured import AUTO
@@ -79,6 +79,10 @@ class SessionSettings:
 
     def __post_init__(self) -> None:
         check(self.reallocation, path="reallocation")
+        number = self.checkpointing
+        allowed = number is None or isinstance(number, bool) or number == "auto"
+        allowed = allowed or (isinstance(number, int) and number >= 0)
+        require(allowed, "checkpointing", number, "a number of layers from 0, True, False, 'auto' or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +113,12 @@ def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tenso
             )  # fmt: skip
 
 
-def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> SessionSettings:
-    """The settings with a recipe in the place of their allocator. Raises BadInputError where another one was set."""
+def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **asked: Any) -> SessionSettings:
+    """The settings with those that are `asked` for beside them, where not None, and with a recipe in the place of their
+    allocator. Raises BadInputError where another one was set."""
+    if not isinstance(settings, SessionSettings):
+        raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
+    settings = replace(settings, **{key: value for key, value in asked.items() if value is not None})
     if recipe is None:
         return settings
     if recipe == RACED:
@@ -126,6 +134,7 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None) -> Sess
 def with_weights(settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None) -> SessionSettings:
     """The settings without what was measured in training from scratch, where weights are `pretrained`: as it says, or
     with None as far as the network tells."""
+    require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
     known = pretrained if pretrained is not None else network is not None and bool(not_from_scratch(network))
     return replace(settings, planner=replace(settings.planner, family=None)) if known else settings
 

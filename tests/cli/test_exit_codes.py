@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,13 @@ def test_a_status_that_is_shown_again_and_again_ends_at_ctrl_c(monkeypatch: pyte
         assert status.main(["x", "--every", "0.01"]) == code_of("Ctrl-C")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("words", "ending"), [("baoc --list specs", "done"), ("baoc.optim.table nothing", "a wrong value")]
+)
+def test_a_command_without_standard_streams_ends_as_with_them(words: str, ending: str, closed: str, tmp_path: Path):
+    shell = f"exec {sys.executable} -m {words} {closed}"
+    done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == code_of(ending)

@@ -160,6 +160,13 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(cache.sys, "platform", "darwin")
     assert cache.cache_folder() == Path.home() / "Library" / "Caches" / "baoc"
 
+    def no_account() -> Path:  # a container's user, with HOME unset
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache.Path, "home", no_account)
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert cache.cache_folder().is_relative_to(tmp_path / f"baoc-{cache.user()}")
+
 
 class TestWhoseLibraryItIs:
     """What another user could have planted, and what is no longer what was built, is never loaded."""

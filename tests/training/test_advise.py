@@ -99,6 +99,11 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ({"model": Stack(norm=True)}, "layers.0.1 is a BatchNorm, whose statistics are of one micro-batch"),
         ({"objective": "speed"}, "objective=speed is not allowed: choose one of quality, throughput, balanced"),
         ({"model": nn.Flatten()}, "has no parameters to train"),
+        ({"receipe": "adamw8"}, "there is no argument 'receipe' (did you mean recipe?)"),
+        ({"recipe": "adamw9"}, "recipe=adamw9: there is no such recipe"),
+        ({"betas": (0.9,)}, "betas are (0.9,): give two numbers in [0, 1)"),
+        ({"device": "mps"}, "device=mps is not allowed: it must be cpu or cuda"),
+        ({"batch_size": True}, "batch_size=True is not allowed"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
         ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be 1 or more samples a step, a whole number"),
         ({"model": 3}, "advise was given a int as its network: pass a torch.nn.Module"),
@@ -115,7 +120,7 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
 def test_what_cannot_be_advised_is_told(given, said):
     arguments = {"model": Stack(), "make_batch": make_batch, "loss": loss, "batch_size": 8, **given}
     with pytest.raises(BadInputError, match=re.escape(said)):
-        baoc.advise(**arguments, device="cpu")
+        baoc.advise(**{"device": "cpu", **arguments})
 
 
 @dataclass

@@ -94,6 +94,22 @@ def test_the_step_s_own_temporaries_are_in_the_predicted_peak(probed: bool):
         assert predicted <= 1.05 * meter.peak_bytes
 
 
+def test_no_step_of_a_long_loop_passes_the_least_budget():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 4), nn.Unflatten(1, (4, 1))), torch.randn(8, 16)
+    model.register_buffer("large", torch.zeros(300, 300))  # so that no look before training is the peak
+
+    def loss() -> Tensor:
+        return model(x).square().mean()
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        BaocOptimizer(model, budget=64, probe=loss, verbose=False)
+    optimizer = BaocOptimizer(model, budget=refused.value.least_feasible_bytes, probe=loss, verbose=False)
+    with PeakMeter(torch.device("cpu"), model, x, list(optimizer.state.values())) as meter:
+        train(optimizer, loss, steps=200)
+    assert meter.peak_bytes <= refused.value.least_feasible_bytes
+
+
 def test_without_a_probe_the_first_step_measures_itself():
     model, loss = make()
     optimizer = BaocOptimizer(model, budget="300mb", lr=1e-2)

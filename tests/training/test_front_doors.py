@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import baoc
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
@@ -351,3 +353,28 @@ def test_an_argument_typed_wrong_is_told_with_what_is_near(door: Callable[..., o
         door(bugdet="1gb")
     with pytest.raises(BadInputError, match=r"race is an argument of run.py.*mode=race. Here recipe=FILE takes what"):
         door(race="auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"settings": {"release": True}}, "settings is a dict: give SessionSettings"),
+        ({"checkpointing": "all"}, "checkpointing=all is not allowed: it must be a number of layers from 0"),
+        ({"checkpointing": -1}, "checkpointing=-1 is not allowed"),
+        ({"pretrained": "no"}, "pretrained=no is not allowed: it must be True, False or None"),
+        ({"model": "net"}, "model is a str: give the torch.nn.Module that has the parameters"),
+        ({"probe": 3}, "probe is a int: give a function that runs one forward and backward"),
+        ({"lr": True}, "lr is True: give a finite number"),
+        ({"lr": 10**400}, "give a finite number of at least 0"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_told_by_each_door_that_takes_it(given: dict[str, Any], said: str):
+    with pytest.raises(BadInputError, match=re.escape(said)):
+        BaocOptimizer(Classifier(), budget="state_25", verbose=False, **given)
+    if next(iter(given)) in ("settings", "checkpointing"):
+        with pytest.raises(BadInputError, match=re.escape(said)):
+            BaocStrategy("state_25", **given)
+    if next(iter(given)) in ("settings", "pretrained"):
+        with pytest.raises(BadInputError, match=re.escape(said)):
+            baoc.advise(Classifier(), len, len, batch_size=2, budget="state_25", **given)

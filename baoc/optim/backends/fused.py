@@ -37,7 +37,7 @@ from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
 _PER_ELEMENT = 48  # bytes at most that an eager step takes for each element of a matrix
-_AHEAD = 64  # phases whose lanes are prepared at once: one at a time would cost a step ten microseconds
+_AHEAD = 8  # phases whose lanes are prepared at once, 4 KiB: one at a time would cost a step ten microseconds
 _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
 
 
@@ -414,7 +414,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
     )
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _many_kernel_lanes(first: int) -> list[memoryview]:
     flat = lanes_for(lanes_of(first, _AHEAD)).flatten().numpy().data
     return [flat[begin : begin + NUM_LANES] for begin in range(0, len(flat), NUM_LANES)]

@@ -126,10 +126,10 @@ def _scipy() -> tuple[Any, Any]:
 @contextmanager
 def _quiet() -> Generator[None]:
     """Drops what is written to descriptor 1: HiGHS leaves debug lines there that no option of scipy's turns off."""
-    sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # the process has no standard output
+        sys.stdout.flush()
+    except (OSError, AttributeError):  # the process has no standard output
         yield
         return
     try:

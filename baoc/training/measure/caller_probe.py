@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor, nn
 
 from baoc.cache import cache_folder
+from baoc.errors import BadInputError
 from baoc.profiling import probe_footprint
 from baoc.profiling.footprint import restored
 from baoc.profiling.latency import series_seconds
@@ -25,6 +26,8 @@ class CallerProbe:
     accumulation = 1
 
     def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor], averaged: bool = False):
+        if not callable(run):
+            raise BadInputError(f"probe is a {type(run).__name__}: give a function that runs one forward and backward")
         self._run, self._source, self._averaged = run, source, averaged
         self._module = source if isinstance(source, nn.Module) else None
         self._all = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
