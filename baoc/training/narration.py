@@ -129,7 +129,9 @@ class Narrator:
             each = by_rank(self.by_rank if any(self.by_rank) else ())
             lines.append(f"peak {measured}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
-        if limit is None:
+        if self.reallocator.awaited is not None:
+            lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
+        elif limit is None:
             lines.append(f"budget {plan.budget.name}: no limit on memory or state")
         elif held is None:
             why = "to be judged once a peak is measured"

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from baoc import BaocStrategy
 from baoc.core.budgets import parse_budget
-from baoc.errors import BadInputError, CheckpointError
-from baoc.types import to_plain
+from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
+from baoc.planning.planner import PlannerSettings
+from baoc.training.session import SessionSettings
+from baoc.types import Role, to_plain
 from tests.support.classifier import QUIET, loader, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
@@ -117,6 +119,51 @@ def test_a_memory_budget_that_binds_holds_for_both_together():
     held = sum(one.optimizer.state_bytes() for one in strategy.reallocators)
     assert 0 < held <= states // 4 and all(one.plan.binding for one in strategy.reallocators)
     assert strategy.budget_met and all(one.plan.budget.memory_bytes == tight for one in strategy.reallocators)
+
+
+class Unlike(Gan):
+    """The discriminator, a small part of all, has norms alone, which keep fp32 AdamW."""
+
+    def __init__(self, **given: Any):
+        super().__init__(**given)
+        self.generator = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)], nn.Linear(4, 16))
+        self.discriminator = nn.Sequential(*[nn.LayerNorm(16) for _ in range(8)])
+
+
+class LateAtFirst(Gan):
+    """Parameters come to the generator before it has stepped, so that no step of it was measured."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.generator[0].requires_grad_(batch_idx > 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx + 1)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("make", [Gan, Unlike, lambda: LateAtFirst(every=3)], ids=["alike", "unlike", "late"])
+def test_a_refusal_names_what_is_enough_for_all_optimizers(make: Callable[[], Gan]):
+    planner = PlannerSettings(specs=("adamw", "adamw_int8"), keep_fp32_roles=(Role.NORM,))
+    given: dict[str, Any] = {"settings": SessionSettings(planner=planner), "verbose": False}
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        trained(BaocStrategy(100, **given), make())
+    least = refused.value.least_feasible_bytes
+    with pytest.raises(InfeasibleBudgetError, match=f"least feasible is .*{least} bytes"):
+        trained(BaocStrategy(least - 1, **given), make())
+    strategy = BaocStrategy(least, **given)
+    trained(strategy, make())
+    assert all(one.plan.peak_bytes <= least for one in strategy.reallocators)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_budget_that_was_never_planned_for_is_not_called_none(capsys: pytest.CaptureFixture[str]):
+    class First(Gan):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.step(self.optimizers()[1], lambda: self.discriminator(batch[0]).mean())  # pyright: ignore[reportIndexIssue]
+
+    trained(strategy := BaocStrategy("8gb"), First())
+    assert "budget 8gb: not planned for, as not every optimizer has stepped yet" in capsys.readouterr().out
+    assert strategy.budget_met is None
 
 
 def test_each_verdict_knows_of_a_step_that_was_measured_as_parameters_came_to_one_optimizer():

@@ -6,10 +6,10 @@ for `BaocOptimizer` without a probe, for modules that step several optimizers, a
 
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.optim import seeding
 from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
 from baoc.profiling.memory import settle_allocator
@@ -126,21 +126,28 @@ def _close(hooks: ExitStack, cap: ExitStack) -> None:
 
 
 def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
-    """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have; of
-    what the budget then leaves beside forward and backward, each other one gets its part by AdamW's bytes."""
-    planners = [reallocator.planner for reallocator in reallocators]
-    footprints = [planner.footprint for planner in planners if planner.footprint is not None]
-    limit, base = planners[0].budget.memory_bytes, max(map(_without_state, footprints))
+    """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have. Of
+    what the budget then leaves beside forward and backward, each other one gets the least that it needs, and a part of
+    the rest by the bytes that AdamW's states have beyond that. What is too little for all is so for the first one."""
+    footprints = {one: one.planner.footprint for one in reallocators if one.planner.footprint is not None}
+    bare = {one: _without_state(footprint) for one, footprint in footprints.items()}
     kept = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
-    whole = sum(one.planner.state_bytes_adamw + one.late_bytes_adamw for one in moving)
-    room = max((limit or 0) - base - kept, 0)
-    for one, footprint in zip(reallocators, footprints, strict=True):
+    several = len(moving) > 1 or any(one.late for one in moving)
+    least = {one: one.planner.least_bytes() - bare[one] if several else 0 for one in moving}
+    more = {one: max(one.planner.state_bytes_adamw - held, 0) for one, held in least.items()}
+    late = {one: one.late_bytes_adamw - one.late_bytes for one in moving}  # which came at the least
+    held = kept + sum(least.values()) + sum(one.late_bytes for one in moving)
+    whole = max(sum(more.values()) + sum(late.values()), 1)
+    room = (reallocators[0].planner.budget.memory_bytes or 0) - max(bare.values()) - held
+    room = min(max(room, 0), whole)
+    for one, footprint in footprints.items():
         if one in staying:
-            others = kept - one.plan.allocation.state_bytes + min(room, whole)
+            others = held - one.plan.allocation.state_bytes + room
         else:
-            own = one.planner.state_bytes_adamw
-            others = kept + min(room - room * own // whole, whole - own)
+            others = held - least[one] + room - room * more[one] // whole + max(bare.values()) - bare[one]
             if one.late:
-                one.replan_late(share=min(1.0, room / whole))
+                share = (one.late_bytes + room * late[one] / whole) / one.late_bytes_adamw
+                with suppress(InfeasibleBudgetError):  # they stay at the least
+                    one.replan_late(share=min(share, 1.0))
         one.planner.footprint = replace(footprint, others_bytes=max(others, 0))
