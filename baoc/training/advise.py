@@ -138,18 +138,12 @@ def advise(
         )
     if loss is None and not isinstance(model, L.LightningModule):
         raise BadInputError("advise needs a loss: a function of (model, batch) that returns the mean loss")
-    if precision not in PRECISIONS:
-        raise BadInputError(
-            f"precision={precision} is not allowed: micro-batches are tried at {' or '.join(PRECISIONS)}"
-        )
+    require(precision in PRECISIONS, "precision", precision, " or ".join(PRECISIONS))
     if not any(param.requires_grad for param in model.parameters()):
         raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
-    if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
-        raise BadInputError(
-            f"batch_size={batch_size} is not allowed: it must be 1 or more samples a step, a whole number"
-        )
-    if objective not in OBJECTIVES:
-        raise BadInputError(f"objective={objective} is not allowed: choose one of {', '.join(OBJECTIVES)}")
+    counts = isinstance(batch_size, Integral) and not isinstance(batch_size, bool) and batch_size >= 1
+    require(counts, "batch_size", batch_size, "1 or more samples a step, a whole number")
+    require(objective in OBJECTIVES, "objective", objective, f"one of {', '.join(OBJECTIVES)}")
     split = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if split:
         raise BadInputError(

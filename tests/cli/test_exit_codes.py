@@ -186,7 +186,7 @@ def test_a_status_that_is_shown_again_and_again_ends_at_ctrl_c(monkeypatch: pyte
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
-    ("words", "ending"), [("baoc --list specs", "done"), ("baoc.optim.table nothing", "a wrong value")]
+    ("words", "ending"), [("baoc --list specs", "done"), ("baoc.frontier.report nowhere", "a path")]
 )
 def test_a_command_without_standard_streams_ends_as_with_them(words: str, ending: str, closed: str, tmp_path: Path):
     shell = f"exec {sys.executable} -m {words} {closed}"

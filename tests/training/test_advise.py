@@ -97,7 +97,7 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ),
         ({"precision": "16-mixed"}, "precision=16-mixed is not allowed"),
         ({"model": Stack(norm=True)}, "layers.0.1 is a BatchNorm, whose statistics are of one micro-batch"),
-        ({"objective": "speed"}, "objective=speed is not allowed: choose one of quality, throughput, balanced"),
+        ({"objective": "speed"}, "objective=speed is not allowed: it must be one of quality, throughput, balanced"),
         ({"model": nn.Flatten()}, "has no parameters to train"),
         ({"receipe": "adamw8"}, "there is no argument 'receipe' (did you mean recipe?)"),
         ({"recipe": "adamw9"}, "recipe=adamw9: there is no such recipe"),
