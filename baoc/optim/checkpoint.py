@@ -35,12 +35,10 @@ _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
 
 
-def save(
-    registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int, waiting: Saved | None = None
-) -> dict[str, Any]:
+def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them out before stepping on.
 
-    Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. `waiting`:
+    Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. Among them are
     loaded states of parameters that are frozen so far.
     """
     registry.forget_overwritten()
@@ -56,13 +54,11 @@ def save(
         names, tuned = [slot.name for slot in live.slots], live.slots[0].tuned if live.slots else None
         blocks[name] = _spec_entry(live.spec, params=names, unseeded=live.unseeded, tuned=tuned)
         blocks[name] |= {} if live.match is None else {"match": live.match}
-    for name, held in (waiting.states if waiting is not None else {}).items():
-        assert waiting is not None
-        if name in index:
-            state[index[name]] = dict(held)
-            entry = _spec_entry(
-                waiting.specs[name], params=[name], unseeded=waiting.unseeded, tuned=waiting.tuned.get(name)
-            )
+    if (waiting := registry.waiting) is not None:
+        for name in (name for name in waiting.states if name in index):
+            state[index[name]] = dict(waiting.states[name])
+            tuned = waiting.tuned.get(name)
+            entry = _spec_entry(waiting.specs[name], params=[name], unseeded=waiting.unseeded, tuned=tuned)
             blocks[_free(name, taken=blocks)] = entry
     own = {"baoc_schema": SCHEMA, "num_steps": num_steps, "blocks": blocks}
     groups = _plain_groups(param_groups)

@@ -380,7 +380,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
 
 def _load_match(live: LiveBlock, *, saved: Saved, registry: BlockRegistry, converted: bool, rms: list[float]) -> None:
     """The block's matching state; where it is another block than when saved, its target and a new measurement."""
-    live.applied, live.fresh = None, True
+    live.fresh = True
     if not live.matched or not live.slots:
         return
     names, match = saved.matches.get(live.block.name, ((), None))

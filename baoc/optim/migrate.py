@@ -198,15 +198,6 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
     return decl.kind, decl.layout, decl.level
 
 
-def rms_of(name: str, *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> float | Tensor | None:
-    """RMS of a block's last update before the learning rate; None where it is unknown."""
-    live = registry.live[name]
-    if live.applied is not None and live.applied >= 0:  # below 0 while only its place exists
-        return live.applied
-    with registry.states_on_device(live, keep=False):
-        return last_rms(live, state=registry.state, param_groups=param_groups)
-
-
 def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
     """RMS of an unmatched block's last update, recomputed from its states; None where they do not determine it."""
     if live.unseeded:

@@ -417,14 +417,6 @@ class BlockwiseOptimizer(Optimizer):
     def state_bytes(self) -> int:
         return sum(self.block_state_bytes().values())
 
-    @torch.no_grad()
-    def update_rms(self, blocks: Iterable[str] | None = None) -> dict[str, float]:
-        """Block -> RMS of its last update before the learning rate. Blocks that do not know it are left out; None asks
-        all."""
-        asked = self.registry.live if blocks is None else blocks
-        rms = {name: migration.rms_of(name, registry=self.registry, param_groups=self.param_groups) for name in asked}
-        return {name: float(value) for name, value in rms.items() if value is not None}
-
     # -- changing it ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -485,9 +477,7 @@ class BlockwiseOptimizer(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._check_between_steps("state_dict was called")
-        state = checkpoint.save(
-            self.registry, param_groups=self.param_groups, num_steps=self.num_steps, waiting=self.registry.waiting
-        )
+        state = checkpoint.save(self.registry, param_groups=self.param_groups, num_steps=self.num_steps)
         if self.releaser is not None:
             state["release"] = self.releaser.state_dict()
         for hook in self._optimizer_state_dict_post_hooks.values():

@@ -126,8 +126,8 @@ class LiveBlock:
     """A block as it runs: its spec, its slots, and its matching state.
 
     `match` is fp32[2] on the block's device: target and own update RMS, own < 0 where it is not measured yet.
-    `applied` is the RMS of the last update, of a matched block after its first step. `unseeded` names the parameters
-    whose v is to be started by their next gradient, see `optim.seeding`; `carried` is the update RMS before that.
+    `unseeded` names the parameters whose v is to be started by their next gradient, see `optim.seeding`; `carried` is
+    the update RMS before that.
     """
 
     block: Block
@@ -136,7 +136,6 @@ class LiveBlock:
     slots: list[Slot]
     match: Tensor | None = None
     fresh: bool = True  # own RMS is to be measured before the next step
-    applied: float | Tensor | None = None
     unseeded: set[str] = field(default_factory=set)
     carried: float | None = None
 

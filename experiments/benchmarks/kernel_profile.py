@@ -63,10 +63,12 @@ def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engin
 
 def kernels_of(engine: Engine, matched: bool) -> str:
     """Milliseconds of each kernel of a step, the largest first."""
-    engine.run(matched=matched, graphs=False)
+    was, engine.graphs.on = engine.graphs.on, False  # a graph would be one event
+    engine.run(matched=matched)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.run(matched=matched, graphs=False)
+        engine.run(matched=matched)
         torch.cuda.synchronize()
+    engine.graphs.on = was
     times: dict[str, float] = {}
     for event in profile.events() or ():
         times[event.name] = times.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3

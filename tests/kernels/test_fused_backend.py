@@ -198,17 +198,6 @@ def test_surges_and_blocks_that_stood_still_are_treated_alike() -> None:
             pair.check(steps=0.02)
 
 
-@interpreted
-def test_update_rms_is_unknown_before_the_first_gradient() -> None:
-    pair = Pair("lion", SMALL)
-    pair.give()
-    for params in pair.params:
-        params["b"].grad = None
-    pair.step()
-    assert set(pair.fused.update_rms()) == {"a"}
-    pair.check()
-
-
 # -- changes between steps ------------------------------------------------------------------------------------
 
 

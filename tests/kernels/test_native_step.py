@@ -143,7 +143,6 @@ def test_blocks_of_several_tensors_are_matched_as_one():
                     params["large"].grad *= 1e3
             pair.step()
             pair.check()
-        assert pair.native.update_rms() == pytest.approx(pair.eager.update_rms(), rel=1e-4)
 
 
 def test_a_block_that_stood_still_moves_as_the_eager_one():

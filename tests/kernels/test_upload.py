@@ -35,7 +35,7 @@ def test_slots_are_filled_in_turn_once_they_were_read() -> None:
     buffer = make()
     events: list[Any] = [Mock() for _ in range(3)]
     order = []
-    buffer.on_cuda, buffer.slots, buffer._free = True, buffer.slots * 3, events
+    buffer.on_cuda, buffer.slots, buffer.events = True, buffer.slots * 3, events
     for _ in range(4):
         order.append(buffer.slot())
         buffer.send()

@@ -16,6 +16,7 @@ from baoc.errors import BaocError, CheckpointError
 from baoc.optim.rules import RULES
 from baoc.planning.cost import state_bytes
 from baoc.types import StateKind
+from tests.support.matched import last_rms_of
 from tests.support.optimizing import (
     SHAPES,
     Gradients,
@@ -92,7 +93,7 @@ class TestAnotherPlan:
 
     def test_a_matched_block_aims_at_what_the_checkpoints_block_did(self) -> None:
         params, saved, _ = trained({"w": (17, 64)}, "adamw", lr=1e-2, steps=20)
-        rms = saved.update_rms()["w"]
+        rms = last_rms_of(saved, "w")
         optimizer = build(twin_of(params), "lion")
         optimizer.load_state_dict(saved.state_dict())
         match = optimizer.registry.live["w"].match

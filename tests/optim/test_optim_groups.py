@@ -127,7 +127,6 @@ def test_an_empty_parameter_last_or_alone_is_no_trouble() -> None:
             assert "a" not in params or not torch.equal(params["a"], before["a"])
             again = build(make_params(shapes), spec)
             again.load_state_dict(optimizer.state_dict())
-            assert not optimizer.update_rms() or all(r == r for r in optimizer.update_rms().values())
 
 
 class TestLateParameters:

@@ -18,12 +18,12 @@ from baoc.optim.migrate import (
     needs_all_rows,
     over_ranks,
     planned_growth,
-    rms_of,
 )
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, allocate, make_slot, slot_under
 from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
+from tests.support.matched import last_rms_of
 from tests.support.optimizing import (
     Gradients,
     assert_same,
@@ -164,7 +164,7 @@ class TestNoMomentsNoV:
         run.move("adamw_shared_in", moments=False)
         resumed = run.fork()
         resumed.optimizer.registry.live["all"].unseeded.clear()
-        assert run.optimizer.update_rms()["all"] == pytest.approx(run.last_rms, rel=0.1)
+        assert last_rms_of(run.optimizer, "all") == pytest.approx(run.last_rms, rel=0.1)
         resumed.optimizer.load_state_dict(run.optimizer.state_dict())
         for other in (run, resumed, run.fork()):
             assert 0.35 * run.last_rms < other.step() < 1.6 * run.last_rms
@@ -339,18 +339,12 @@ def test_the_last_rms_is_of_the_elements_that_were_stepped(steps: int) -> None:
         before = params["matrix"].detach().clone()
         optimizer.step()
         moved = (params["matrix"].detach() - before) / LR
-    assert optimizer.update_rms()["all"] == pytest.approx(float(moved.square().mean().sqrt()), rel=1e-4)
-
-
-@pytest.mark.parametrize("applied", [0.0, 0.5, 2.0])
-def test_the_rms_that_a_kernel_noted_is_taken_as_it_is(applied: float) -> None:
-    registry: Any = SimpleNamespace(live={"all": SimpleNamespace(applied=torch.tensor(applied))})
-    assert rms_of("all", registry=registry, param_groups=[]) == applied
+    assert last_rms_of(optimizer, "all") == pytest.approx(float(moved.square().mean().sqrt()), rel=1e-4)
 
 
 def test_a_last_rms_that_states_do_not_tell_is_unknown() -> None:
     _, optimizer, _ = trained(SHAPES, "lion", rms_matching=False, steps=1)
-    assert optimizer.update_rms() == {}
+    assert last_rms_of(optimizer, "linear") is None
 
 
 @pytest.mark.parametrize(("spec", "corrected"), [("adamw", True), ("lion", False)])
@@ -485,14 +479,6 @@ def test_the_growth_of_a_move_is_of_states_and_weights_on_the_device(target: str
 
     (after, more), (before, less) = live(target), live(held)
     assert planned_growth(after, held=before) == more - less
-
-
-def test_to_read_the_last_rms_leaves_states_on_the_host_alone() -> None:
-    params, optimizer, _ = trained({"w": (64, 64)}, "adamw@streamed", steps=1)
-    held = optimizer.state[params["w"]]
-    versions = {key: value._version for key, value in held.items()}
-    assert optimizer.update_rms()["w"] > 0
-    assert {key: value._version for key, value in held.items()} == versions
 
 
 def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() -> None:

@@ -40,7 +40,10 @@ def fused_step(
     `thresholds`: the codecs' lanes of this step's `phase`, fp32 [32] on the CPU. `call` is what `kinds.Call` says. With
     `track`, returns the sums of squares of each tensor's own update (fp32 [tensors], deterministic).
     """
-    prepare(table, options=options, thresholds=thresholds, phase=phase, advance=mode == "step")
+    steps = engine_of(table).settings.steps.clone()
+    prepare(table, options=options, thresholds=thresholds, phase=phase)
+    if mode != "step":
+        engine_of(table).settings.steps.copy_(steps)
     return launch(table, mode=mode, **call)
 
 
@@ -50,11 +53,10 @@ def prepare(
     options: Sequence[Options],
     thresholds: Iterable[float] | None = None,
     phase: int = 0,
-    advance: bool = True,
 ) -> None:
-    """Brings addresses and settings up to date and, unless told otherwise, counts the step."""
+    """Brings addresses and settings up to date, and counts the step."""
     lanes = None if thresholds is None else lanes_for(torch.tensor([list(thresholds)]))[0].numpy().data
-    engine_of(table).stage(options, thresholds=lanes, phase=phase, advance=advance)
+    engine_of(table).stage(options, thresholds=lanes, phase=phase)
 
 
 def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **call: bool) -> Tensor | None:

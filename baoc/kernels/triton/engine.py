@@ -132,8 +132,6 @@ class Engine:
         self._members = torch.tensor(members, dtype=torch.int32, device="cpu").to(self.device)
         ends = list(accumulate((len(places) for places in blocks.values()), initial=0))
         self._blocks = torch.tensor(ends, dtype=torch.int32, device="cpu").to(self.device)
-        # RMS of each block's last update, after matching, in the order of `matches`; -1 before its first.
-        self.applied = torch.full((max(len(blocks), 1),), -1.0, dtype=torch.float32, device=self.device)
 
     def _bind(self) -> None:
         for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
@@ -149,21 +147,14 @@ class Engine:
     def nbytes(self) -> int:
         """Device bytes held beyond the optimizer's state, the tables' own included."""
         own = (self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.left_out)
-        more = (self.partial, self._spans, self._blocks, self._members, self.applied)
+        more = (self.partial, self._spans, self._blocks, self._members)
         total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in (*own, *more))
         return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
 
     # -- the host's part ------------------------------------------------------------------------------------------
 
-    def stage(
-        self,
-        options: Sequence[Options],
-        *,
-        thresholds: memoryview | None = None,
-        phase: int = 0,
-        advance: bool = True,
-    ) -> None:
-        """Sends addresses and settings of the coming step and, unless told otherwise, counts it.
+    def stage(self, options: Sequence[Options], *, thresholds: memoryview | None = None, phase: int = 0) -> None:
+        """Sends addresses and settings of the coming step, and counts it.
 
         `phase` is that of the step, `thresholds` what `lanes_for` makes of the codecs' lanes of it.
         """
@@ -178,8 +169,7 @@ class Engine:
             struct.pack_into("I", shared, 4 * NUM_LANES, phase * _PER_PHASE % 2**32)
         self._upload.send()
         self._on_device = self.gradients.version
-        if advance:
-            self.settings.advance()
+        self.settings.advance()
 
     def _place(self) -> int:
         """The slot to fill, with the addresses of the gradients in it."""
@@ -198,12 +188,9 @@ class Engine:
         marked: bool = False,
         measure: Sequence[FusedTable] = (),
         others_measure: bool = False,
-        graphs: bool = True,
     ) -> None:
         """Kernels, and what they count comes back. `measure`: tables with blocks that have no own RMS yet, which is
         found before they step; `others_measure`: so have other ranks, who share.
-
-        `graphs` False: launched plainly, as a profile needs.
         """
         room = self._take_room()
         if (measure or others_measure) and matched:
@@ -217,7 +204,7 @@ class Engine:
         for number, launch_part in enumerate(self._parts(matched=matched, marked=marked)):
             if number:
                 self._add_up()  # which no graph captures
-            if graphs and self.graphs.on:
+            if self.graphs.on:
                 self.graphs.run((number, key), launch_part)
             else:
                 launch_part()
@@ -299,7 +286,6 @@ class Engine:
             self.ptrs,
             self.sums,
             self.left_out,
-            self.applied,
             self.repair,
             MEASURE=measure,
             LANES=_MATCH_LANES,

@@ -60,7 +60,6 @@ def match_kernel(
     ptrs,  # int64[tensors, 8]
     sums,  # fp32[tensors]
     left_out,  # int32[tensors]: read and set back to 0
-    applied,  # fp32[blocks]: RMS of the update after matching
     repair,  # fp32[tensors]: what the factor lacked
     MEASURE: tl.constexpr,  # only own RMS, of blocks that have none yet
     LANES: tl.constexpr,
@@ -74,7 +73,6 @@ def match_kernel(
     used = matched_factor(match_addr)
     lanes = tl.arange(0, LANES)
     own_square = tl.zeros([LANES], dtype=tl.float32)
-    applied_square = tl.zeros([LANES], dtype=tl.float32)
     count = tl.zeros([LANES], dtype=tl.float32)
     stepped = tl.zeros([LANES], dtype=tl.int32)
     for begin in range(first, last, LANES):
@@ -90,7 +88,6 @@ def match_kernel(
         factor = tl.where(own > _TINY, usual, target / rms)
         factor = tl.where(rms > _TINY, factor, used)  # the update is zero, so there is nothing to repair
         own_square += total
-        applied_square += total * factor * factor
         count += num
         stepped += there.to(tl.int32)
         tl.store(left_out + tensor, 0, mask=there)
@@ -99,11 +96,7 @@ def match_kernel(
     if tl.sum(stepped) > 0:
         num = tl.maximum(tl.sum(count), 1.0)
         new = tl.sqrt(tl.sum(own_square) / num)
-        if MEASURE:
-            tl.store(match + 1, tl.where(own < 0.0, new, own))
-        else:
-            tl.store(match + 1, new)
-            tl.store(applied + block, tl.sqrt(tl.sum(applied_square) / num))
+        tl.store(match + 1, tl.where(own < 0.0, new, own) if MEASURE else new)
 
 
 @triton.jit

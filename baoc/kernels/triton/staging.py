@@ -265,7 +265,7 @@ class Upload:
         self.slots = [self._pinned(nbytes) for _ in range(SLOTS if self.on_cuda else 1)]
         self._received = self._pinned(8 * num_back)
         self.received = memory_of(self._received)
-        self._free = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
+        self.events = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
         self._next = 0
 
     @property
@@ -278,14 +278,14 @@ class Upload:
     def slot(self) -> int:
         """The slot to fill, the same until it is sent. It still holds an older step's bytes: write all that matter."""
         if self.on_cuda:
-            self._free[self._next].synchronize()  # at once where it was never sent
+            self.events[self._next].synchronize()  # at once where it was never sent
         return self._next
 
     def send(self, nbytes: int | None = None) -> None:
         """The slot's bytes, or the first of them, go up on the current stream; the next slot is to be filled."""
         self.device[:nbytes].copy_(self.slots[self._next][:nbytes], non_blocking=True)
         if self.on_cuda:
-            self._free[self._next].record()
+            self.events[self._next].record()
         self._next = (self._next + 1) % len(self.slots)
 
     def receive(self, *, wait: bool = False) -> None:

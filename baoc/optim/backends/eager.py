@@ -83,11 +83,11 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
         for (block, _), (direction, norm, count) in zip(
             batch, _directions(batch, inputs, shards=shards, store=False), strict=True
         ):
-            measures[id(block)].add(norm, factor=1.0, count=count)
+            measures[id(block)].add(norm, count=count)
             del direction  # a tensor that would be held beside those of the next batch
     for block in {id(block): block for block, _ in fresh}.values():
         assert block.match is not None
-        block.match[1], block.fresh = measures[id(block)].rms()[0], False
+        block.match[1], block.fresh = measures[id(block)].rms, False
         measures[id(block)] = Measure()
     for batch in _batches(members):
         for (block, slot), (direction, norm, count) in zip(
@@ -96,13 +96,13 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
             scale = None
             if inputs.matching and block.match is not None:
                 scale = factor(block.match, norm=norm, count=count)
-                measures[id(block)].add(norm, factor=scale, count=count)
+                measures[id(block)].add(norm, count=count)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
             del direction
     for block in {id(block): block for block, _ in members}.values():
         if inputs.matching and block.match is not None:
-            block.match[1], block.applied = measures[id(block)].rms()
+            block.match[1] = measures[id(block)].rms
 
 
 def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:
@@ -294,22 +294,18 @@ def apply_(
 
 @dataclass(slots=True, kw_only=True)
 class Measure:
-    """Sums over the tensors of a block in one step; tensors without dimensions on devices other than the CPU."""
+    """The own updates of a block's tensors in one step; the sum of squares is a tensor where they are on a device."""
 
-    own: float | Tensor = 0.0  # sum of squares of the rule's own update
-    applied: float | Tensor = 0.0  # and after matching
+    square: float | Tensor = 0.0
     count: int = 0
 
-    def add(self, norm: float | Tensor, *, factor: float | Tensor, count: int) -> None:
-        self.own = self.own + norm * norm
-        applied = norm * factor
-        self.applied = self.applied + applied * applied
+    def add(self, norm: float | Tensor, *, count: int) -> None:
+        self.square = self.square + norm * norm
         self.count += count
 
-    def rms(self) -> tuple[float | Tensor, float | Tensor]:
-        """Own and applied RMS."""
-        count = max(self.count, 1)
-        return (self.own / count) ** 0.5, (self.applied / count) ** 0.5
+    @property
+    def rms(self) -> float | Tensor:
+        return (self.square / max(self.count, 1)) ** 0.5
 
 
 def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tuple[float | Tensor, int]:

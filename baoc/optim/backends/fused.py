@@ -284,22 +284,18 @@ class _Unit:
         self._share(tables, state=state)
 
     def _share(self, tables: _Tables, *, state: Mapping[Tensor, State]) -> None:
-        """Step counts of the states become views of the engine's, `applied` of the blocks its measurements."""
+        """Step counts of the states become views of the engine's; notes which blocks have no own RMS yet."""
         for table, members in zip(self.tables, tables.values(), strict=True):
             for index, (_, slot) in enumerate(members):
                 if slot.counts_steps:
                     state[slot.param]["step"] = table.steps[index]
         members = [member for members in tables.values() for member in members]
         held = {id(block.match): block for block, _ in members if block.match is not None}
-        self._fresh: list[tuple[LiveBlock, list[FusedTable]]] = []
-        for index, match in enumerate(self.engine.matches):
-            block = held[match]
-            if block.applied is not None:
-                self.engine.applied[index] = block.applied
-            block.applied = self.engine.applied[index]
-            if block.fresh:
-                its = [table for table in self.tables if any(match is block.match for match in table.matches)]
-                self._fresh.append((block, its))
+        self._fresh = [
+            (block, [table for table in self.tables if any(match is block.match for match in table.matches)])
+            for block in held.values()
+            if block.fresh
+        ]
 
     def device_context(self) -> AbstractContextManager[object]:
         """Makes the unit's device the current one, which costs nothing where it is."""

@@ -138,9 +138,8 @@ class _Unit:
             )
         if matched:
             for block, measure in self._measures():
-                own, block.applied = measure.rms()
                 assert block.match is not None
-                block.match[1] = own
+                block.match[1] = measure.rms
 
     def _set(self, table: _Table, options: Sequence[Options]) -> None:
         """Settings by tensor: those of its parameter group and of the step that it is to make."""
@@ -209,7 +208,7 @@ class _Unit:
         for block, measure in self._measures():
             if block.fresh:
                 assert block.match is not None
-                block.match[1] = measure.rms()[0]
+                block.match[1] = measure.rms
                 block.fresh = False
         for table in self.tables:
             rows = zip(table.members, table.norms, table.active, strict=True)
@@ -222,16 +221,14 @@ class _Unit:
         """Sums over the tensors with gradients, by block."""
         found: dict[int, tuple[LiveBlock, Measure]] = {}
         for table in self.tables:
-            rows = zip(table.members, table.norms, table.factors, table.active, strict=True)
-            for (block, _), (norm, count), scale, active in rows:
+            for (block, _), (norm, count), active in zip(table.members, table.norms, table.active, strict=True):
                 if active:
-                    found.setdefault(id(block), (block, Measure()))[1].add(norm, factor=scale, count=count)
+                    found.setdefault(id(block), (block, Measure()))[1].add(norm, count=count)
         elsewhere = [(b, s) for b, s in self.cut if not s.param.numel() and s.param.grad is not None]
         for block, slot in elsewhere:
-            if id(slot) in self.sums and block.match is not None:
+            if id(slot) in self.sums:
                 norm, count = self.sums[id(slot)]
-                scale = float(factor(block.match, norm=norm, count=count))
-                found.setdefault(id(block), (block, Measure()))[1].add(norm, factor=scale, count=count)
+                found.setdefault(id(block), (block, Measure()))[1].add(norm, count=count)
         return list(found.values())
 
 
