@@ -103,7 +103,7 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ({"recipe": "adamw9"}, "recipe=adamw9: there is no such recipe"),
         ({"betas": (0.9,)}, "betas are (0.9,): give two numbers in [0, 1)"),
         ({"device": "mps"}, "device=mps is not allowed: it must be cpu or cuda"),
-        ({"batch_size": True}, "batch_size=True is not allowed"),
+        ({"batch_size": True}, "batch_size=true is not allowed"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
         ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be 1 or more samples a step, a whole number"),
         ({"model": 3}, "advise was given a int as its network: pass a torch.nn.Module"),

@@ -377,4 +377,4 @@ def test_a_value_of_another_type_is_told_by_each_door_that_takes_it(given: dict[
             BaocStrategy("state_25", **given)
     if next(iter(given)) in ("settings", "pretrained"):
         with pytest.raises(BadInputError, match=re.escape(said)):
-            baoc.advise(Classifier(), len, len, batch_size=2, budget="state_25", **given)
+            baoc.advise(Classifier(), torch.ones, lambda model, batch: batch, batch_size=2, budget="state_25", **given)
