@@ -336,7 +336,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
 
 
 def names_yaml_file(text: str) -> bool:
-    """Whether `text` ends in .yaml or .yml, whether the file exists or not."""
+    """Whether `text` ends as a file of YAML or JSON does, whether the file exists or not."""
     return text.endswith(_SUFFIXES)
 
 
