@@ -7,7 +7,6 @@ found it costs one reduction. "Non-finite" means not `usable`: NaN, infinity, or
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,14 +16,12 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from baoc.errors import BadInputError, DivergedError, unknown_name
-from baoc.kernels.cpp import build
 from baoc.kernels.usable import LIMIT, usable
 from baoc.optim.backends.base import Backend, StepUnit
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
 MOST_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
-_SCANNED = {torch.float32: 4, torch.bfloat16: 2}  # types that the C++ scan reads, and their bytes per element
 
 
 class NonFiniteFilter:
@@ -201,12 +198,6 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
             raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
         if grad.numel() and grad.device.type != "meta":
             by_device.setdefault(grad.device, []).append(grad)
-    on_cpu = by_device.get(torch.device("cpu"), [])
-    if on_cpu and build.loaded is not None and all([g.dtype in _SCANNED and g.is_contiguous() for g in on_cpu]):
-        del by_device[torch.device("cpu")]
-        rows = array("q", [n for g in on_cpu for n in (g.data_ptr(), g.numel(), _SCANNED[g.dtype])])
-        if not build.loaded.baoc_all_finite(rows.buffer_info()[0], len(on_cpu), torch.get_num_threads()):
-            return False
     # The Euclidean norm is the reduction that every device has a fast kernel for. It may be large where no element
     # is, so then these are looked at one by one; half the limit, because norms are rounded.
     norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]

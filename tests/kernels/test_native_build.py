@@ -34,7 +34,6 @@ print(sorted({choice.backend for choice in optimizer.registry.choices.values()})
 @pytest.fixture(autouse=True)
 def found_anew(monkeypatch: pytest.MonkeyPatch):
     """The library is looked for once per process, so what a test found must not stay."""
-    monkeypatch.setattr(build, "loaded", None)
     build.library_or_why.cache_clear()
     yield
     build.library_or_why.cache_clear()

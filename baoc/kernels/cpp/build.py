@@ -31,7 +31,6 @@ FLAGS = (
 )  # fmt: skip
 _CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts is used
 _TIMEOUT_S = 300
-loaded: ctypes.CDLL | None = None  # the library, once `library` has loaded it: read in every step, compiled by none
 
 
 class Unavailable(Exception):
@@ -62,11 +61,8 @@ def library() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def library_or_why() -> ctypes.CDLL | Unavailable:
     """The library, or the error that `library` raises; a warning is logged once."""
-    global loaded
-    loaded = None
     try:
-        loaded = load(compiled_step())
-        return loaded
+        return load(compiled_step())
     except (OSError, RuntimeError) as error:  # Path.home() raises RuntimeError without a home folder
         why = Unavailable(f"the native step cannot be built or loaded: {error}")
     except Unavailable as error:
@@ -79,8 +75,6 @@ def load(path: Path) -> ctypes.CDLL:
     """Loads a library and declares the types of its functions."""
     found = ctypes.CDLL(str(path))
     found.baoc_step.argtypes, found.baoc_step.restype = [ctypes.c_void_p], None
-    found.baoc_all_finite.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
-    found.baoc_all_finite.restype = ctypes.c_int32
     found.baoc_chunk.argtypes, found.baoc_chunk.restype = [ctypes.c_int32], ctypes.c_int64
     return found
 

@@ -89,39 +89,12 @@ Total step_chunk(const Job& job, int64_t chunk) {
   return total;
 }
 
-// True if n numbers are below a limit in size, given by its bits: magnitudes compare as bits do, and a NaN's are above
-// all. `Bits` are signed, as vectors are compared, and without the sign bit none is negative.
-template <class Bits, Bits SIZE, Bits LIMIT>
-bool all_finite(const Bits* __restrict from, int64_t n) {
-  Bits bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= Bits((from[i] & SIZE) >= LIMIT);
-  return !bad;
-}
-
 }  // namespace
 
 // Elements per chunk; of states per chunk for folded ones.
 #define BAOC_EXPORT extern "C" __attribute__((visibility("default")))
 
 BAOC_EXPORT int64_t baoc_chunk(int32_t fold) { return fold > 1 ? states_per_chunk(fold) : CHUNK; }
-
-// Whether all numbers of `count` tensors are below 2^48 in size (see baoc.kernels.usable); each is (address, elements, bytes of one: 4, or 2 of bf16).
-BAOC_EXPORT int32_t baoc_all_finite(const int64_t* tensors, int64_t count, int32_t threads) {
-  constexpr int64_t PIECE = 8 * CHUNK;
-  std::vector<int64_t> pieces;  // tensor and first element
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t start = 0; start < tensors[3 * i + 1]; start += PIECE) pieces.insert(pieces.end(), {i, start});
-  std::atomic<bool> finite{true};
-  share_out(threads, int64_t(pieces.size() / 2), [&](int64_t task) {
-    const int64_t *t = tensors + 3 * pieces[size_t(2 * task)], start = pieces[size_t(2 * task + 1)];
-    const int64_t n = std::min(PIECE, t[1] - start);
-    if (!finite.load(std::memory_order_relaxed)) return;
-    const bool good = t[2] == 4 ? all_finite<int32_t, 0x7FFFFFFF, 0x57800000>(at<const int32_t>(t[0]) + start, n)
-                                : all_finite<int16_t, 0x7FFF, 0x5780>(at<const int16_t>(t[0]) + start, n);
-    if (!good) finite.store(false, std::memory_order_relaxed);
-  });
-  return finite.load();
-}
 
 BAOC_EXPORT void baoc_step(const Job* given) {
   const Job& job = *given;
