@@ -185,10 +185,6 @@ def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
     return replace(base, name=name, description=description, weights=weights, placement=placement)
 
 
-def _places(spec: OptimizerSpec, *, weights: WeightsInfo) -> bool:
-    return spec.rule not in _STATELESS or weights.correction_bytes > 0
-
-
 def _base(spec: OptimizerSpec) -> OptimizerSpec:
     description = spec.description.partition("; states ")[0].partition("; weights ")[0]
     return replace(spec, name=base_name(spec.name), description=description)
@@ -226,7 +222,7 @@ ON_HOST: dict[str, OptimizerSpec] = {
     row.name: row
     for weights in WEIGHTS.values()
     for spec in NATIVE.values()
-    if _places(spec, weights=weights)
+    if spec.rule not in _STATELESS or weights.correction_bytes
     for row in (_row(spec, weights=weights.name, placement=Placement.HOST_STREAMED),)
 }
 SPECS: dict[str, OptimizerSpec] = {**ON_DEVICE, **ON_HOST}

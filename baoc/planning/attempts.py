@@ -1,6 +1,7 @@
-"""The attempts at a plan: each fixes the room for a step's temporaries, host placement, and how savings are counted.
+"""The attempts at a plan: allocation problems whose limits are sums, made of one memory budget (see `limits`).
 
-Within one attempt the charged bytes are sums, and the peak of the resulting plan then decides.
+Each fixes the room for a step's temporaries, host placement, and how savings of 16-bit weights are counted. The
+predicted peak of the plan that comes of it then decides.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from baoc.planning.allocators import NoFeasibleAllocation, least_bytes
 from baoc.planning.budgeted import BudgetedBlocks
-from baoc.planning.limits import Pool, levels, most_saved_by
-from baoc.planning.placement import StagingLimit, staging_limits
+from baoc.planning.limits import Pool, StagingLimit, levels, most_saved_by, staging_limits
 from baoc.types import Candidate, Limits, Plan, Profile
 
 SPARE = 0.02  # share of a budget that is not worth a search
@@ -70,13 +70,9 @@ def all_attempts(
                     yield Attempt(pool=pool, limits=limits, base_peak=above, staging=staging)
 
 
-def least_of(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> list[Candidate]:
-    """The candidates of fewest bytes in the budget's own measure; within the host's memory, if that can be met."""
-    return attempt_of_least(planner, attempts).least()
-
-
 def attempt_of_least(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> Attempt:
-    """The attempt whose candidates of fewest bytes are `least_of` all."""
+    """The attempt whose `least()` takes fewest bytes in the budget's own measure; within the host's memory, if that can
+    be met."""
     attempts = list(attempts)
     return min([a for a in attempts if a.meets_host] or attempts, key=lambda one: planner.taken(one.least()))
 

@@ -16,10 +16,9 @@ from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.allocators.recipe import RecipeAllocator, pick
 from baoc.planning.candidates import build_candidates
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.limits import Savings, charged, saved_by, savings
-from baoc.planning.placement import StagingLimit, placed, staging_bytes, with_host
+from baoc.planning.limits import Savings, StagingLimit, charged, placed, saved_by, savings, staging_bytes, with_host
 from baoc.planning.risk import RISKS, RiskModel, risk_of
-from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_bytes, pinned_room
+from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_room
 from baoc.types import (
     Allocation,
     Block,
@@ -267,10 +266,6 @@ class BudgetedBlocks(ABC):
     def staging_bytes(self, choices: Mapping[str, str]) -> int:
         """Bytes of the device's buffers, through which states pass that are kept on the host."""
         return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
-
-    def host_bytes(self, allocation: Allocation) -> int:
-        """Pinned host memory of an allocation's states there."""
-        return pinned_bytes(allocation.host_bytes)
 
     def taken(self, chosen: Collection[Candidate]) -> int:
         """Bytes of one candidate per block in the budget's own measure."""

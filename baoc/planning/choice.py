@@ -1,4 +1,4 @@
-"""Chooses which options of a decision to measure, until no unmeasured one could beat the best or time is up.
+"""Chooses which ways to run the batch are measured, until no unmeasured one could beat the best or time is up.
 
 The rate of an option is known in three ways. It is promised by lines through small trials, compared by timing two of
 its steps, or tried: bytes and seconds as in training. Each costs more than the one before and is wrong by less. An

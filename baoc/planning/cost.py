@@ -110,12 +110,8 @@ def together(
 
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
-    return sum(_weight_bytes(param, spec=spec) for param in block.params)
-
-
-def _weight_bytes(param: ParamInfo, *, spec: OptimizerSpec) -> int:
     kept = WEIGHTS[spec.weights].param_bytes
-    return param.numel * kept if kept else native_bytes(param)
+    return sum(param.numel * kept if kept else native_bytes(param) for param in block.params)
 
 
 def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:

@@ -139,37 +139,33 @@ def useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
     return 0
 
 
-def recipe_planner(planner: BudgetedBlocks, recipe: Recipe) -> BudgetedBlocks | None:
-    """The planner of a recipe on the same blocks; None where it tells parts that these do not, leaves some to its
-    fallback, does not apply, or runs rows that are not offered."""
-    if recipe.tells_parts and planner.settings.blocks_by != "layer_part":
+def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> BudgetedBlocks | None:
+    """The planner of a recipe on the same blocks, offered what `planner` is; None where it does not apply, or runs rows
+    that are not offered. `covers`: nor where it tells parts that these blocks do not, or leaves some to its fallback.
+    """
+    if covers and recipe.tells_parts and planner.settings.blocks_by != "layer_part":
         return None
-    if not all(map(recipe.covers, planner.blocks)):
+    if covers and not all(map(recipe.covers, planner.blocks)):
         return None
     try:
         sub = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
     except BadInputError:
         return None
-    return with_offered_rows(sub, planner=planner)
-
-
-def with_offered_rows(sub: BudgetedBlocks, *, planner: BudgetedBlocks) -> BudgetedBlocks | None:
-    """The planner of a recipe without the rows that `planner` is not offered, of whose steps the footprint may not
-    know; None where a block runs one. A recipe brings fallbacks that no block here runs."""
     runs = {pick.spec for pick in sub.allocator.picks.values()}  # pyright: ignore[reportAttributeAccessIssue]
     if not runs <= set(planner.specs):
         return None
+    # A recipe brings fallbacks that no block here runs; of their steps the footprint may not know.
     sub.specs, sub.offered = (
         {name: spec for name, spec in of.items() if name in planner.specs} for of in (sub.specs, sub.offered)
     )
     return sub
 
 
-def recipe_plan(planner: BudgetedBlocks, recipe: Recipe) -> Plan | None:
-    """The plan of a recipe under the planner's budget; None where it does not fit."""
-    sub = recipe_planner(planner, recipe)
+def recipe_plan(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> Plan | None:
+    """The plan of a recipe under the planner's budget; None where it does not fit or apply (see `recipe_planner`)."""
+    sub = recipe_planner(planner, recipe, covers=covers)
     if sub is not None:
-        with suppress(InfeasibleBudgetError):
+        with suppress(InfeasibleBudgetError, BadInputError):
             return sub.propose()
     return None
 

@@ -240,15 +240,13 @@ def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
     up = min(dearer, key=lambda c: (c.cost.charged_bytes, c.risk.total), default=None)
     parts = []
     if down is not None:
-        saved = chosen.cost.charged_bytes - down.cost.charged_bytes
-        parts.append(
-            f"{down.spec} would save {format_bytes(saved)} at +{_delta(chosen, down):.2g} risk ({_terms(down)})"
-        )
+        saved, more = chosen.cost.charged_bytes - down.cost.charged_bytes, down.risk.total - chosen.risk.total
+        parts.append(f"{down.spec} would save {format_bytes(saved)} at +{more:.2g} risk ({_terms(down)})")
     else:
         parts.append("nothing cheaper applies")
     if up is not None:
-        extra = up.cost.charged_bytes - chosen.cost.charged_bytes
-        parts.append(f"{up.spec} would cost {format_bytes(extra)} for {_delta(chosen, up):.2g} risk")
+        extra, less = up.cost.charged_bytes - chosen.cost.charged_bytes, up.risk.total - chosen.risk.total
+        parts.append(f"{up.spec} would cost {format_bytes(extra)} for {less:.2g} risk")
     elif chosen.risk.total <= min(c.risk.total for c in options):
         parts.append("nothing has less risk")
     return Reason(
@@ -258,10 +256,6 @@ def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
         dearer=up.spec if up else None,
         text="; ".join(parts),
     )
-
-
-def _delta(chosen: Candidate, other: Candidate) -> float:
-    return other.risk.total - chosen.risk.total
 
 
 def _terms(candidate: Candidate) -> str:

@@ -1,6 +1,6 @@
-"""The options of one decision: footprints and seconds by micro-batch from a few small ones, and which option is best.
+"""Ways to run the global batch: their footprints and seconds from those of a few micro-batches, and which is best.
 
-Micro-batch, accumulation, recomputed layers, gradient release, weights and allocation belong together, as bytes
+Micro-batch, accumulation, activation recomputation, gradient release, weights and allocation belong together, as bytes
 that one of them saves are what another may spend. Nothing here runs a network.
 """
 

@@ -12,13 +12,14 @@ from baoc.core.recipes import BY_RACE
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocated
 from baoc.planning.allocators.recipe import RecipeAllocator
-from baoc.planning.attempts import Attempt, all_attempts, least_of, spend
+from baoc.planning.attempts import Attempt, all_attempts, attempt_of_least, spend
 from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, read_by
 from baoc.planning.candidates import undominated
+from baoc.planning.limits import StagingLimit
 from baoc.planning.measured import basis_of, best_rate, choose, useful_bytes
 from baoc.planning.messages import last_resort, reasons
-from baoc.planning.placement import StagingLimit
 from baoc.planning.risk import RISKS
+from baoc.planning.transfer import pinned_bytes
 from baoc.types import (
     Allocation,
     Basis,
@@ -42,7 +43,8 @@ class Planner(BudgetedBlocks):
 
     def least_bytes(self) -> int:
         """What the allocation of fewest bytes takes in the budget's own measure."""
-        return self.taken(least_of(self, all_attempts(self, risk="prior", profile=None, every=True)))
+        attempts = all_attempts(self, risk="prior", profile=None, every=True)
+        return self.taken(attempt_of_least(self, attempts).least())
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -211,7 +213,7 @@ class Planner(BudgetedBlocks):
             ("range", risk),
             (read_by(risk, profile), self._lines, self.budget, self.footprint),
             lambda: (
-                self.taken(least_of(self, all_attempts(self, risk=risk, profile=profile, every=True))),
+                self.taken(attempt_of_least(self, all_attempts(self, risk=risk, profile=profile, every=True)).least()),
                 self.taken([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )
@@ -228,7 +230,7 @@ class Planner(BudgetedBlocks):
             binding=allowed is not None and useful > allowed,
             peak_bytes=self.peak_bytes(allocation.choices, state_bytes=allocation.state_bytes + shared),
             staging_bytes=self.staging_bytes(allocation.choices),
-            host_bytes=self.host_bytes(allocation),
+            host_bytes=pinned_bytes(allocation.host_bytes),
             state_bytes_adamw=self.state_bytes_adamw,
             least_feasible_bytes=least,
             most_useful_bytes=useful,

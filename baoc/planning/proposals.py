@@ -5,7 +5,6 @@ bytes, seconds and host memory count as they do in a run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +12,7 @@ import numpy as np
 from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
 from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
-from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.measured import ADAMW, best_rate, ranked, streamed, with_offered_rows
+from baoc.planning.measured import ADAMW, best_rate, ranked, recipe_plan, streamed
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
@@ -155,7 +153,6 @@ def _what_runs(proposal: Proposal) -> object:
 
 def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]:
     """The recipe as it is, with its states on the host, and with other weights, wherever that fits and is offered."""
-    own = replace(planner.settings, recipe=None)
     others = sorted({spec.weights for spec in planner.specs.values()} - {recipe.weights}, key=list(WEIGHTS).index)
     given = [recipe]
     if recipe.weights == "native":
@@ -164,10 +161,9 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
         hosted = [streamed(one) for one in (recipe, *split)] if planner.places else []
         given += [*split, *hosted, *rounded]
     for one in given:
-        with suppress(InfeasibleBudgetError, BadInputError):
-            made = planner.with_settings(replace(own, allocator="recipe", recipe=one))
-            if with_offered_rows(made, planner=planner) is not None:
-                yield one, made.propose()
+        plan = recipe_plan(planner, one, covers=False)
+        if plan is not None:
+            yield one, plan
 
 
 def permuted(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Decides which steps the gradient profiler samples, so that it takes a bounded share of the training time."""
+"""Sampling schedule of the gradient profiler, which bounds its share of the training time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What an optimizer step holds beyond its state while it works on one tensor, per spec: part of the predicted peak."""
+"""Temporary memory of an optimizer step beyond its state, per spec: part of the predicted peak."""
 
 import math
 import warnings

@@ -1,4 +1,8 @@
-"""Chooses one spec per block within the limits; sees Candidates only. Every allocator is one entry of ALLOCATORS."""
+"""Allocators: each block runs one of its candidate specs, so that total risk is least and every limit holds.
+
+That is a multiple-choice knapsack problem with up to four limits: bytes and seconds of the device, bytes of the host,
+seconds of the link. An allocator sees candidates and limits alone; each is one entry of ALLOCATORS.
+"""
 
 from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation
 from baoc.planning.allocators.exact import EXACT

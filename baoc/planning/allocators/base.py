@@ -1,4 +1,4 @@
-"""Shared parts of allocators: the protocol, the candidates as padded arrays, and how choices become an answer."""
+"""The allocators' protocol, and the knapsack problem as arrays [limits, blocks, candidates] with padding."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

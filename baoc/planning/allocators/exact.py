@@ -1,4 +1,4 @@
-"""The oracle: the allocation of least risk, proven by a mixed-integer program."""
+"""`allocator=exact`: the allocation of least risk, proven optimal by a mixed-integer program (HiGHS)."""
 
 from contextlib import suppress
 

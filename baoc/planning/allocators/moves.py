@@ -1,4 +1,6 @@
-"""Changing one or two blocks at a time: down into the limits (`repair`), up into what is left (`fill`, `swap`)."""
+"""Local search over allocations by one or two blocks: down into the limits (`repair`), up into what is left (`fill`,
+`swap`).
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -5,6 +5,7 @@ twelve rows of choices that a solver would have to prove equivalent.
 """
 
 import ctypes
+import importlib
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -85,7 +86,8 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
 
 def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Ints | None, float]:
     """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""
-    optimize, sparse = _scipy()
+    scipy: Any = importlib.import_module("scipy")  # its parts take .3 s, which a command that allocates nothing saves
+    optimize, sparse = scipy.optimize, scipy.sparse
     first = np.array([blocks[0] for blocks in classes])
     sizes = np.array([len(blocks) for blocks in classes], dtype=float)
     row, column = np.nonzero(problem.valid[first])
@@ -114,13 +116,6 @@ def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Int
     counts[row, column] = np.rint(result.x).astype(np.int64)
     bound = result.mip_dual_bound
     return counts, float(result.fun if bound is None else bound) * cost_unit
-
-
-def _scipy() -> tuple[Any, Any]:
-    """scipy.optimize and scipy.sparse: they take 0.3 s to import, which a command that allocates nothing saves."""
-    from scipy import optimize, sparse  # pyright: ignore[reportMissingTypeStubs]
-
-    return optimize, sparse
 
 
 @contextmanager
