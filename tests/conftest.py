@@ -21,6 +21,11 @@ load_profile()
 # The native optimizer step is compiled into the checkout's own cache, not into the user's.
 os.environ.setdefault("BAOC_CACHE", str(ROOT / ".pytest_cache" / "baoc"))
 
+# Under PYTHONDONTWRITEBYTECODE, as images set it, each worker of each run would rewrite the assertions of all modules.
+# Only what is collected is kept: tests import modules that they have just written.
+GIVEN = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
+
 # Workers side by side share the cores; each with threads for all of them would make every one slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,6 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         size = len(items) * (number + 1) // workers - len(items) * number // workers
         share.extend(islice(fast, max(size - len(share), 0)))
     items[:] = [*chain.from_iterable(shares), *fast]
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = GIVEN
 
 
 Completed = subprocess.CompletedProcess[str]
