@@ -116,7 +116,7 @@ _ROWS = (
     ),
     _latents(
         name="latents", builder="build_latents", path_row="latents",
-        description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), a folder of them, or FILE.parquet",
+        description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), or a folder of them",
         options={**_SMALL_SPLIT, "scale": None}, option_types={"scale": float | None},
     ),
     Dataset(

@@ -1,13 +1,12 @@
-"""Latents of an autoencoder as a DataModule, for diffusion: a user's .npy or parquet files, or noise for benchmarks.
+"""Latents of an autoencoder as a DataModule, for diffusion: a user's .npy files, or noise for benchmarks.
 
 Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to standard deviation 1. FILE.npy holds an
 array (N, C, S, S) of any float type, and FILE.labels.npy (or labels.npy) beside it N integers; a folder may hold
-several such files. They are memory mapped, so a set may be larger than memory. Parquet files have the columns `latent`
-(nested lists [C][S][S], or flat lists of 4 * S * S numbers) and `label`. Without labels, all latents are of one class.
+several such files. They are memory mapped, so a set may be larger than memory. Without labels, all latents are of one
+class.
 """
 
 from dataclasses import dataclass
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
 SAMPLED = 4096  # latents from which the standard deviation is estimated
-_HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), a folder of such files, or FILE.parquet"
+_HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), or a folder of such files"
 _LABELS = ".labels.npy"
-FLAT_CHANNELS = 4  # of latents that parquet keeps as flat lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,7 @@ def read_latents(path: str | Path) -> LatentRows:
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
     files = _files(path)
-    parts = [_read_parquet(file) if file.suffix == ".parquet" else _read_npy(file) for file in files]
+    parts = [_read_npy(file) for file in files]
     shape = parts[0][0].shape[1:]
     for file, (latents, _) in zip(files, parts, strict=True):
         if latents.shape[1:] != shape:
@@ -163,14 +161,13 @@ def read_latents(path: str | Path) -> LatentRows:
 def _files(path: Path) -> list[Path]:
     """The files of latents at `path`, sorted by name (numbers by value)."""
     if path.is_file():
-        if path.suffix not in (".npy", ".parquet"):
-            raise BadInputError(f"dataset.path={path} is neither .npy nor .parquet: {_HOW}")
+        if path.suffix != ".npy":
+            raise BadInputError(f"dataset.path={path} is no .npy file: {_HOW}")
         return [path]
-    for suffix in (".npy", ".parquet"):
-        found = [file for file in visible(path, path.glob(f"*{suffix}")) if not file.name.endswith("labels.npy")]
-        if found:
-            return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
-    raise BadInputError(f"{path} holds no .npy and no .parquet file: {_HOW}")
+    found = [file for file in visible(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
+    if not found:
+        raise BadInputError(f"{path} holds no .npy file: {_HOW}")
+    return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
 
 
 def _read_npy(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -185,42 +182,6 @@ def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
         return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: copy on write
     except (OSError, ValueError, EOFError) as error:
         raise BadInputError(f"{file} cannot be read as .npy ({error}): {_HOW}") from error
-
-
-def _read_parquet(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise BadInputError(f"{file} cannot be read as parquet ({error})") from error
-    if "latent" not in table.column_names:
-        raise BadInputError(f"{file} lacks the column latent; it has {', '.join(table.column_names) or 'none'}: {_HOW}")
-    latents = _checked(_unnested(table["latent"].combine_chunks(), num_rows=table.num_rows, file=file), file=file)
-    labels = table["label"].to_numpy() if "label" in table.column_names else None
-    return latents, _checked_labels(labels, file=file, num_latents=len(latents), of=file)
-
-
-def _unnested(column: Any, *, num_rows: int, file: Path) -> NDArray[Any]:
-    """A column of lists, nested to any depth, as (N, ...); flat ones become (N, 4, S, S)."""
-    sizes: list[int] = []
-    count = num_rows
-    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
-        column = column.flatten()
-        if count == 0 or len(column) % count:
-            raise BadInputError(f"the latents of {file} are lists of different lengths, or there are none: {_HOW}")
-        sizes.append(len(column) // count)
-        count = len(column)
-    if len(sizes) == 1:
-        side = isqrt(sizes[0] // FLAT_CHANNELS)
-        if FLAT_CHANNELS * side * side != sizes[0]:
-            raise BadInputError(
-                f"the latents of {file} are flat lists of {sizes[0]} numbers, which is not 4 * S * S: keep them as "
-                "nested lists [C][S][S]"
-            )
-        sizes = [FLAT_CHANNELS, side, side]
-    values = np.require(column.to_numpy(zero_copy_only=False), requirements="W")  # torch needs a writable array
-    return values.reshape(num_rows, *sizes)
 
 
 def _checked(latents: NDArray[Any], *, file: Path) -> NDArray[Any]:

@@ -5,8 +5,6 @@ A trained tokenizer is cached by a hash of its training text.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from baoc.cache import cache_folder
 from baoc.data.text_files import CHUNK_BYTES, TextChunk
 from baoc.errors import BadInputError, OutputError, first_line
+from baoc.tracking.files import atomic_write
 
 BPE_TRAINING_BYTES = 512 << 20  # more text hardly changes the merges, and takes minutes and gigabytes
 END_OF_TEXT = "<|endoftext|>"
@@ -172,16 +171,10 @@ def cached(kind: str, *made_of: str, suffix: str) -> Path:
 def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
     """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
-            try:
-                write(stream)
-                stream.close()
-                os.replace(stream.name, path)
-            except BaseException:
-                os.unlink(stream.name)
-                raise
-    except OSError as error:
+        with atomic_write(path) as stream:
+            write(stream)
+    except OutputError as error:
         raise OutputError(
-            f"the token cache {path.parent} cannot be written ({error.strerror}): set BAOC_CACHE to a folder with room"
+            f"the token cache {path.parent} cannot be written ({getattr(error.__cause__, 'strerror', error)}): set "
+            "BAOC_CACHE to a folder with room"
         ) from error

@@ -1,8 +1,6 @@
 """Latents from files: what is read, how it is scaled and split, and the message for each file that is wrong."""
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -20,12 +18,6 @@ def write(folder, *, name="mine", latents=LATENTS, labels=None, labels_name=None
     if labels is not None:
         np.save(folder / (labels_name or f"{name}.labels.npy"), labels)
     return folder / f"{name}.npy"
-
-
-def parquet(path, latents, labels=LABELS):
-    columns = {"latent": latents} | ({} if labels is None else {"label": labels})
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return path
 
 
 def latents(path, **settings):
@@ -81,17 +73,6 @@ def test_files_are_mapped_and_never_changed(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("kept", ["nested", "flat"])
-def test_parquet_of_nested_or_flat_lists(tmp_path, kept):
-    values = LATENTS.astype(np.float32)
-    lists = list(values.reshape(40, -1)) if kept == "flat" else values.tolist()
-    rows = read_latents(parquet(tmp_path / "mine.parquet", lists))
-    assert rows.shape == (4, 6, 6) and rows.num_classes == 7
-    assert np.array_equal(rows.shards[0].numpy(), values)
-    assert rows.labels.tolist() == LABELS.tolist()
-    assert read_latents(parquet(tmp_path / "bare.parquet", lists, labels=None)).num_classes == 1
-
-
 def test_random_latents_are_noise_of_the_usual_shape():
     data = build_data("random_latents", task="diffusion", batch_size=8, num_samples=64, num_classes=5)
     batch = next(iter(data.train_dataloader()))
@@ -122,27 +103,14 @@ def test_wrong_arrays_are_named(tmp_path, arrays, text):
 def test_wrong_paths_are_named(tmp_path):
     with pytest.raises(BadInputError, match=r"dataset.path=.*/gone.npy does not exist: dataset.path takes a FILE.npy"):
         read_latents(tmp_path / "gone.npy")
-    with pytest.raises(BadInputError, match=r"holds no .npy and no .parquet file"):
+    with pytest.raises(BadInputError, match=r"holds no .npy file"):
         read_latents(tmp_path)
     (tmp_path / "a.zip").touch()
-    with pytest.raises(BadInputError, match=r"a.zip is neither .npy nor .parquet"):
+    with pytest.raises(BadInputError, match=r"a.zip is no .npy file"):
         read_latents(tmp_path / "a.zip")
     (tmp_path / "b.npy").write_bytes(b"nothing")
     with pytest.raises(BadInputError, match=r"b.npy cannot be read as .npy"):
         read_latents(tmp_path / "b.npy")
-    (tmp_path / "b.parquet").write_bytes(b"nothing")
-    with pytest.raises(BadInputError, match=r"b.parquet cannot be read as parquet"):
-        read_latents(tmp_path / "b.parquet")
-
-
-def test_wrong_parquet_is_named(tmp_path):
-    with pytest.raises(BadInputError, match=r"p.parquet are flat lists of 10 numbers, which is not 4 . S . S"):
-        read_latents(parquet(tmp_path / "p.parquet", [[0.0] * 10] * 40))
-    with pytest.raises(BadInputError, match=r"q.parquet are lists of different lengths"):
-        read_latents(parquet(tmp_path / "q.parquet", [[0.0] * 4] * 39 + [[0.0] * 8]))
-    pyarrow.parquet.write_table(pyarrow.table({"z": [1.0]}), tmp_path / "r.parquet")
-    with pytest.raises(BadInputError, match=r"r.parquet lacks the column latent; it has z"):
-        read_latents(tmp_path / "r.parquet")
 
 
 def test_shapes_of_a_folder_must_agree(tmp_path):
