@@ -8,7 +8,6 @@ from typing import Any
 from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     ALL,
-    RunLabels,
     by_study,
     failed_jobs,
     group_by_workload,
@@ -17,13 +16,12 @@ from baoc.frontier.comparable_runs import (
     knee_labels,
     label_runs,
     quality_objective,
-    study_volumes,
     workload_frontier,
 )
 from baoc.frontier.page import basis_text, write_page
 from baoc.frontier.pareto import MEASURE, Frontier, frontier_rows
 from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, find_runs
-from baoc.tracking.console import print_frontier, print_studies
+from baoc.tracking.console import print_frontier
 from baoc.tracking.files import write_csv
 from baoc.types import FailedRun
 
@@ -86,7 +84,13 @@ def build_report(
         title = title_of(folders) if race is None else f"Race in {out.absolute().name}"
         write_page(runs, path=out / "frontier.html", title=title, race=race)
     if show:
-        _print_tables(frontiers, workloads=workloads, names=names, failed=failed)
+        for (workload, _), frontier in zip(workloads, frontiers, strict=True):
+            order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}  # that of frontier.csv
+            about = ", ".join(part for part in workload[:3] if part)
+            points = sorted(frontier.points, key=lambda point, order=order: order[point.run])
+            print_frontier(points, quality=workload[3], title=f"Frontier of {about}")
+        if failed:
+            print_frontier([], failed=failed)
     return SweepFrontier(frontiers=tuple(frontiers), failed=failed)
 
 
@@ -147,22 +151,3 @@ def _shortest_unique_names(folders: Iterable[Path]) -> dict[Path, str]:
         if len(set(names)) == len(paths):
             return dict(zip(paths, names, strict=True))
     return {path: str(path) for path in paths}
-
-
-def _print_tables(
-    frontiers: Sequence[Frontier],
-    *,
-    workloads: Sequence[tuple[Workload, Sequence[RunFolder]]],
-    names: RunLabels,
-    failed: Sequence[FailedRun],
-) -> None:
-    """Prints per workload the frontier, in the order of frontier.csv, and its studies; then the failed jobs."""
-    for (workload, members), frontier in zip(workloads, frontiers, strict=True):
-        order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}
-        ranked = sorted(frontier.points, key=lambda p: order[p.run])
-        about = ", ".join(part for part in workload[:3] if part)
-        print_frontier(ranked, quality=workload[3], title=f"Frontier of {about}")
-        if has_several_studies(members):
-            print_studies(study_volumes(members, names=names), title=f"Studies of {about}")
-    if failed:
-        print_frontier([], failed=failed)

@@ -109,15 +109,6 @@ def hypervolume_shares(
     return rows
 
 
-def study_volumes(runs: Sequence[RunFolder], *, names: RunLabels) -> list[dict[str, Any]]:
-    """`hypervolume_shares` by study, for runs of one workload."""
-    own = labels_with_study(runs, names=names)
-    studies = {own[run.path]: run.study for run in runs}
-    points = workload_frontier(runs, names=own).points
-    groups = [studies[entry.label] for entry in points]
-    return hypervolume_shares(points, groups=groups, quality=quality_objective(runs))
-
-
 def knee_labels(points: Sequence[FrontierPoint], *, quality: Objective) -> dict[str, str | None]:
     """Memory axis -> label of the knee of quality against it; None if the front has none."""
     found = {axis: knee(points, quality=quality, memory=Objective(name=axis)) for axis in AXES}

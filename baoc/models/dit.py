@@ -27,16 +27,7 @@ def build(settings: Mapping[str, int], *, spec: Any) -> "DiffusionTransformer":
     """`settings` of the size rows: width, depth, heads, and either patch or max_grid (patches per side)."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model dit denoises images; a data set described by {type(spec).__name__} has none")
-    patch = settings.get("patch") or max(2, -(-spec.image_size // settings["max_grid"]))
-    return DiffusionTransformer(
-        width=settings["width"],
-        depth=settings["depth"],
-        heads=settings["heads"],
-        patch_size=patch,
-        image_size=-(-spec.image_size // patch) * patch,
-        channels=spec.channels,
-        num_classes=spec.num_classes,
-    )
+    return DiffusionTransformer(settings, spec=spec)
 
 
 class DiffusionTransformer(nn.Module):
@@ -46,29 +37,21 @@ class DiffusionTransformer(nn.Module):
     modules whose activations may be recomputed.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        depth: int,
-        heads: int,
-        patch_size: int,
-        image_size: int,
-        channels: int,
-        num_classes: int,
-    ):
+    def __init__(self, settings: Mapping[str, int], *, spec: ImageDataSpec):
         super().__init__()
-        assert width % heads == 0 and width % 4 == 0 and image_size % patch_size == 0
-        self.image_size = image_size
+        width, heads, channels = settings["width"], settings["heads"], spec.channels
+        patch_size = settings.get("patch") or max(2, -(-spec.image_size // settings["max_grid"]))
+        assert width % heads == 0 and width % 4 == 0
+        self.image_size = -(-spec.image_size // patch_size) * patch_size
         self.patch_size = patch_size
         self.channels = channels
-        self.num_classes = self.null_label = num_classes
+        self.num_classes = self.null_label = spec.num_classes
         self.patch_embed = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
         self.time_embed = TimeEmbedding(width)
-        self.label_embed = nn.Embedding(num_classes + 1, width)
-        self.layers = nn.ModuleList(Layer(width, heads=heads) for _ in range(depth))
+        self.label_embed = nn.Embedding(spec.num_classes + 1, width)
+        self.layers = nn.ModuleList(Layer(width, heads=heads) for _ in range(settings["depth"]))
         self.final = FinalLayer(width, num_outputs=patch_size**2 * channels)
-        positions = grid_positions(image_size // patch_size, width=width)
+        positions = grid_positions(self.image_size // patch_size, width=width)
         self.register_buffer("positions", positions, persistent=False)
         self._initialise()
 

@@ -21,18 +21,28 @@ def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
     level, the level with attention, width of a head (0: one head), groups of a norm."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model unet denoises images; a data set described by {type(spec).__name__} has none")
+    from diffusers.models.unets.unet_2d import UNet2DModel
+
     width, levels = settings["width"], settings["levels"]
     multiple = 2 ** (levels - 1)  # each level but the last halves the image
-    return UNet(
-        widths=(width, *(2 * width,) * (levels - 1)),
-        attention_level=settings["attention_level"],
-        num_layers=settings["layers"],
-        head_width=settings["head_width"] or None,
-        norm_groups=settings["norm_groups"],
-        image_size=-(-spec.image_size // multiple) * multiple,
-        channels=spec.channels,
-        num_classes=spec.num_classes,
+    attends = [level == settings["attention_level"] for level in range(levels)]
+    net = UNet2DModel(
+        sample_size=-(-spec.image_size // multiple) * multiple,
+        in_channels=spec.channels,
+        out_channels=spec.channels,
+        block_out_channels=(width, *(2 * width,) * (levels - 1)),
+        down_block_types=tuple("AttnDownBlock2D" if attend else "DownBlock2D" for attend in attends),
+        up_block_types=tuple("AttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)),
+        layers_per_block=settings["layers"],
+        attention_head_dim=settings["head_width"] or None,  # pyright: ignore[reportArgumentType] - None is one head
+        norm_num_groups=settings["norm_groups"],
+        norm_eps=1e-6,
+        downsample_padding=0,
+        flip_sin_to_cos=False,
+        freq_shift=1,
+        num_class_embeds=spec.num_classes + 1,
     )
+    return UNet(net, spec=spec)
 
 
 class UNet(nn.Module):
@@ -42,41 +52,11 @@ class UNet(nn.Module):
     be recomputed.
     """
 
-    def __init__(
-        self,
-        *,
-        widths: tuple[int, ...],
-        attention_level: int,
-        num_layers: int,
-        head_width: int | None,
-        norm_groups: int,
-        image_size: int,
-        channels: int,
-        num_classes: int,
-    ):
+    def __init__(self, net: Any, *, spec: ImageDataSpec):
         super().__init__()
-        from diffusers.models.unets.unet_2d import UNet2DModel
-
-        self.image_size = image_size
-        self.channels = channels
-        self.num_classes = self.null_label = num_classes
-        attends = [level == attention_level for level in range(len(widths))]
-        self.net = UNet2DModel(
-            sample_size=image_size,
-            in_channels=channels,
-            out_channels=channels,
-            block_out_channels=widths,
-            down_block_types=tuple("AttnDownBlock2D" if attend else "DownBlock2D" for attend in attends),
-            up_block_types=tuple("AttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)),
-            layers_per_block=num_layers,
-            attention_head_dim=head_width,  # pyright: ignore[reportArgumentType] - None is one head
-            norm_num_groups=norm_groups,
-            norm_eps=1e-6,
-            downsample_padding=0,
-            flip_sin_to_cos=False,
-            freq_shift=1,
-            num_class_embeds=num_classes + 1,
-        )
+        self.net: Any = net
+        self.image_size, self.channels = net.config.sample_size, spec.channels
+        self.num_classes = self.null_label = spec.num_classes
 
     @property
     def checkpoint_units(self) -> list[nn.Module]:

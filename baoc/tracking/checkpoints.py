@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baoc.errors import CheckpointError
+from baoc.errors import CheckpointError, first_line
 from baoc.tracking.checksum import checksum_matches
 from baoc.units import format_bytes
 
@@ -60,7 +60,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     except CheckpointError:
         raise
     except Exception as error:  # zipfile and the system have many for a damaged file: struct.error, EOFError, OSError
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}; {REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)[:160]}; {REMEDY}") from error
     try:
         # Mapped, so that a checkpoint takes no memory beside what is filled from it, and a budget that held a run
         # holds its resumption as well. Files of torch before 1.6 are no archives and cannot be.
@@ -69,7 +69,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     except pickle.UnpicklingError as error:
         raise _may_run_code(path, error) from None
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from error
+        raise CheckpointError(f"{path} is damaged: {first_line(error)[:160]}; {REMEDY}") from error
     if not isinstance(content, dict) or (ours and SCHEMA_KEY not in content):
         keys = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
@@ -112,13 +112,14 @@ def check_parts(folder: Path) -> None:
     except _NamesCodeError as error:
         raise _may_run_code(path, error) from None
     except Exception as error:  # unpickling what is damaged raises nearly anything
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}; {REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)[:160]}; {REMEDY}") from error
 
 
 def _may_run_code(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} holds Python objects beside tensors and plain values, which are not loaded as they may run code "
-        f"({_first_line(error)}): save plain hyperparameters, or convert the file if you trust its source; {REMEDY}"
+        f"({first_line(error)[:160]}): save plain hyperparameters, or convert the file if you trust its source; "
+        f"{REMEDY}"
     )
 
 
@@ -224,11 +225,7 @@ def _check_archive(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {REMEDY}") from None
+        raise CheckpointError(f"{path} is damaged: {first_line(error)[:160]}; {REMEDY}") from None
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: {damaged} in it fails its checksum; {REMEDY}")
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -363,22 +363,6 @@ def print_frontier(
     console.print()
 
 
-def print_studies(rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Prints the share of the common hypervolume that each study dominates; `rows` are those of `volumes`."""
-    shares: dict[str, dict[str, str]] = {}
-    for row in rows:
-        cells = shares.setdefault(row["family"], {"points": str(row["points"])})
-        cells[row["axis"]] = "n/a" if row["share"] is None else f"{row['share']:.1f} %"
-    numbers = figures("points", "area over state", "area over peak")
-    table = make_table(title, Column("study", overflow="fold", ratio=1), *numbers)
-    for study, cells in shares.items():
-        table.add_row(escape(study), cells["points"], cells["state_bytes"], cells["peak_bytes"])
-    console = make_console()
-    console.print(table)
-    console.print("area: what a study's points dominate, of what all dominate together, along doublings of memory")
-    console.print()
-
-
 def make_table(title: str, *columns: Column) -> Table:
     """An empty table in the style of all tables."""
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "expand": True}

@@ -13,7 +13,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from baoc.tracking.console import say
-from baoc.tracking.files import REALLOCATIONS_FILE, read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.rows import plan_rows
 from baoc.tracking.wandb_run import WandbRunLogger, open_run
@@ -21,10 +20,6 @@ from baoc.types import Plan, RunResult
 from baoc.units import gib
 
 CSV_EVERY_S = 10.0
-REALLOCATION_COLUMNS = (
-    *("step", "trigger", "risk_before", "risk_after", "block", "from", "to", "states"),
-    *("bytes_before", "bytes_after", "why"),
-)
 
 
 def make_loggers(
@@ -62,31 +57,6 @@ def log_plan(loggers: Sequence[Logger], *, plan: Plan) -> None:
     data = [[row.block, row.role, row.num_params, row.spec, row.state_bytes, row.risk, row.why] for row in rows]
     for logger in _open_wandb_loggers(loggers):
         logger.log_table("allocation", columns=columns, data=data)
-
-
-def log_reallocations(loggers: Sequence[Logger], *, run_dir: Path) -> None:
-    """Logs reallocations.jsonl as a W&B table: one row per moved block, or per decision without moves."""
-    path, open_runs = run_dir / REALLOCATIONS_FILE, _open_wandb_loggers(loggers)
-    if not open_runs or not path.is_file():
-        return
-    data = [row for event in read_jsonl(path) for row in _event_rows(event)]
-    for logger in open_runs:
-        logger.log_table("reallocations", columns=list(REALLOCATION_COLUMNS), data=data)
-
-
-def _event_rows(event: Mapping[str, Any]) -> list[list[Any]]:
-    shared = [event["step"], event["trigger"], event["risk_before"], event["risk_after"]]
-    if not event["moves"]:
-        size = [event["state_bytes_before"], event["state_bytes_after"]]
-        return [[*shared, None, None, None, None, *size, event["why"]]]
-    rows = []
-    for move in event["moves"]:
-        states = ", ".join(f"{state} {conversion}" for state, conversion in move["kept"].items())
-        size = [move["bytes_before"], move["bytes_after"]]
-        rows.append(
-            [*shared, move["block"], move["source"], move["target"], states, *size, f"{event['why']}; {move['why']}"]
-        )
-    return rows
 
 
 def log_picture(loggers: Sequence[Logger], *, key: str, path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from baoc.config.environment import commit, versions
 from baoc.config.options import code_of, instantiated
 from baoc.config.resolve import STAND_IN, Resolved, choose_device, divisor, resolve
-from baoc.config.schema import ModelConfig, RunConfig
+from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.budgets import resolve_auto
 from baoc.data import MODELS_OWN, build_data
@@ -28,7 +28,6 @@ from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
-from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import recomputable_layers, recomputed_layers, start_compiler
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
@@ -37,9 +36,10 @@ from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
-from baoc.tracking.loggers import finishing, log_reallocations, log_summary, make_loggers
+from baoc.tracking.loggers import finishing, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, plan_for, write_plan_line
 from baoc.training.measure.microbatch_search import Decided, decide, device_of, take_option
+from baoc.training.prepare import prepare
 from baoc.training.resume import (
     check_resume,
     find_checkpoint,
@@ -196,7 +196,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
     options = {**instantiated(config.model.options), **(stored if family_of(config.model.name).loads else {})}
     model = build_model(config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **options)
-    done = prepare(model, preparation(config.model), name=config.model.name, seed=config.seed)
+    done = prepare(model, config.model, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
     if resize_to is not None and isinstance(size := getattr(model, "image_size", None), int):
         resize_to(size)
@@ -231,17 +231,6 @@ def sources_of(config: RunConfig, *, data: DataModule) -> dict[str, str]:
     """Hashes of the user's code and of the data, by what they are of."""
     hashes = {**code_of(config), f"the data of dataset={config.dataset.name}": data.identity}
     return {what: sha for what, sha in hashes.items() if sha}
-
-
-def preparation(config: ModelConfig) -> Preparation:
-    lora = {f"lora_{key}": value for key, value in asdict(config.lora).items()}
-    own = {
-        key: getattr(config, key)
-        for key in ("pretrained", "new_head", "freeze", "activations", "checkpointing", "compile")
-    }
-    pinned = config.checkpointing if isinstance(config.checkpointing, int) else False  # else it is decided
-    own.update(checkpointing=pinned, compile=config.compile is True, loaded=family_of(config.name).loads)
-    return Preparation(**own, **lora)
 
 
 def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:
@@ -389,7 +378,6 @@ def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     from baoc.frontier.build import frontier_of
 
     frontier_of(run_dir, show=False, page=False)
-    log_reallocations(parts.loggers, run_dir=run_dir)
     log_summary(parts.loggers, result=result)
     console.print_result(result, run_dir=run_dir)
     if result.budget_met is False:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from traceback import walk_tb
-from typing import Any
 
 import lightning as L
 import torch
@@ -38,12 +37,12 @@ from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking.checkpoints import REMEDY
 from baoc.tracking.console import say
-from baoc.tracking.loggers import log_plan, log_reallocations
+from baoc.tracking.loggers import log_plan
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
 from baoc.training.session import SessionSettings
-from baoc.types import LatencyTable, Plan, Reallocation, Role
+from baoc.types import LatencyTable, Role
 
 # Environment variable: if set, every step and phase on a CPU is measured, at several times the cost of a step.
 TRACK_EVERY_STEP = "BAOC_TRACK_EVERY_STEP"
@@ -101,12 +100,6 @@ def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
 ) -> BudgetedStrategy:
     """The strategy, to which recorder and loggers listen. Raises BadInputError for a trainer.strategy on one device."""
-
-    def moved(event: Reallocation, plan: Plan, _: Any) -> None:
-        log_plan(loggers, plan=plan)
-        if event.accepted:  # the whole table, with decisions to stay since the last one
-            log_reallocations(loggers, run_dir=recorder.run_dir)
-
     make = partial(BaocStrategy, device=device) if ranks() is ALONE else BaocDDPStrategy
     if ranks() is ALONE and config.trainer.strategy != "auto":
         raise BadInputError(
@@ -128,7 +121,7 @@ def make_strategy(
             lambda _, plan: log_plan(loggers, plan=plan),
             lambda *_: say(strategy.layers_told) if strategy.layers_told else None,
         ],
-        reallocation_listeners=[recorder.reallocated, moved],
+        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
     strategy.resume_listeners.append(recorder.resumed)
     return strategy

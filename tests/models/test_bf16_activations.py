@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from baoc.config.schema import ModelConfig
 from baoc.errors import BadInputError
 from baoc.models import build_model
-from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import enable_bf16_activations, set_recomputed
 from baoc.optim import BlockwiseOptimizer
 from baoc.tasks import build_task
+from baoc.training.prepare import prepare
 from baoc.types import ImageDataSpec, TextDataSpec
 
 DIGITS = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=64, num_val=32)
@@ -29,7 +30,7 @@ def network(name: str, *, bf16: bool, **asked: Any) -> nn.Module:
     for param in model.parameters():
         if not param.any():
             nn.init.normal_(param, std=0.05)
-    prepare(model, Preparation(activations="bf16" if bf16 else None, **asked), name=name)
+    prepare(model, ModelConfig(name=name, activations="bf16" if bf16 else None, **asked))
     return model
 
 

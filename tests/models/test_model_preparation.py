@@ -5,14 +5,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from baoc.config.schema import LoraConfig, ModelConfig
 from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models import MODELS, build_model
 from baoc.models.export import export_model
-from baoc.models.prepare import Preparation, prepare
 from baoc.models.switches import set_recomputed
 from baoc.profiling.describe import describe
 from baoc.tasks import build_task
+from baoc.training.prepare import prepare
 from baoc.types import ImageDataSpec
 from tests.support.tiny import tiny_trainer
 
@@ -30,7 +31,8 @@ def vit(*, seed=0, num_classes=10, **options) -> nn.Module:
 
 
 def prepared(model: nn.Module, **asked) -> nn.Module:
-    prepare(model, Preparation(**asked), name="vit", seed=0)
+    lora = LoraConfig(**{key.removeprefix("lora_"): asked.pop(key) for key in [*asked] if key.startswith("lora_")})
+    prepare(model, ModelConfig(name="vit", lora=lora, **asked), seed=0)
     return model
 
 
@@ -169,7 +171,7 @@ def test_a_network_with_a_pooler_gets_a_new_head(tmp_path, form):
     if form == "file":
         save_file(donor.state_dict(), path)
     model = vit(seed=1)
-    (said,) = prepare(model, Preparation(pretrained=path, new_head=True), name="vit", seed=0)
+    (said,) = prepare(model, ModelConfig(pretrained=path, new_head=True), seed=0)
     assert "2 tensors of the head fresh, without its pooler.dense." in said
     stored = donor.state_dict()["embeddings.cls_token"]
     assert torch.equal(model.net.vit.embeddings.cls_token, stored)
@@ -258,7 +260,7 @@ def test_recomputed_activations_give_the_same_gradients_and_keep_less(name):
         options = {"dropout": 0.2} if "dropout" in MODELS[name].options else {}
         model = build_model(name, spec=data.spec, seed=0, **options)
         names = list(model.state_dict())
-        prepare(model, Preparation(checkpointing=checkpointing), name=name)
+        prepare(model, ModelConfig(name=name, checkpointing=checkpointing))
         assert list(model.state_dict()) == names
         task = build_task(task_name, model=model, spec=data.spec)
         task.log = lambda *_, **__: None

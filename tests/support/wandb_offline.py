@@ -3,47 +3,12 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from baoc.tracking.files import append_jsonl
-from baoc.tracking.loggers import finishing, log_plan, log_reallocations, log_summary, make_loggers
-from baoc.types import BlockMove, Reallocation
+from baoc.tracking.loggers import finishing, log_plan, log_summary, make_loggers
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.values import make_plan, make_result
-
-STAYED = Reallocation(
-    step=60,
-    trigger="once",
-    accepted=False,
-    why="risk 1 -> .99",
-    moves=(),
-    state_bytes_before=8,
-    state_bytes_after=8,
-    risk_before=1.0,
-    risk_after=1.0,
-)
-
-MOVE = BlockMove(
-    block="a",
-    source="adamw",
-    target="sign",
-    kept={"m": "dropped"},
-    bytes_before=80,
-    bytes_after=8,
-    why="saves 72 B",
-)
-
-MOVED = replace(
-    STAYED,
-    step=40,
-    accepted=True,
-    why="risk 2 -> 1",
-    risk_before=2.0,
-    moves=(MOVE,),
-    state_bytes_before=80,
-)
 
 PLACES = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR")
 
@@ -54,10 +19,6 @@ def job(folder: Path, name: str, module: TinyModule) -> None:
     loggers = make_loggers(["wandb"], wandb=wandb, run_dir=folder / name, **about)
     with finishing(loggers):
         log_plan(loggers, plan=make_plan())
-        log_reallocations(loggers, run_dir=folder / name)  # nothing was decided yet
-        for event in (MOVED, STAYED):
-            append_jsonl(folder / name / "reallocations.jsonl", event)
-        log_reallocations(loggers, run_dir=folder / name)
         tiny_trainer(logger=loggers, max_steps=4).fit(module, TinyLoader(), TinyBatches())
         log_summary(loggers, result=make_result())
 

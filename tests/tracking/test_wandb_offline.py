@@ -1,6 +1,5 @@
 """W6: jobs of a multirun in one process, with W&B itself: one run each, the crashed one failed, nothing mixed up."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,6 @@ def test_two_jobs_in_one_process_the_first_crashes(tmp_path: Path, monkeypatch: 
     assert logged_steps(first) == [0, 1, 2]
     assert logged_steps(second) == [0, 1, 2, 3]
     assert any("allocation._type" in item for item in history(second)), "the allocation is a table"
-    (table,) = (tmp_path / "second").rglob("media/table/reallocations*.json")
-    content = json.loads(table.read_text())
-    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
-    assert [(row["step"], row["block"], row["from"], row["to"]) for row in rows] == [
-        (40, "a", "adamw", "sign"),
-        (60, None, None, None),
-    ]
-    assert (rows[0]["states"], rows[0]["bytes_before"], rows[0]["bytes_after"]) == ("m dropped", 80, 8)
-    assert (rows[0]["risk_before"], rows[0]["risk_after"], rows[0]["why"]) == (2.0, 1.0, "risk 2 -> 1; saves 72 B")
     summary: dict[str, Any] = {}
     for record in second:
         summary |= record.get("summary", {}).get("update", {})

@@ -18,9 +18,8 @@ from baoc.core.measured import families
 from baoc.core.recipes import tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
-from baoc.models import build_model
+from baoc.models import build_model, unet
 from baoc.models.pretrained import not_from_scratch
-from baoc.models.unet import UNet
 from baoc.optim.shards import is_sharded
 from baoc.planning.measured import PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
@@ -28,7 +27,7 @@ from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
 from baoc.training.fully_sharded import cut, one_mesh
 from baoc.training.session import Session, SessionSettings, with_weights
-from baoc.types import Role, StateKind
+from baoc.types import ImageDataSpec, Role, StateKind
 from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
 
@@ -96,8 +95,9 @@ def test_a_convolutional_net_takes_the_recipe_of_the_nearest_kind():
 
 def test_a_unet_is_nearest_to_diffusion_through_every_door():
     """By its task where it has one of ours, by its structure elsewhere, though it has a table of classes."""
-    sizes: Any = {"attention_level": 1, "num_layers": 1, "head_width": None, "norm_groups": 8, "image_size": 16}
-    net = UNet(widths=(32, 64), channels=3, num_classes=10, **sizes)
+    sizes = {"width": 32, "levels": 2, "attention_level": 1, "layers": 1, "head_width": 0, "norm_groups": 8}
+    spec = ImageDataSpec(dataset="x", image_size=16, channels=3, num_classes=10, num_train=1, num_val=1)
+    net = unet.build(sizes, spec=spec)
     alone = BaocOptimizer(net, budget="state_15", lr=1e-3).plan.basis
     task = DiffusionTask(net)
     given: Any = {"params": dict(task.named_parameters()), "budget": parse_budget("state_15"), "module": task}
