@@ -37,6 +37,7 @@ class MisconfigurationException(Exception):
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "cannot open or write /x: Permission denied"),
         (FileExistsError(errno.EEXIST, "File exists", "/x"), 2, "cannot open or write /x: File exists"),
         (OSError(errno.ELOOP, "Too many levels", "/x"), 2, "cannot open or write /x: Too many levels"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2, "folder that the command runs in is gone"),
         (RuntimeError("Could not determine home directory."), 2, "begins with ~ and names no home folder"),
         (InterpolationKeyError("Interpolation key 'a' not found\nmore"), 2, "refers to what is not there: Inter"),
         (MisconfigurationException("no profiler foo"), 2, "Lightning refuses what `trainer` has: no profiler foo"),
