@@ -227,6 +227,8 @@ def check_choices(overrides: Sequence[str]) -> None:
     for what is neither a name nor a list of names."""
     for text in overrides:
         group, equals, given = text.lstrip("+~").partition("=")
+        if equals and group in ("hydra.sweeper", "hydra.launcher"):
+            raise BadInputError(f"{group} is a group of keys: set one of them, as in {group}.KEY=VALUE")
         group = group.partition("@")[0]
         known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
         known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest

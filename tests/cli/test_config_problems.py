@@ -52,6 +52,8 @@ from baoc.config.from_hydra import from_hydra
         (["model=[null]"], "model cannot be [null]: choose one of its options, such as model=dit"),
         (["model=1"], "model cannot be 1: choose one of its options, such as model=dit"),
         (["task={a: 1}"], "task cannot be {a: 1}: choose one of its options, such as task=diffusion"),
+        (["hydra.sweeper=3"], "hydra.sweeper is a group of keys: set one of them, as in hydra.sweeper.KEY=VALUE"),
+        (["hydra.launcher=null"], "hydra.launcher is a group of keys"),
         (
             ['risk=${oc.decode:"1"}'],
             'risk cannot be ${oc.decode:"1"}: choose one of its options, such as risk=measured',
