@@ -28,7 +28,8 @@ SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 class RunProgress(ProgressBar):
     """Steps done of all steps, time, and the newest values of SHOWN, as far as they are logged.
 
-    Values are read every `log_every_n_steps` only, since reading one from a GPU waits for it.
+    Values are read every `log_every_n_steps` only, since reading one from a GPU waits for it. `plain_lines`: lines of a
+    whole run without a terminal.
     """
 
     def __init__(self, *, plain_lines: int = 10):
@@ -78,7 +79,7 @@ class RunProgress(ProgressBar):
                 self._bar.update(self._task, values=self._values(trainer))
         elif self._enabled and step >= self._next_line:
             self._next_line = step + self._interval()
-            self._line(trainer)
+            self._print_line(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validated = trainer.global_step
@@ -98,13 +99,13 @@ class RunProgress(ProgressBar):
         return max(1, -(-self._total // self.plain_lines)) if self._total else 1000
 
     def _values(self, trainer: L.Trainer) -> str:
-        """The newest values; those of a validation with its step where that has passed."""
+        """The newest logged values, and the step of the last validation if training has gone on since."""
         logged = trainer.callback_metrics
         told = [f"{key} {float(logged[key]):.4g}" for key in SHOWN if key in logged]
         passed = self._validated < trainer.global_step and any(key.startswith("val/") for key in logged)
         return "  ".join(told) + (f" (step {self._validated})" if passed else "")
 
-    def _line(self, trainer: L.Trainer) -> None:
+    def _print_line(self, trainer: L.Trainer) -> None:
         step, (first, start) = trainer.global_step, self._start
         elapsed = time.monotonic() - start
         left = ""

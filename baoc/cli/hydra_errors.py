@@ -12,7 +12,7 @@ from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
 from baoc.config.options import GROUPS, own_keys, registry_of
 from baoc.config.schema import RunConfig
-from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import unknown_key
 from baoc.core.budgets import spellings
 from baoc.core.catalogue import removed
@@ -102,8 +102,8 @@ def _unknown_key(key: str) -> BadInputError:
     if key in COLLECTIONS:
         return BadInputError(f"there are no {key} yet: the folder {key}/ holds no yaml file")
     group, _, leaf = key.partition(".")
-    if group == "trainer" and leaf in TRAINER_OWNED:
-        return BadInputError(f"trainer.{leaf} is decided by BAOC: {TRAINER_OWNED[leaf]}")
+    if group == "trainer" and leaf in SET_BY_BAOC:
+        return BadInputError(f"trainer.{leaf} is decided by BAOC: {SET_BY_BAOC[leaf]}")
     if group in GROUPS and leaf not in own_keys(group):
         return _unknown_option(group, leaf)
     if group == "recipe":  # which has every key that is set below it

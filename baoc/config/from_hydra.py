@@ -15,7 +15,7 @@ from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
 from baoc.config.options import GROUPS, gather, row_of, spread
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
-from baoc.config.trainer_arguments import TRAINER_OWNED
+from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import REMOVED_KEYS, build, convert, refuse_unwritable, require, unknown_key
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
@@ -70,8 +70,8 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
     refuse_unwritable(plain, key="")
     given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
     for key in given["trainer"] if isinstance(given.get("trainer"), Mapping) else ():
-        if key in TRAINER_OWNED:
-            raise BadInputError(f"trainer.{key} is decided by BAOC: {TRAINER_OWNED[key]}")
+        if key in SET_BY_BAOC:
+            raise BadInputError(f"trainer.{key} is decided by BAOC: {SET_BY_BAOC[key]}")
     for name, removed_key in REMOVED_KEYS.items():
         group, _, leaf = name.rpartition(".")
         node = given.get(group) if group else given

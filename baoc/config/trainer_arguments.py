@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from baoc.config.validate import Allowed, at_least
 
-TRAINER_OWNED: Mapping[str, str] = {  # argument that BAOC sets -> what to use instead, or why there is none
+SET_BY_BAOC: Mapping[str, str] = {  # argument that BAOC sets -> what to use instead, or why there is none
     "accelerator": "set device=auto|cpu|cuda",
     "accumulate_grad_batches": "set micro_batch: accumulation is batch_size / micro_batch",
     "barebones": "it would switch off what a budget needs",
@@ -50,7 +50,7 @@ class TrainerConfig:
     `devices` is the number of processes, on this machine or as torchrun or srun started them. Each has one device.
     `strategy` is `ddp` (also `auto`), where each process holds the whole network, or `fsdp`, where it holds its rows of
     all weights. `reshard_after_forward` frees gathered layers of fsdp between forward and backward; `auto` keeps them
-    where a memory budget holds a plan as good then. `precision=auto` is resolved for the device
+    if the memory budget then still allows a plan of equal risk. `precision=auto` is resolved for the device
     (`baoc.config.resolve`).
     """
 

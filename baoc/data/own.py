@@ -1,7 +1,7 @@
 """Data of the user's own code: a function that returns the training and the validation samples.
 
 Samples are mappings of tensors, arrays and numbers, or pairs (input, label), which become `images` and `labels`. Items
-are stacked to batches; their order and the position in an epoch are those of every other data set.
+are collated to batches; their order and the position in an epoch are those of every other data set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,40 +25,43 @@ def build_own(
     """The DataModule of what the function `name` returns: (train, val), (train, val, facts) or a DataModule of ours.
 
     Arguments called `path`, `task`, `seed`, `batch_size` and `accumulate` are given where its signature has them.
-    `facts` may hold num_classes, vocab_size and bytes_per_token. Raises BadInputError for anything else.
+    Each of train and val is a sequence of samples, or one mapping of equally long tensors. `facts` may hold
+    num_classes, vocab_size (else guessed from the first 1,000 samples) and bytes_per_token. Images must be square for
+    a vision model. `batch_size`: samples of a micro-batch; `accumulate`: micro-batches of a step. Raises BadInputError
+    for anything else.
     """
     offered = {"task": task, "seed": seed, "batch_size": batch_size, "accumulate": accumulate}
     given = dict(options)
     if path is not None:
         given["path"] = path
-    made = own_code.call(name, key="dataset", options=given, offered={**offered, "path": path})
-    if isinstance(made, DataModule):
-        if not isinstance(getattr(made, "spec", None), ImageDataSpec | TextDataSpec | OwnDataSpec):
-            raise BadInputError(f"dataset={name} returned a {type(made).__name__} without a `spec` of baoc.types")
-        return made
-    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+    returned = own_code.call(name, key="dataset", options=given, offered={**offered, "path": path})
+    if isinstance(returned, DataModule):
+        if not isinstance(getattr(returned, "spec", None), ImageDataSpec | TextDataSpec | OwnDataSpec):
+            raise BadInputError(f"dataset={name} returned a {type(returned).__name__} without a `spec` of baoc.types")
+        return returned
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         raise BadInputError(
-            f"dataset={name} returned a {type(made).__name__}: it must return (train, val), or (train, val, facts), of "
-            "data sets with a length and numbered samples"
+            f"dataset={name} returned a {type(returned).__name__}: it must return (train, val), or (train, val, "
+            "facts), of data sets with a length and numbered samples"
         )
-    facts = made[2] if len(made) == 3 else {}
+    facts = returned[2] if len(returned) == 3 else {}
     if not isinstance(facts, Mapping) or (unknown := [key for key in facts if key not in _FACTS]):
         shown = unknown if isinstance(facts, Mapping) else type(facts).__name__
         raise BadInputError(f"dataset={name} returned facts {shown}: a mapping may hold {', '.join(_FACTS)}")
-    parts = {part: _source(data, name=name, part=part) for part, data in zip(("train", "val"), made, strict=False)}
+    parts = {part: _source(data, name=name, part=part) for part, data in zip(("train", "val"), returned, strict=False)}
     batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
-    return OwnDataModule(name, train=parts["train"], val=parts["val"], facts=facts, made=made[0], **batches)
+    return OwnDataModule(name, train=parts["train"], val=parts["val"], facts=facts, train_data=returned[0], **batches)
 
 
 class OwnDataModule(NumberedDataModule):
     """Training and validation samples of the user's code, batch by batch in this process."""
 
     def __init__(
-        self, name: str, *, train: Source, val: Source, facts: Mapping[str, Any], made: Any = None, **batches: Any
+        self, name: str, *, train: Source, val: Source, facts: Mapping[str, Any], train_data: Any = None, **batches: Any
     ):
         super().__init__(**batches)
         self.train_source, self.val_source = train, val
-        self.spec = _spec(own_code.short(name), train, val, facts=facts, made=made)
+        self.spec = _spec(own_code.short(name), train, val, facts=facts, train_data=train_data)
 
 
 class Samples:
@@ -123,10 +126,10 @@ def _source(data: Any, *, name: str, part: str) -> Source:
     return Samples(data, name=name, part=part)
 
 
-def _spec(name: str, train: Source, val: Source, *, facts: Mapping[str, Any], made: Any) -> DataSpec:
+def _spec(name: str, train: Source, val: Source, *, facts: Mapping[str, Any], train_data: Any) -> DataSpec:
     first = train.gather(torch.zeros(1, dtype=torch.int64))
     sizes = {"dataset": name, "num_train": len(train), "num_val": len(val)}
-    classes = facts.get("num_classes") or _classes(made, train, labelled="labels" in first)
+    classes = facts.get("num_classes") or _classes(train_data, train, labelled="labels" in first)
     images = first.get("images")
     if images is not None and images.ndim == 4 and images.shape[2] == images.shape[3] and classes:
         return ImageDataSpec(image_size=images.shape[3], channels=images.shape[1], num_classes=classes, **sizes)
@@ -139,15 +142,16 @@ def _spec(name: str, train: Source, val: Source, *, facts: Mapping[str, Any], ma
     return OwnDataSpec(num_classes=classes, **sizes)
 
 
-def _classes(made: Any, train: Source, *, labelled: bool) -> int | None:
+def _classes(train_data: Any, train: Source, *, labelled: bool) -> int | None:
     """Classes that a data set names as torchvision's do, or those of its labels."""
-    named = getattr(made, "classes", None)
+    named = getattr(train_data, "classes", None)
     if isinstance(named, Sequence) and named:
         return len(named)
     if isinstance(train, TensorRows) and labelled:
         labels: Any = train.tensors["labels"]
     else:
-        labels = next((held for key in ("targets", "labels") if (held := getattr(made, key, None)) is not None), None)
+        labels = getattr(train_data, "targets", None)
+        labels = getattr(train_data, "labels", None) if labels is None else labels
     if labels is None or callable(labels):
         return None
     values = torch.as_tensor(labels)

@@ -44,7 +44,7 @@ def build_arrays(path: str | None = None, **settings: Any) -> VisionDataModule:
 def build_fashion_mnist(
     path: str | None = None, *, augment: str, judged_on: str = "train", **settings: Any
 ) -> VisionDataModule:
-    """`judged_on`: test for its 10,000 images, train for held-out ones of the 60,000."""
+    """`judged_on`: validation images: `test`, the 10,000 test images; `train`, a held-out part of the 60,000."""
     if judged_on not in PARTS:
         raise BadInputError(f"dataset.judged_on={judged_on} is not allowed: choose one of {', '.join(PARTS)}")
     images = _of_arrays(read_fashion_mnist(path), augment=augment)

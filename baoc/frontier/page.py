@@ -37,6 +37,7 @@ from baoc.frontier.runs import RunFolder, Workload, result_of, varying_settings
 from baoc.frontier.summary import ComparedPoint, MemoryLevel, best_at_levels, summary_sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
+from baoc.units import MIB
 
 MAX_CURVE_POINTS = 200
 MIN_RUNS_FOR_IMPORTANCES = 20  # fewer have a best quarter of under 5
@@ -63,8 +64,8 @@ def page_data(
 
 
 def race_table(race: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a race.json as text, and its sentences. Those who were in most stages stand first, of them who was
-    best in the last one."""
+    """The table of a race.json as text, and its sentences. Recipes are sorted by the number of stages they
+    ran, then by their mean in the last one."""
     stages = list(dict.fromkeys(stage for row in race["entrants"] for stage in row["stages"]))
 
     sign = -1 if race["higher_is_better"] else 1
@@ -290,8 +291,8 @@ def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:
         "interval": _half_interval(entry),
         "seeds": entry.num_seeds,
         "ranks": entry.num_ranks,
-        "peak_mib": entry.peak_bytes / 2**20,
-        "state_mib": entry.state_bytes / 2**20,
+        "peak_mib": entry.peak_bytes / MIB,
+        "state_mib": entry.state_bytes / MIB,
         "state_share": 100 * entry.state_bytes / result["state_bytes_adamw"],
         "samples_per_s": _null_if_not_finite(entry.samples_per_s),
         "risk": _null_if_not_finite(result["risk_total"]),

@@ -29,8 +29,8 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool = False, **options: Any) -> AnyTrainer:
     """The same trainer, which trains inside `budget` from now on; to be called before `train`.
 
-    Works for subclasses of Trainer that build an AdamW of their own in `create_optimizer`. The plan, moves and verdict
-    are printed and logged as the trainer's own metrics are.
+    Replaces `trainer.create_optimizer` and adds a callback; subclasses that override it work if they build an
+    AdamW. The plan, moves and verdict are printed and logged as the trainer's own metrics are.
 
     Args:
         auto_batch: Choose `per_device_train_batch_size`, `gradient_accumulation_steps` and recomputed layers by
@@ -126,8 +126,8 @@ def make_optimizer(
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # pyright: ignore[reportArgumentType]
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = [
-        {"params": [pair for pair in trainable if (pair[0] in decayed) == decays], "weight_decay": decay}
-        for decays, decay in ((True, arguments.weight_decay), (False, 0.0))
+        {"params": [pair for pair in trainable if (pair[0] in decayed) == is_decayed], "weight_decay": weight_decay}
+        for is_decayed, weight_decay in ((True, arguments.weight_decay), (False, 0.0))
     ]
     return BaocOptimizer(
         [group for group in groups if group["params"]],

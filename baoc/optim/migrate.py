@@ -40,7 +40,7 @@ class ConversionReport:
     size: dict[str, float] = field(default_factory=dict)
 
     def note(self, name: str, how: str) -> None:
-        """Notes a tensor's outcome. The tensor that lost most speaks for the block (the last of _ORDER)."""
+        """Notes a tensor's outcome. If tensors of a block differ, the latest in _ORDER is reported."""
         self.how[name] = max(self.how.get(name, how), how, key=_ORDER.index)
 
     def measure(self, name: str, *, wanted: Tensor, stored: Tensor) -> None:
@@ -68,8 +68,8 @@ def convert(
     """Fills `new`, the zero state of `target` under `spec`, from `old`, the state of `source`. The module's docstring
     says how. Where `source` is a whole tensor of which `target` has some rows, the whole is converted, on the host.
 
-    `fresh`: no step was taken yet. `seeded` False: v of `old` still waits for its first gradient. Returns whether v of
-    `new` does.
+    `fresh`: no step was taken yet. `seeded`: v of `old` has had its first gradient. Outcomes go to `report`. Returns
+    True if v of `new` must be initialised from the next gradient.
     """
     if target.shard is not None and source.shard is None:
         here = whole_slot(target, spec=spec, device="cpu")
@@ -103,7 +103,7 @@ def convert(
 
 
 def of_all_rows(slot: Slot, state: State, *, spec: OptimizerSpec, into: RuleInfo) -> tuple[Slot, State]:
-    """A source for `convert`: where v of `into` comes of the rows of all ranks, of these together. Collective."""
+    """The source for `convert`, gathered over ranks if v of `into` sums over columns. All ranks call it."""
     if slot.shard is None or not needs_all_rows(slot.rule.info, into):
         return slot, state
     return whole_slot(slot, spec=spec, device="cpu"), gathered(slot, state, spec=spec)

@@ -13,7 +13,7 @@ from baoc.planning.limits import Pool, StagingLimit, levels, most_saved_by, stag
 from baoc.types import Candidate, Limits, Plan, Profile
 
 SPARE = 0.02  # share of a budget that is not worth a search
-SEARCHES = 5
+SEARCHES = 5  # bisection steps of `refine`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ def all_attempts(
     planner: BudgetedBlocks, *, risk: str, profile: Profile | None, stand_ins: bool = False, every: bool = False
 ) -> Iterator[Attempt]:
     """Attempts with a candidate for each block: over levels from little room to much, ways of placement, and counts of
-    savings from the boldest on. `every`: at each level, for what the least is; else at some within the budget."""
+    savings from the boldest on. `stand_ins`: roles that are fp32 otherwise may run 8-bit momentum. `every`: all levels,
+    to find the least budget; else some within the budget."""
     by_level: list[tuple[int | None, frozenset[str]]] = [(None, frozenset(planner.specs))]
     if planner.budget.memory_bytes is not None and planner.footprint is not None:
         within = None if every else planner.budget.memory_bytes

@@ -108,9 +108,9 @@ def as_native(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
     """Converts a footprint measured with bf16 weights to native weights: an upper bound for allocations that mix both.
 
     Each interval of the step gains the savings of the weights and of the gradients alive in it, and the bf16 copies
-    that autocast would make of native weights. The copies are taken to live all the time. One more gradient is added
-    beside them: the one on its way to being accumulated, or, with released gradients, those waiting for the rest of
-    their block. `savings`: bytes by parameter, from `bf16_savings`.
+    that autocast would make of native weights. The copies are taken to live all the time. The largest
+    gradient is added once more, as it exists beside the accumulated one; with gradient release, the gradients that wait
+    for the rest of their block. `savings`: bytes by parameter, from `bf16_savings`.
     """
     if not savings:
         return found

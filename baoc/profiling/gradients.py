@@ -45,10 +45,10 @@ class _Saved:
     schedule: SavedSchedule
 
 
-def _fits(saved: Any, tensor: Tensor) -> bool:
+def _is_loadable(saved: Any, tensor: Tensor) -> bool:
     if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
         return False
-    # Of the ends, which a NaN passes to: isfinite of all would make a copy, which a resume has no room for.
+    # aminmax returns NaN if any element is NaN; isfinite() would allocate a copy, which a resume has no room for.
     return not saved.numel() or all(bool(end.isfinite()) for end in saved.aminmax())
 
 
@@ -274,7 +274,7 @@ class GradientProfiler:
         return self._moments.moments()
 
     def release(self) -> None:
-        """Frees every buffer; nothing is observed from then on."""
+        """Frees all buffers of samples, not the index tensors of slices; nothing is observed from then on."""
         self._released = True
         self._params = {}
         self._grad = self._prev = Buffer(torch.zeros(0), [])
@@ -313,7 +313,7 @@ class GradientProfiler:
         ]
         pairs.append((self._moments.average, saved.moments.average))
         same = list(saved.layout) == self._layout() and saved.count.keys() == self._averages.count.keys()
-        if not same or not all(_fits(value, tensor) for tensor, value in pairs):
+        if not same or not all(_is_loadable(value, tensor) for tensor, value in pairs):
             raise CheckpointError(
                 "the checkpoint's gradient profile is of other blocks or parameters than this run's: "
                 "resume with the same model and blocks"

@@ -13,20 +13,21 @@ from baoc.types import Block, Moments, ParamInfo
 
 
 class RowColMoments:
-    """Exponential averages (decay `beta`) of the row and column sums of g^2, for the matrices among `blocks`.
+    """Exponential averages (decay `beta`) of the row sums and column sums of g^2, for the matrices among `blocks`.
 
-    They lie in one fp32 buffer of at most `max_bytes`; matrices with the most elements per number come first. A sample
-    takes two reductions of the gradient and no copy of it. A row or column with a non-finite element keeps its average.
-    Its norms are collected in a second buffer between `begin` and `finish`, which is kept with `by_parts`, where the
-    gradients of a step come a few at a time during backward.
+    They lie in one fp32 buffer. If `max_bytes` does not hold all, matrices with the fewest numbers per element are
+    kept. A sample takes two reductions of the gradient and no copy of it. A row or column with a non-finite element
+    keeps its debiased average. Norms are collected in a second buffer between `begin` and `finish`, which is kept with
+    `by_parts`, where the gradients of a step come a few at a time during backward.
     """
 
     def __init__(
         self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device, by_parts: bool = False
     ):
         self._beta = beta
-        self._params = _chosen([p for block in blocks for p in block.params], max_bytes=max_bytes // (1 + by_parts))
-        self.average = torch.zeros(sum(map(_length, self._params)), dtype=torch.float32, device=device)
+        params = [param for block in blocks for param in block.params]
+        self._params = _chosen(params, max_bytes=max_bytes // 2 if by_parts else max_bytes)
+        self.average = torch.zeros(sum(map(_num_sums, self._params)), dtype=torch.float32, device=device)
         self._kept = torch.zeros_like(self.average) if by_parts else None
         self._norms = self.average
         self.num_samples = 0
@@ -43,7 +44,7 @@ class RowColMoments:
     def begin(self) -> None:
         """A sample begins."""
         self._norms = torch.zeros_like(self.average) if self._kept is None else self._kept.zero_()
-        parts = self._norms.split([_length(param) for param in self._params])
+        parts = self._norms.split([_num_sums(param) for param in self._params])
         self._places = {param.name: part for param, part in zip(self._params, parts, strict=True)}
 
     def see(self, grads: Mapping[str, Tensor]) -> None:
@@ -67,7 +68,7 @@ class RowColMoments:
             return {}
         found: dict[str, Moments] = {}
         averages = self.average / (1 - self._beta**self.num_samples)
-        for param, part in zip(self._params, averages.split([_length(p) for p in self._params]), strict=True):
+        for param, part in zip(self._params, averages.split([_num_sums(p) for p in self._params]), strict=True):
             rows, cols = stored_shape(param)
             first, second = part[:rows] / cols, part[rows:] / rows
             row, col = (second, first) if param.transposed else (first, second)
@@ -89,7 +90,7 @@ def _norms(grad: Tensor) -> list[Tensor]:
     return [rows, torch.linalg.vector_norm(grad, dim=0, dtype=wide).reshape(-1).to(torch.float32)]
 
 
-def _length(param: ParamInfo) -> int:
+def _num_sums(param: ParamInfo) -> int:
     return sum(stored_shape(param))
 
 
@@ -98,8 +99,8 @@ def _chosen(params: Sequence[ParamInfo], *, max_bytes: int) -> tuple[ParamInfo, 
     matrices = [param for param in params if param.matrix_shape is not None]
     left = max_bytes
     kept: set[str] = set()
-    for param in sorted(matrices, key=lambda p: _length(p) / p.numel):
-        left -= 4 * _length(param)
+    for param in sorted(matrices, key=lambda p: _num_sums(p) / p.numel):
+        left -= 4 * _num_sums(param)
         if left < 0:
             break
         kept.add(param.name)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, MethodType)
-# Libraries whose objects are not looked into: they are either no state of a step, or restored by who measures.
+# Libraries whose objects are not looked into: they do not change in a step, or the caller restores them.
 _LEFT = frozenset({"torch", "lightning", "pytorch_lightning", "builtins", "numpy", "logging", "threading", "weakref"})
 _KEPT_BY_OTHERS = frozenset({"_parameters", "_buffers"})  # see `footprint.restored`
-MANY = 100_000  # elements of a container from which on they are not looked into
+MAX_TRAVERSED = 100_000  # a container of this many elements or more is not looked into
 
 
 Undo = Callable[[], object]
@@ -32,7 +32,7 @@ Undo = Callable[[], object]
 class PythonState:
     """Remembers all Python state that is reached from `roots`, modules or other objects; `restore` puts it back.
 
-    Tensors that are no parameters and buffers are copied to the CPU. What cannot be remembered is left: generators (of
+    Tensors other than parameters and buffers are copied to the CPU. What cannot be remembered is left: generators (of
     `yield`), files, objects of C libraries.
     """
 
@@ -50,7 +50,7 @@ class PythonState:
                 seen |= {id(held): held for key, held in vars(value).items() if key in _KEPT_BY_OTHERS}
             undo, held = _tensor(value) if isinstance(value, Tensor) else _container(value) or _object(value)
             self._undo += undo
-            pending += held if len(held) < MANY else ()
+            pending += held if len(held) < MAX_TRAVERSED else ()
 
     @torch.no_grad()
     def restore(self) -> None:

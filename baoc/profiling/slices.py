@@ -19,7 +19,7 @@ from baoc.optim.shards import Shard, local
 from baoc.types import Block, ParamInfo
 
 MIN_ROWS = 8  # of a sampled matrix: fewer do not show what sharing along fan-out loses
-LEAST_PART, MOST_PARTS = 2**15, 16
+MIN_CHUNK, MAX_CHUNKS = 2**15, 16  # elements of a chunk at least, and chunks, in which float64 sums are taken
 NUM_BANDS = 8  # row bands per matrix, so that all parts of a fused q, k, v are sampled
 
 
@@ -49,7 +49,7 @@ class Piece:
         return -(-self.numel // GROUP) * GROUP
 
     @property
-    def matrix(self) -> bool:
+    def is_matrix(self) -> bool:
         return self.param.matrix_shape is not None
 
 
@@ -74,8 +74,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What this process has of a piece: its rows (or elements of a vector) from `begin` to `end`, which are `rows` of
-    the `lines` rows that it has of the parameter, or the first ones."""
+    """Rows `begin:end` of a piece (elements of a vector) are on this rank. `rows`: their indices among the rank's
+    `lines` rows of the parameter; None: the first `end - begin` of them."""
 
     begin: int
     end: int
@@ -101,18 +101,18 @@ class Slices:
     """
 
     def __init__(self, blocks: Sequence[Block], *, max_elements: int, device: torch.device):
-        share = _share([block.numel for block in blocks], total=max_elements)
+        share = _water_level([block.numel for block in blocks], total=max_elements)
         pieces: list[Piece] = []
         for index, block in enumerate(blocks):
             params = [param for param in block.params if param.numel > 0]
             if share < block.numel:
-                params = _spread(params, count=int(share // (2 * GROUP)))
+                params = _evenly_spaced(params, count=int(share // (2 * GROUP)))
             fraction = min(1.0, share / max(1, sum(param.numel for param in params)))
             pieces += [_piece(param, block=index, fraction=fraction, device=device) for param in params]
-        pieces.sort(key=lambda piece: (not piece.matrix, piece.shape, piece.sampled.transposed))  # stable
+        pieces.sort(key=lambda piece: (not piece.is_matrix, piece.shape, piece.sampled.transposed))  # stable
         self.blocks = tuple(blocks)
         self.pieces, self.numel = _placed(pieces)
-        self._part = max(LEAST_PART, self.numel // MOST_PARTS // GROUP * GROUP)  # elements that are summed up at a time
+        self._chunk = max(MIN_CHUNK, self.numel // MAX_CHUNKS // GROUP * GROUP)  # elements summed at a time
         self.batches = _batches(self.pieces)
         self.parts = [_part(piece, span=None) for piece in self.pieces]
         self._pieces_of: dict[str, list[int]] = {}
@@ -182,14 +182,14 @@ class Slices:
     def sums(self, flat: Tensor) -> Tensor:
         """Per piece the sum of its elements of `flat`: [num pieces] float64, deterministic."""
         # By parts, as torch makes a float64 copy of what it sums up in float64.
-        parts = [part.view(-1, GROUP).sum(1, dtype=torch.float64) for part in flat.split(self._part)]
+        parts = [part.view(-1, GROUP).sum(1, dtype=torch.float64) for part in flat.split(self._chunk)]
         return self.group_sums(torch.cat(parts))
 
     def dots(self, one: Tensor, other: Tensor) -> Tensor:
         """Per piece the sum of products, as `sums` of `one * other`, which is never there at once."""
         parts = [
             (a * b).view(-1, GROUP).sum(1, dtype=torch.float64)
-            for a, b in zip(one.split(self._part), other.split(self._part), strict=True)
+            for a, b in zip(one.split(self._chunk), other.split(self._chunk), strict=True)
         ]
         return self.group_sums(torch.cat(parts))
 
@@ -211,7 +211,7 @@ def stored_shape(param: ParamInfo) -> tuple[int, int]:
 
 def _part(piece: Piece, *, span: tuple[int, int] | None) -> Part:
     """`span`: first and last element of the parameter that are here; None where all are."""
-    lines = stored_shape(piece.param)[0] if piece.matrix else piece.param.numel
+    lines = stored_shape(piece.param)[0] if piece.is_matrix else piece.param.numel
     if span is None:
         return Part(begin=0, end=piece.shape[0], lines=lines, rows=piece.rows)
     width = piece.param.numel // lines
@@ -224,7 +224,7 @@ def _part(piece: Piece, *, span: tuple[int, int] | None) -> Part:
     return Part(begin=low, end=high, lines=end - begin, rows=piece.rows[low:high] - begin)
 
 
-def _share(sizes: Sequence[int], *, total: int) -> float:
+def _water_level(sizes: Sequence[int], *, total: int) -> float:
     """The number of elements c such that sum(min(size, c)) is `total`; the largest size where all fit."""
     left = float(total)
     sizes = sorted(sizes)
@@ -236,7 +236,7 @@ def _share(sizes: Sequence[int], *, total: int) -> float:
     return float(max(sizes, default=0))
 
 
-def _spread(params: Sequence[ParamInfo], *, count: int) -> list[ParamInfo]:
+def _evenly_spaced(params: Sequence[ParamInfo], *, count: int) -> list[ParamInfo]:
     """`count` of `params`, at least one if there is one, evenly spread."""
     count = max(1, min(count, len(params)))
     return [params[i * len(params) // count] for i in range(count)] if params else []
@@ -290,7 +290,7 @@ def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], int]:
 def _batches(pieces: Sequence[Piece]) -> tuple[Batch, ...]:
     runs: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for index, piece in enumerate(pieces):
-        if piece.matrix:
+        if piece.is_matrix:
             runs.setdefault((piece.shape, piece.sampled.transposed), []).append(index)
     return tuple(
         Batch(

@@ -24,7 +24,7 @@ from baoc.parallel import refusal
 CHUNK = 2**22  # elements of a bf16 weight that are converted to float32 at a time
 ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
 SMALL = (torch.bfloat16, torch.float16)
-ROUNDED = ("bf16-true", "16-true")  # precisions in which modules only accept inputs of their own 16-bit dtype
+TRUE_16_BIT = ("bf16-true", "16-true")  # precisions in which modules only accept inputs of their own 16-bit dtype
 
 
 class EmaWeights(L.Callback):
@@ -32,8 +32,8 @@ class EmaWeights(L.Callback):
 
     They lie in one tensor on the module's device, `nbytes` long. `swapped(module)` lets the parameters point to the
     averages, without a copy unless the module needs bf16. Checkpoints hold the averages by parameter name under
-    `callbacks`, key "EmaWeights". Of parameters that `fully_shard` cuts each rank averages its rows, and checkpoints
-    hold the whole; there weights and averages trade places in memory, as what is gathered is made of that very memory.
+    `callbacks`, key "EmaWeights". Sharded parameters: each rank averages its rows, checkpoints hold them
+    unsharded, and weights and averages swap contents, because FSDP all-gathers from the parameter's own storage.
     """
 
     def __init__(self, decay: float):
@@ -43,7 +43,7 @@ class EmaWeights(L.Callback):
         self.num_updates = 0
         self.averages: dict[str, Tensor] = {}
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext  # wraps averaging, to measure memory
-        self._rounded = False
+        self._is_16_bit = False
         self._last_step = -1
         self._pending: Mapping[str, Any] | None = None
         self._live: dict[str, Tensor] = {}  # the weights' own data while the averages stand in for them
@@ -62,7 +62,7 @@ class EmaWeights(L.Callback):
 
     def validation_bytes(self, module: nn.Module) -> int:
         """Bytes that validation needs beside the averages: 16-bit copies, for modules that only accept 16 bits."""
-        if not self._rounded:
+        if not self._is_16_bit:
             return 0
         small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
         return sum(local(p).nbytes for p in small)
@@ -88,7 +88,7 @@ class EmaWeights(L.Callback):
         for name, parameter in named.items():
             average = averages[name] = room[start : start + parameter.numel()].view(parameter.shape)
             start += _padded(parameter.numel())
-            given = _fitting(saved[name], owners[name], name=name) if name in saved else parameter
+            given = _checked_shape(saved[name], owners[name], name=name) if name in saved else parameter
             if name in saved and name in self._shards:
                 given = self._shards[name].taken(given, shape=parameter.shape)
             average.copy_(given)
@@ -96,7 +96,7 @@ class EmaWeights(L.Callback):
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> None:
-        """Averages in the weights after a step; `optimizer` holds the corrections of bf16 weights."""
+        """Updates the averages with the weights after a step; `optimizer` holds the corrections of bf16 weights."""
         self.start(module)
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
@@ -140,11 +140,11 @@ class EmaWeights(L.Callback):
             elif name in self.averages:
                 self._live[name] = parameter.data
                 average = self.averages[name]
-                parameter.data = average.to(parameter.dtype) if self._rounded else average
+                parameter.data = average.to(parameter.dtype) if self._is_16_bit else average
 
     def swap_out(self, module: nn.Module) -> None:
         if self._live:
-            cut_again(module)  # what is gathered has averages
+            cut_again(module)  # unsharded copies still hold the averages
         for name, parameter in module.named_parameters():
             if name in self._live and name in self._shards:
                 _trade_(local(parameter.detach()), self.averages[name])
@@ -155,8 +155,8 @@ class EmaWeights(L.Callback):
     # -- Lightning --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._rounded = trainer.precision in ROUNDED
-        if self._rounded and any(map(is_sharded, pl_module.parameters())):
+        self._is_16_bit = trainer.precision in TRUE_16_BIT
+        if self._is_16_bit and any(map(is_sharded, pl_module.parameters())):
             raise refusal("averaged_narrow", precision=trainer.precision)
         if stage == "fit":
             self.averages, self.num_updates, self._pending = {}, 0, None  # another fit; a checkpoint is loaded later
@@ -188,10 +188,10 @@ class EmaWeights(L.Callback):
         if self._pending is not None:
             return dict(self._pending)
         assert not self._live, "a checkpoint during validation would hold the averages as weights"
-        return {"num_updates": self.num_updates, "averages": self.whole()}
+        return {"num_updates": self.num_updates, "averages": self.unsharded()}
 
-    def whole(self) -> dict[str, Tensor]:
-        """The averages by parameter name; of what is cut the whole on rank 0's CPU. Collective there."""
+    def unsharded(self) -> dict[str, Tensor]:
+        """The averages by parameter name. Sharded ones are gathered to rank 0's CPU, which all ranks take part in."""
         cut = self._shards
         shown = {n: cut[n].shown(a, shape=cut[n].owner.shape) if n in cut else a for n, a in self.averages.items()}
         return whole_on_first(shown) if cut else shown
@@ -201,16 +201,16 @@ class EmaWeights(L.Callback):
 
 
 def _trade_(a: Tensor, b: Tensor) -> None:
-    held = a.clone()
+    copy = a.clone()
     a.copy_(b)
-    b.copy_(held)
+    b.copy_(copy)
 
 
 def _padded(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _fitting(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
+def _checked_shape(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
     if average.shape != parameter.shape:
         raise CheckpointError(
             f"the average of {name} in the checkpoint has shape {tuple(average.shape)}, the parameter has "

@@ -41,24 +41,25 @@ def sample(
 
     `guidance` g above 1 moves each prediction from that without a label to that with it and beyond: e_null + g (e -
     e_null), a second forward per step (Ho & Salimans 2022). `clip` holds the estimate of x_0 inside [-1, 1] where the
-    data lie: without it the first steps of a cosine schedule, which divide by nearly 0, go astray.
+    data lie: without it the first steps of a cosine schedule, which divide by nearly 0, go astray. Without
+    `null_label` guidance is ignored. Gradients are recorded unless the caller disables them.
     """
-    noise = torch.randn(len(labels), *shape, generator=generator)
-    images = noise.to(labels.device)
+    start = torch.randn(len(labels), *shape, generator=generator)
+    images = start.to(labels.device)
     timesteps = spaced_timesteps(schedule.num_steps, num_steps=num_steps)
     for step, earlier in zip(timesteps, [*timesteps[1:], None], strict=True):
         at = torch.full_like(labels, step)
-        clean, noise = schedule.split(images, model(images, at, labels), at, prediction=prediction)
+        clean, eps = schedule.split(images, model(images, at, labels), at, prediction=prediction)
         if guidance != 1 and null_label is not None:
             nulls = torch.full_like(labels, null_label)
             _, without = schedule.split(images, model(images, at, nulls), at, prediction=prediction)
-            noise = without + guidance * (noise - without)
-            clean, _ = schedule.split(images, noise, at, prediction="epsilon")
+            eps = without + guidance * (eps - without)
+            clean, _ = schedule.split(images, eps, at, prediction="epsilon")
         if clip:
             clean = clean.clamp(-1, 1)
             a, s = schedule.signal_and_noise(at)
-            noise = (images - a * clean) / s
-        images = _step(images, clean, noise, at, earlier, schedule=schedule, sampler=sampler, generator=generator)
+            eps = (images - a * clean) / s
+        images = _step(images, clean, eps, at, earlier, schedule=schedule, sampler=sampler, generator=generator)
     return images
 
 

@@ -354,7 +354,7 @@ def result_of_run(
 
 def whole_weights(task: Task) -> dict[str, torch.Tensor]:
     """On rank 0 the averages of what is trained, where the task keeps such, and what else each rank has in part."""
-    averages = task.ema.whole() if task.ema is not None else {}
+    averages = task.ema.unsharded() if task.ema is not None else {}
     cut = {name: param for name, param in task.named_parameters() if is_sharded(param) and name not in averages}
     return {**whole_on_first(cut), **averages}
 

@@ -9,8 +9,8 @@ from typing import Any
 from baoc.types.network import Block, Role
 from baoc.units import MIB
 
-# Of torch's CUDA allocator: what a step takes for itself alone has its place beside gradients, where activations were,
-# and may reach into two more pages of 20 MiB. Three of 83 runs held 13 to 21 MB more without this (H200, Muon).
+# torch's CUDA allocator places a step's temporaries beside gradients, in segments that activations left, and may need
+# two further segments of 20 MiB. Three of 83 runs held 13 to 21 MB more without this (H200, Muon).
 GAPS_BYTES = 40 * MIB
 # What is smaller by 16-bit weights leaves gaps in the pages of what was measured with native ones: one of 81 random
 # budgets held 5.6 MiB more without this page (H200, a Llama with 8-bit corrections, in its last step).
@@ -43,10 +43,10 @@ class GradientStats:
 class Profile:
     """The measurements of a warm-up."""
 
-    stats: Mapping[str, GradientStats]
+    stats: Mapping[str, GradientStats]  # by block name
     num_samples: int = 0
-    profile_s: float = 0.0  # time spent on sampling
-    warmup_s: float = 0.0  # time of the steps in which it was sampled
+    profile_s: float = 0.0  # host wall seconds spent on sampling
+    warmup_s: float = 0.0  # host wall seconds of the steps in which it was sampled
     profile_bytes: int = 0  # what the profiler held
 
 
@@ -65,8 +65,8 @@ class Moments:
 class Cost:
     """`state_bytes` are on the device, `host_bytes` in pinned host memory, both of optimizer state.
 
-    `shared_bytes`: the host's again where the device is the host, as they count in its memory. `weight_bytes`: the
-    parameters themselves, and again their gradients, which have the weights' type. `saved_bytes`: what weights,
+    `shared_bytes`: the host's again where the device is the host, as they count in its memory. `weight_bytes`: of the
+    parameters alone; gradients take as much again and are not included. `saved_bytes`: what weights,
     gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does not count them.
     `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` those of the link,
     which works beside it.
@@ -114,8 +114,8 @@ class Budget:
     """The limits of a run; each may be absent. See docs/budgets.md.
 
     `memory_bytes`: peak device memory of the process. `state_fraction`: state bytes / state bytes of fp32 AdamW.
-    `step_time`: step / step with torch's fused AdamW. `host_memory_bytes`: pinned host memory for states that are kept
-    there; a limit offers such placement, without one only rows of the catalogue that were asked for do.
+    `step_time`: step / step with torch's fused AdamW. `host_memory_bytes`: pinned host memory for states. Setting it
+    lets plans keep states on the host; without it only specs named `@streamed` do.
     """
 
     name: str
@@ -126,6 +126,7 @@ class Budget:
 
     @property
     def kind(self) -> str:
+        """Of the byte limit; `none` also where only step time or host memory is limited."""
         if self.memory_bytes is not None:
             return "memory"
         return "state_fraction" if self.state_fraction is not None else "none"
@@ -223,7 +224,7 @@ class Footprint:
         if missing := [row for row in rows if row not in known]:
             raise ValueError(f"the footprint has no temporaries of {', '.join(missing)}: it knows {', '.join(known)}")
         temporary = max((known[row] for row in rows), default=0)
-        held = 0 if self.released else None  # of gradients released in backward it is not known which are there
+        held = 0 if self.released else None  # of released ones it is unknown which are alive
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         gaps = min(temporary, GAPS_BYTES) + (NARROWED_BYTES if saved else 0)
         if self.device.startswith(("cpu", "meta")):  # absent cards have names

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 
 from baoc.config.schema import RunConfig
-from baoc.config.trainer_arguments import TRAINER_OWNED, TrainerConfig
+from baoc.config.trainer_arguments import SET_BY_BAOC, TrainerConfig
 
 ARGUMENTS = {
     name: parameter.default
@@ -21,8 +21,8 @@ FULLY_SHARD = "reshard_after_forward"  # is one of torch's fully_shard
 
 def test_every_argument_is_passed_through_or_decided():
     ours = {item.name for item in fields(TrainerConfig)} - {FULLY_SHARD}
-    assert ours | set(TRAINER_OWNED) == set(ARGUMENTS)
-    assert not ours & set(TRAINER_OWNED)
+    assert ours | set(SET_BY_BAOC) == set(ARGUMENTS)
+    assert not ours & set(SET_BY_BAOC)
 
 
 @pytest.mark.parametrize(

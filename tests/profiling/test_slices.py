@@ -69,7 +69,7 @@ def test_sampled_rows_hold_the_gradient_s_own_numbers():
     grads = numbers(blocks)
     slices = Slices(blocks, max_elements=3000, device=CPU)
     found = gathered(slices, grads)
-    rows = next(piece.rows for piece in slices.pieces if piece.matrix)
+    rows = next(piece.rows for piece in slices.pieces if piece.is_matrix)
     matrix, vector = grads["a.0"], grads["a.1"]
     assert rows is not None
     assert torch.equal(found["a.0"], matrix[rows])

@@ -97,7 +97,7 @@ def by_trainer(kind: str, size: int, *, steps: int, read: Path | None, write: Pa
     if write is not None:
         trainer.save_checkpoint(write)
     optimizer: Any = trainer.optimizers[0]
-    averages = {f"average of {name}": value for name, value in average.whole().items() if value is not None}
+    averages = {f"average of {name}": value for name, value in average.unsharded().items() if value is not None}
     return {**optimizer.export_weights(), **averages}
 
 

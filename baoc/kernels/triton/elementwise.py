@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
 WIDTH = tl.constexpr(8)
-# Columns of the table's addresses and settings, both 8 per tensor: `table` fills them in this order.
+# Columns of addresses (filled by `FusedTable`) and of settings (by the rows of `kinds`), both WIDTH per tensor.
 PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT, MATCH_AT = (tl.constexpr(i) for i in range(7))
 DECAY, SIZE, W1, B2, W2, INV_BC2, EPS = (tl.constexpr(i) for i in range(7))
 REPAIRERS = tl.constexpr(64)  # programs per tensor of a repair, which nearly always has nothing to do

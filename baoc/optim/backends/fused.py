@@ -1,4 +1,4 @@
-"""The Triton backend: one launch per spec, one upload and one graph for all, matching and masking on the device.
+"""The Triton backend: one launch per kernel kind and dtype, another where updates are matched, one upload, one graph.
 
 On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
 blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
