@@ -169,7 +169,7 @@ def advise(
             name=type(model).__name__, checkpointing=None if found else False, compile=is_compiled(model)
         ),
         optim=OptimConfig(betas=betas, release_gradients=False),
-        trainer=TrainerConfig(max_steps=LONG, precision=precision, enable_progress_bar=False),
+        trainer=TrainerConfig(max_steps=LONG, precision=cast(Any, precision), enable_progress_bar=False),
         task=TaskConfig(
             name="own", options={"told_by": _told_by(loss, make_batch, settings, names)}
         ),  # keys a decision
