@@ -7,6 +7,10 @@ tried before it is told of.
 Rows go to largest_llama.csv in $OUT or experiments/results. With `--train LAYERS` one method (--methods) trains 3 steps
 of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told; with
 `--gpus 2` under fully_shard, bf16 weights and gradients that are kept.
+
+`--gpus 8` without `--train` plans such a rank of 8 instead, as the product chooses, in fake tensors of a fake process
+group: largest_llama_sharded.csv has the deepest, or those of `--depths`. Bytes are live ones of fully_shard's code on a
+CPU, on a line through two depths. `--short` GiB of a budget are left free, by what this count is below a peak on GPUs.
 """
 
 import argparse
@@ -18,24 +22,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from baoc import parallel  # noqa: E402
 from baoc.config.compose import compose  # noqa: E402
+from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.config.resolve import resolve  # noqa: E402
+from baoc.core.budgets import parse_budget  # noqa: E402
+from baoc.core.catalogue import with_placement  # noqa: E402
+from baoc.core.rule_tags import RULE_INFOS  # noqa: E402
 from baoc.errors import InfeasibleBudgetError  # noqa: E402
+from baoc.kernels import Shape  # noqa: E402
+from baoc.kernels.triton import muon_plan  # noqa: E402
+from baoc.models.llama import CausalLM  # noqa: E402
+from baoc.models.switches import recomputable_layers, set_recomputed  # noqa: E402
+from baoc.optim.backends.fused import has_kernel, temporary_bytes  # noqa: E402
+from baoc.optim.shards import local  # noqa: E402
+from baoc.parallel import Ranks, ranks  # noqa: E402
 from baoc.planning.cards import CARDS  # noqa: E402
-from baoc.training.measure.absent_card import plan_for  # noqa: E402
+from baoc.profiling import describe, probe_footprint  # noqa: E402
+from baoc.profiling.footprint import reserve_of  # noqa: E402
+from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
+from baoc.training.measure.absent_card import PROFILE_BYTES, fake_, plan_for  # noqa: E402
 from baoc.training.run import build, quieten  # noqa: E402
+from baoc.training.session import Session, SessionSettings, held_at_most  # noqa: E402
 from baoc.training.trainer import session_settings  # noqa: E402
+from baoc.training.user_optimizer import widened  # noqa: E402
+from baoc.types import Budget, Footprint, OptimizerSpec, Placement, Plan  # noqa: E402
 from baoc.units import GIB  # noqa: E402
 
 SHAPES = {256: (688, 8), 2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads; the first to try commands
@@ -214,13 +246,141 @@ def train(
         print(f"{path.name}: {found}")
 
 
+# -- planned for a rank of several ------------------------------------------------------------------------------------
+
+
+class _Alike(Ranks):
+    """A fake group: every rank finds what this one finds."""
+
+    def __init__(self, distributed: Any):
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+
+
+def cut(width: int, depth: int, *, mesh: Any, fake: FakeTensorMode) -> CausalLM:
+    """A bf16 network of fake tensors with recomputed layers, cut over the mesh."""
+    sizes = {key: value for key, value in architecture(width, depth).items() if isinstance(value, int)}
+    with torch.device("meta"):
+        config: Any = LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa")
+        module = CausalLM(LlamaForCausalLM(config).to(torch.bfloat16))
+    with fake:
+        fake_(module)
+        set_recomputed(module, depth)
+        for layer in recomputable_layers(module):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    return module
+
+
+def looked_at(width: int, depth: int, *, mesh: Any) -> Footprint:
+    """Live bytes of accumulated micro-batches of one sequence, on the rank that has most."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    module = cut(width, depth, mesh=mesh, fake=fake)
+    with fake:
+        tokens = torch.zeros(1, 1024, dtype=torch.long)
+
+        def loss() -> Tensor:
+            return cross_entropy(module(tokens).flatten(0, 1).float(), tokens.flatten())
+
+        return replace(probe_footprint(module, run_micro_batch=loss, warm=False, accumulation=2), intervals=())
+
+
+def line_of(short: Footprint, long: Footprint, *, share: float) -> Footprint:
+    """The footprint so many times as far from `short` as `long` is."""
+    numbers = {each.name: (getattr(short, each.name), getattr(long, each.name)) for each in fields(Footprint)}
+    counts = {name: ends for name, ends in numbers.items() if name.endswith("_bytes") and isinstance(ends[0], int)}
+    return replace(short, **{name: int(low + share * (high - low)) for name, (low, high) in counts.items()})
+
+
+def temporaries_of(specs: Iterable[OptimizerSpec], params: Mapping[str, Any], *, size: int) -> dict[str, int]:
+    """Bytes that the kernels of a step take beside states; of what has none, those of the same operators on a CPU."""
+    parts = [local(param) for param in params.values()]
+    hidden = [param for name, param in params.items() if param.ndim > 1 and "layers" in name]
+    shapes = [Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)) for param in hidden]
+    largest = torch.empty(max(parts, key=torch.numel).shape, device="meta", dtype=torch.bfloat16)
+    found: dict[str, int] = {}
+    for spec in specs:
+        here = with_placement(spec, Placement.DEVICE)
+        if RULE_INFOS[spec.rule].hidden_only:
+            found[spec.name] = muon_plan.temporary_bytes(shapes, ranks=size)
+        elif has_kernel(here):
+            found[spec.name] = temporary_bytes(here, params=parts)
+        else:
+            found |= step_temporaries([spec], params=[largest])
+    return found
+
+
+def planned_for(
+    width: int, depth: int, *, footprint: Footprint, budget: Budget, mesh: Any
+) -> tuple[int, Plan | None, int]:
+    """Parameters, the plan if one fits, and the least bytes of any, of a rank on an H200 within the budget."""
+    card, size = CARDS["h200"], mesh.size()
+    module = cut(width, depth, mesh=mesh, fake=FakeTensorMode(allow_non_fake_inputs=True))
+    params = dict(module.named_parameters())
+    count = sum(param.numel() for param in params.values())
+    session = Session(
+        held_at_most(describe(module), params=params),
+        params=params,
+        budget=budget,
+        settings=widened(SessionSettings(), device="cuda", budget=budget, precision="bf16-true"),
+        betas=(0.9, 0.95),
+        device=torch.device("cpu"),
+        module=module,
+        ranks=ranks(),
+    )
+    profile, peak = int(PROFILE_BYTES * count / size), footprint.forward_backward_bytes
+    footprint = replace(
+        footprint,
+        context_bytes=card.context_bytes,
+        reserve_bytes=reserve_of(torch.device("cuda"), peak=peak) + card.workspace_bytes,
+        profile_bytes=profile,
+        profile_temporary_bytes=profile,
+        step_temporary_bytes=temporaries_of(session.settings.planner.rows.values(), params, size=size),
+    )
+    try:
+        plan = session.planner_for(footprint, budget=budget).propose()
+    except InfeasibleBudgetError as error:
+        return count, None, error.least_feasible_bytes
+    return count, plan, plan.least_feasible_bytes
+
+
+def plan_sharded(width: int, *, gpus: int, budgets: Sequence[int], short: float, depths: Sequence[int]) -> None:
+    """The deepest network for a rank of `gpus` by budget, or what `depths` take."""
+    parallel.Group = _Alike
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
+    mesh, ends, rows = init_device_mesh("cpu", (gpus,)), (4, 12), list[dict[str, object]]()
+    looks = [looked_at(width, depth, mesh=mesh) for depth in ends]
+    for gib in budgets:
+        limit, found = int((gib - short) * GIB), dict[int, tuple[int, Plan | None, int]]()
+        budget = parse_budget(limit)
+
+        def least(depth: int, budget: Budget = budget, found: Any = found) -> int:
+            footprint = line_of(looks[0], looks[1], share=(depth - ends[0]) / (ends[1] - ends[0]))
+            found[depth] = planned_for(width, depth, footprint=footprint, budget=budget, mesh=mesh)
+            return found[depth][2]
+
+        for depth in depths or [deepest(least, limit=limit, first=ends)]:
+            if depth not in found:
+                least(depth)
+            count, plan, num_bytes = found[depth]
+            specs = Counter(plan.allocation.choices.values()).most_common(3) if plan is not None else []
+            row = {"gpus": gpus, "budget_gib": gib, "short_gib": short, "width": width, "layers": depth}
+            row |= {"parameters": count, "least_bytes": num_bytes, "peak_bytes": plan and plan.peak_bytes}
+            row |= {"state_bytes": plan and plan.allocation.state_bytes}
+            rows.append({**row, "specs": " ".join(f"{spec}:{num}" for spec, num in specs), "commit": commit()})
+            print(rows[-1], flush=True)
+            write(rows, "largest_llama_sharded.csv")
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, choices=SHAPES, default=2048)
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 16, 24], help="GiB of device memory")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--train", type=int, metavar="LAYERS", help="train this many, instead of looking for them")
-    parser.add_argument("--gpus", type=int, default=1, help="of what is trained")
+    parser.add_argument("--gpus", type=int, default=1, help="of what is trained, or planned under fully_shard")
+    parser.add_argument("--short", type=float, default=0.0, help="GiB of a sharded rank that the count lacks")
+    parser.add_argument("--depths", nargs="+", type=int, default=[], help="to plan under fully_shard, else the deepest")
     parser.add_argument("--steps", type=int, default=3, help="of what is trained")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of what is trained")
     parser.add_argument("--folder", type=Path, help="of what is trained; else one that goes")
@@ -232,6 +392,9 @@ def main() -> None:
             given = {"width": args.width, "layers": args.train, "gpus": args.gpus, "steps": args.steps}
             return train(method, budget=budget, folder=where, device=args.device, **given)
     quieten()
+    if args.gpus > 1:
+        given = {"gpus": args.gpus, "budgets": args.budgets, "short": args.short, "depths": args.depths}
+        return plan_sharded(args.width, **given)
     rows: list[dict[str, object]] = []
     for method in args.methods:
         peaks, began = Peaks(width=args.width, overrides=METHODS[method]), time.perf_counter()
@@ -253,10 +416,10 @@ def main() -> None:
         print(f"  ({len(peaks.found)} plans, {time.perf_counter() - began:.0f} s)", flush=True)
 
 
-def write(rows: list[dict[str, object]]) -> None:
+def write(rows: list[dict[str, object]], name: str = "largest_llama.csv") -> None:
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "largest_llama.csv").open("w", newline="", encoding="utf-8") as file:
+    with (folder / name).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -463,10 +463,11 @@ def table(path: Path) -> int:
         one = alone.get((row["network"], row["strategy"], row["optimizer"]))
         efficiency = "" if one is None else f"{float(row['samples_per_s']) / int(row['ranks']) / one:.3f}"
         excess = f"{float(row['excess']):+.1%}" if row["excess"] else ""
+        exposed = f"{float(row['exposed']):.1%}" if row["exposed"] else ""
         where = f"{row['network']:11}{row['strategy']:5}{row['scaling']:8}{row['ranks']:>5} {row['optimizer']:19}"
         print(
             f"{where}{float(row['samples_per_s']):10.1f}{efficiency:>7}{float(row['optimizer_ms']):8.2f}"
-            f"{float(row['collectives']):7.1%}{float(row['exposed'] or 'nan'):8.1%}"
+            f"{float(row['collectives']):7.1%}{exposed:>8}"
             f"{int(row['peak_bytes']) / 2**30:9.2f}{excess:>8} {row['plan']}"
         )
         if row["excess"] and float(row["excess"]) > 0:
