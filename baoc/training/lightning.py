@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -234,7 +235,7 @@ class BudgetedStrategy(Strategy):
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
             narrator.layers_told = self.layers_told
             if self._unmeasured is not None:
-                one.optimizer.register_step_post_hook(lambda *_, one=one: self._learn(one, unseen=unseen))
+                one.optimizer.after_step.append(partial(self._learn, one, unseen=unseen))
             else:
                 narrator.begin()
         for listener in self.plan_listeners:

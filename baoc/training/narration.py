@@ -40,7 +40,7 @@ class Narrator:
         self.num_moves = 0  # that were accepted
         self._stepped = self._begun = self._told = False
         self._pid = os.getpid()
-        reallocator.optimizer.register_step_post_hook(self._count)
+        reallocator.optimizer.after_step.append(self._count)
         reallocator.listeners.append(self._moved)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Narrator:
             say("; ".join([f"{self.name}: {steps} steps, {moved}", *self.verdict_lines()]))
         self._log()
 
-    def _count(self, *_: object) -> None:
+    def _count(self) -> None:
         self._stepped = True
         step = self.reallocator.step
         if step & (step - 1) == 0:  # a peak is mostly reached in the first steps

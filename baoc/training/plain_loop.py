@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -182,12 +183,12 @@ class BaocOptimizer(BlockwiseOptimizer):
         self._first_step = first_step  # None once it is measured
         if first_step is not None:
             first_step.begin(self.reallocator, owner=self)
-            self.register_step_post_hook(_learn_footprint)
+            self.after_step.append(partial(BaocOptimizer._learn_footprint, weakref.proxy(self)))
         _warn_of_others(self, budget=limit)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
         self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
-        self.register_step_post_hook(_warn_of_copies)
+        self.after_step.append(partial(_warn_of_copies, weakref.proxy(self)))
         if unknown and verbose:
             say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
         else:
@@ -320,10 +321,6 @@ def _warn_of_others(new: Any, *, budget: Budget) -> None:
     _limited.optimizers.add(new)
 
 
-def _learn_footprint(optimizer: Any, *_: object) -> None:
-    optimizer._learn_footprint()
-
-
 def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:
     """Parameters that each rank has in full; where it has parts of others, their communicator is there afterwards."""
     whole = [param for _, param in pairs if not is_sharded(param)]
@@ -332,7 +329,7 @@ def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -
     return whole
 
 
-def _warn_of_copies(optimizer: Any, *_: object) -> None:
+def _warn_of_copies(optimizer: Any) -> None:
     """After the first step: warns of DistributedDataParallel that keeps gradients twice, which no plan counts."""
     if not optimizer._counts_once:
         return

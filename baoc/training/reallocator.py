@@ -158,7 +158,7 @@ class Reallocator:
             self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.profiler is not None))
         elif self.profiler is not None:
             self.optimizer.releaser.observer = self
-        self.optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.optimizer.after_step.append(self.after_step)
         self.optimizer.register_load_state_dict_post_hook(lambda _: self._measure_late(again=True))
         self.optimizer.late_planner = self.plan_late
 
