@@ -23,8 +23,8 @@ class RaceConfig:
     each entrant keeps its best one after the first rung. `rungs` are shares of the last rung's steps; each is a run of
     its own with a whole decay. `seeds` runs each decide who leaves, `confirm_seeds` others whether a mixed plan is
     taken (0: no mixed plan is). `margin`: share of the best uniform's score within which fewer bytes decide. `level`:
-    probability of the claim. `steps` of the last rung; null: the run's own, or fewer where the cap asks
-    for it. `workers` runs at once, `per_gpu` of them on one GPU. `library`: where results are kept for
+    probability of the claim. `size` and `steps` of the raced network; null: the run's own, or a narrower size where
+    the cap asks for one. `workers` runs at once, `per_gpu` of them on one GPU. `library`: where results are kept for
     recipe=raced.
     """
 
@@ -39,6 +39,7 @@ class RaceConfig:
     confirm_seeds: Literal[0] | Annotated[int, Allowed(_CONFIRM, ge=2, le=100)] = 6
     margin: Annotated[float, Allowed("a share of the score from 0 to below 1", ge=0, lt=1)] = 0.01
     level: Annotated[float, Allowed("a probability from 0.5 to below 1", ge=0.5, lt=1)] = 0.9
+    size: str | None = None
     steps: Annotated[int, at_least(4, " optimizer steps, or null")] | None = None
     workers: Annotated[int, at_least(1, " runs at once")] = 1
     per_gpu: Annotated[int, at_least(1, " runs on a GPU")] = 1

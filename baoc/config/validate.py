@@ -61,11 +61,6 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
         default={"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1},
         instead="no run showed what it gives: name steps and budgets in budget.schedule",
     ),
-    "race.size": RemovedKey(
-        default=None,
-        instead="no run showed that what is best on a narrower network is best on this one: leave it out, a race under "
-        "a cap takes fewer steps",
-    ),
 }
 
 

@@ -30,8 +30,10 @@ EPOCHS_APART = 2.0  # a run that sees its data so many times more often than the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The horizon that a race was run at; `field` is that of the target."""
+    """The network and the horizon that a race was run at; `field` is that of the target."""
 
+    size: str
+    num_params: int
     steps: int
     equal_seconds: bool = False
     one_rate: bool = False  # for all entrants
@@ -74,12 +76,12 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     """What may be said of the choice, in one sentence, with probability, size and horizon."""
     found = outcome.verdict
     steps = round(outcome.rung * measured.steps)
-    where = f"{field.num_params:,} parameters and {steps:,} steps"
+    where = f"{measured.num_params:,} parameters and {steps:,} steps"
     if field.num_train:
         where += f" ({epochs(steps, field):.1f} epochs)"
     where += ", each at one learning rate" if measured.one_rate else ""
     beyond = ""
-    if steps != field.steps:
+    if (measured.size, steps) != (field.size, field.steps):
         seen = f" ({epochs(field.steps, field):.1f} epochs)" if field.num_train else ""
         beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps{seen}, which the run has"
     gone = {found.choice, *outcome.left, *(one.name for one in field.racers if one.entrant.control)}
@@ -131,6 +133,7 @@ def record(
     found, racers = outcome.verdict, {one.name: one for one in field.racers}
     rate = outcome.rates[found.choice]
     recipe = racers[found.choice].recipe
+    same = measured.size == field.size
     sign = -1 if field.higher_is_better else 1
     said, claimed = told(outcome, field=field), claim(outcome, field=field, measured=measured)
     recipe = replace(recipe, source=f"{BY_RACE}{said}; {claimed}")  # which plans that run it tell
@@ -139,7 +142,8 @@ def record(
         "choice": found.choice,
         "rate": rate,
         "lr": rate * field.lr,
-        "recipe": recipe_node(recipe),
+        # a plan by block is of one network; on another size its run allocates anew
+        "recipe": recipe_node(recipe) if same or not recipe.blocks else None,
         "told": said,
         "claim": claimed,
         "verdict": to_plain(found) | {"is_certain": found.is_certain},
@@ -149,8 +153,8 @@ def record(
         "quality": field.quality,
         "higher_is_better": field.higher_is_better,
         "measured": {
-            "size": field.size,
-            "num_params": field.num_params,
+            "size": measured.size,
+            "num_params": measured.num_params,
             "steps": round(outcome.rung * measured.steps),
             "epochs": epochs(round(outcome.rung * measured.steps), field),
             "equal_seconds": measured.equal_seconds,

@@ -8,10 +8,9 @@ again, and finds those that had ended in the storage.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetErro
 from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
 from baoc.frontier.runs import INCIDENTAL, quote
+from baoc.models import family_of
 from baoc.parallel import refuse_ranks
 from baoc.racing import records
 from baoc.racing.course import (
@@ -190,13 +190,9 @@ class RaceRun:
             measured, racers, rates, cap_s = planned
             self.field = replace(self.field, racers=tuple(racers))
         else:
-            measured, racers, rates = Measured(steps=race.steps or self.field.steps), self.field.racers, race.rates
-        run_sees, race_sees = epochs(self.field.steps, self.field), epochs(measured.steps, self.field)
-        if run_sees > max(1, race_sees * EPOCHS_APART):
-            say(
-                f"warning: the race sees its data {race_sees:.1f} times and the run {run_sees:.1f} times; what is best "
-                "in few epochs is often what overfits first in many"
-            )
+            measured, racers, rates = self._own_size(), self.field.racers, race.rates
+        if told := self._repeats_more(measured):
+            say(f"warning: the race {told}; what is best in few epochs is often what overfits first in many")
         steps = self._equal_seconds(racers, measured) if self.config.objective == "throughput" else {}
         measured = replace(measured, equal_seconds=bool(steps), one_rate=len(rates) == 1)
         settings = Settings(
@@ -208,7 +204,7 @@ class RaceRun:
             margin=race.margin,
             level=race.level,
         )
-        where = f"{self.config.model.name} {self.field.size} ({self.field.num_params:,} parameters)"
+        where = f"{self.config.model.name} {measured.size} ({measured.num_params:,} parameters)"
         seen = f", {epochs(measured.steps, self.field):.1f} epochs" if self.field.num_train else ""
         say(
             f"race of {len(racers)} recipes on {where}, {self.field.data}, budget {self.config.budget.name}: "
@@ -217,7 +213,7 @@ class RaceRun:
         if not any(one.entrant.control for one in racers):
             say("no permutation races as a control: blocks of equal shapes run one spec in the plan, or time is short")
         try:
-            outcome = self.drive(course([one.entrant for one in racers], settings=settings), racers, cap_s)
+            outcome = self.drive(course([one.entrant for one in racers], settings=settings), measured, racers, cap_s)
         except OutOfTimeError:
             say("nothing is raced: the first stage alone would not end in time")
             return None
@@ -234,7 +230,7 @@ class RaceRun:
         self._page(outcome, content)
         return content
 
-    def drive(self, going: Course, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
+    def drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
         """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
         by_name = {one.name: one for one in racers}
         try:
@@ -251,7 +247,7 @@ class RaceRun:
                         say(f"{len(asked) - at} more runs would not end within the cap of {cap_s:.0f} s")
                         asked = going.throw(OutOfTimeError())
                         break
-                    sent |= self._train([(run, self.words_of(by_name[run.entrant], run)) for run in runs])
+                    sent |= self._train([(run, self.words_of(by_name[run.entrant], run, measured)) for run in runs])
                     files.write_csv(self.folder / records.RUNS_FILE, self._rows())
                 else:
                     if sent and all(end.status == FAILED for end in sent.values()):
@@ -355,43 +351,104 @@ class RaceRun:
                 "has, or another folder (hydra.run.dir=PATH)"
             )
 
+    def _own_size(self) -> Measured:
+        """The network and the horizon that were asked for: the run's own, or `race.size` at as many samples a
+        parameter."""
+        race, found = self.config.race, self.field
+        size = race.size or found.size
+        own = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
+        if size == found.size:
+            return own
+        sizes = family_of(self.config.model.name).sizes
+        if size not in sizes:
+            raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
+        return self.sibling_of(size)[0]
+
+    def sibling_of(self, size: str) -> tuple[Measured, tuple[float, float]]:
+        """A named size at the run's number of samples a parameter, with the seconds of a step and of a run's start."""
+        if self.config.objective == "throughput":
+            raise BadInputError(
+                "objective=throughput judges at equal seconds, which are those of the network itself: leave race.size "
+                "out"
+            )
+        number, result = self._timed(size)
+        steps = self.config.race.steps or max(round(self.field.steps * result["num_params"] / self.field.num_params), 4)
+        return Measured(size=size, num_params=result["num_params"], steps=steps), self._pace(number, result)
+
+    def _repeats_more(self, measured: Measured) -> str:
+        """How much more often the run sees its data than the race would; empty where it does not, or by little."""
+        run, raced = epochs(self.field.steps, self.field), epochs(measured.steps, self.field)
+        if run <= 1 or run <= raced * EPOCHS_APART:
+            return ""
+        return f"sees its data {raced:.1f} times and the run {run:.1f} times"
+
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def within(self, cap_s: float | None) -> tuple[Measured, Sequence[Racer], tuple[float, ...], float] | None:
-        """The longest horizon, and the most entrants and rates, with which a race is predicted to end within the cap;
-        None where there is none, which is said."""
+        """The largest network and horizon, and the most entrants and rates, with which a race is predicted to end
+        within the cap; None where there is none, which is said."""
         race, found = self.config.race, self.field
         rivals = [one.name for one in found.racers if not one.entrant.control]
         if len(rivals) == 1 and self.config.mode != "race":  # which finds the rate of one recipe too
             say(f"nothing is raced: {rivals[0]} alone fits the budget")
             return None
-        self.pace = self._pace(*self._timed())
-        run_s = found.steps * self.pace[0]
+        pace = self._pace(*self._timed(found.size))
+        run_s = found.steps * pace[0]
         if cap_s is None:
             if run_s < race.least_run_s:
                 say(f"nothing is raced before a run of {run_s:.0f} s (race.least_run_s={race.least_run_s:g})")
                 return None
             cap_s = race.share * run_s
-        # All entrants, or the first few of the candidates, which come in order of merit
-        few = [[one for one in found.racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
-        fields = [found.racers, *(some for some in few if any(one.entrant.uniform for one in some))]
-        horizons = [race.steps or found.steps]
-        while race.steps is None and horizons[-1] // 2 >= LEAST_STEPS:
-            horizons.append(horizons[-1] // 2)
         least = math.inf
+        races: Iterable[tuple[Measured, tuple[float, float]]] = self._smaller_races(pace, cap_s=cap_s)
         middle = race.rates[len(race.rates) // 2]  # of rising ones: for all entrants, where time allows no more
-        for rates, steps, racers in product((race.rates, (middle,)), horizons, fields):
-            runs = self._runs(len(racers), rates=len(rates))
-            predicted = sum(
-                predicted_s([round(share * steps)] * n, pace=self.pace, workers=race.workers) for share, n in runs
-            )
-            least = min(least, predicted)
-            if self.plan_s + self._ran_s() + predicted <= cap_s:
-                return Measured(steps=steps), racers, rates, cap_s
+        for rates in (race.rates, (middle,)):
+            seen: list[tuple[Measured, tuple[float, float]]] = []
+            for measured, (step_s, start_s) in races:
+                seen.append((measured, (step_s, start_s)))
+                for racers in self._smaller_fields():
+                    runs = self._runs(len(racers), rates=len(rates))
+                    predicted = sum(
+                        predicted_s([round(share * measured.steps)] * n, pace=(step_s, start_s), workers=race.workers)
+                        for share, n in runs
+                    )
+                    least = min(least, predicted)
+                    if self.plan_s + self._ran_s() + predicted <= cap_s:
+                        self.pace = (step_s, start_s)
+                        return measured, racers, rates, cap_s
+            races = seen  # narrower networks are timed once
         told = "" if math.isinf(least) else f", and the smallest race is predicted to take {least:.0f} s"
         spent_s = self.plan_s + self._ran_s()
         say(f"nothing is raced within {cap_s:.0f} s: planning and timing took {spent_s:.0f} s{told}")
         return None
+
+    def _smaller_races(
+        self, pace: tuple[float, float], *, cap_s: float
+    ) -> Iterator[tuple[Measured, tuple[float, float]]]:
+        """Networks and horizons in order of worth, with seconds of a step and of a run's start: the run's own, narrower
+        networks of the family, then the network itself at half the steps and half again. `pace`: of the run's own."""
+        race, found = self.config.race, self.field
+        own = Measured(size=found.size, num_params=found.num_params, steps=race.steps or found.steps)
+        names = list(family_of(self.config.model.name).sizes)
+        narrower = names[: names.index(found.size)][::-1] if found.size in names else []
+        sizes = [found.size, *narrower] if race.size is None else [race.size]
+        for size in sizes if self.config.objective != "throughput" else sizes[:1]:
+            if size != found.size and race.size is None and self.plan_s + self._ran_s() > cap_s / 4:
+                break
+            measured, its_pace = (own, pace) if size == found.size else self.sibling_of(size)
+            if size != found.size and race.size is None and (told := self._repeats_more(measured)):
+                say(f"not raced on {measured.size} for {measured.steps:,} steps: it {told}")
+            else:
+                yield measured, its_pace
+        shorter = replace(own, steps=own.steps // 2)
+        while race.steps is None and race.size is None and shorter.steps >= LEAST_STEPS:
+            yield shorter, pace
+            shorter = replace(own, steps=shorter.steps // 2)
+
+    def _smaller_fields(self) -> list[Sequence[Racer]]:
+        """All entrants, or the first few of the candidates, which come in order of merit."""
+        few = [[one for one in self.field.racers if not one.entrant.control][:most] for most in (6, 4, 3, 2)]
+        return [self.field.racers, *(some for some in few if any(one.entrant.uniform for one in some))]
 
     def _rungs(self, entrants: int, *, rates: int) -> tuple[float, ...]:
         """Of two entrants none leaves before the last rung, as few seeds do not tell: an earlier one is for rates."""
@@ -410,18 +467,20 @@ class RaceRun:
             runs.append((1.0, entrants * race.confirm_seeds))
         return runs
 
+    def _predicted_s(self, runs: Sequence[Run]) -> float:
+        """Seconds of a stage."""
+        raced = [(run.steps, self._seconds(at)) for at, (run, _) in enumerate(self.asked) if not is_timed(run)]
+        steps, workers = [run.steps for run in runs], self.config.race.workers
+        return predicted_s(steps, pace=self.pace, ran=raced, workers=workers)
+
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
         """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
         if cap_s is None:
             return True
         assert self.study is not None
         trials = self.study.get_trials(deepcopy=False)[len(self.asked) : len(self.asked) + len(runs)]
-        if len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials):
-            return True
-        raced = [(run, self._seconds(at)) for at, (run, _) in enumerate(self.asked)]
-        ran = [(run.steps, seconds) for run, seconds in raced if not str(run.stage).startswith(TIMED)]
-        steps, workers = [run.steps for run in stage], self.config.race.workers
-        return self.spent_s() + predicted_s(steps, pace=self.pace, ran=ran, workers=workers) <= cap_s
+        had_ended = len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials)
+        return had_ended or self.spent_s() + self._predicted_s(stage) <= cap_s
 
     def _ran_s(self, *, until: float = math.inf) -> float:
         """Seconds of the runs so far, or of those that had ended by then: the same after a kill."""
@@ -440,21 +499,21 @@ class RaceRun:
         duration = self.study.get_trials(deepcopy=False)[number].duration
         return 0.0 if duration is None else duration.total_seconds()
 
-    def _timed(self) -> tuple[int, Mapping[str, Any]]:
+    def _timed(self, size: str) -> tuple[int, Mapping[str, Any]]:
         """The trial number and the result of a short run of the first uniform, for its seconds: the quicker of two, as
         the first one imports and compiles what others find."""
         uniform = next(one for one in self.field.racers if one.entrant.uniform)
-        return min(self._time([uniform], seeds=2), key=lambda timed: self._seconds(timed[0]))
+        return min(self._time([uniform], size=size, seeds=2), key=lambda timed: self._seconds(timed[0]))
 
-    def _time(self, racers: Sequence[Racer], *, seeds: int = 1) -> list[tuple[int, Mapping[str, Any]]]:
-        first, stage = self.config.seed + SEEDS, f"{TIMED} {self.field.size}"
+    def _time(self, racers: Sequence[Racer], *, size: str, seeds: int = 1) -> list[tuple[int, Mapping[str, Any]]]:
+        measured, first = Measured(size=size, num_params=0, steps=TIMED_STEPS), self.config.seed + SEEDS
         runs = {
-            Run(entrant=one.name, rate=1.0, seed=seed, stage=stage, steps=TIMED_STEPS): one
+            Run(entrant=one.name, rate=1.0, seed=seed, stage=f"{TIMED} {size}", steps=TIMED_STEPS): one
             for one in racers
             for seed in range(first, first + seeds)
         }
         before = len(self.asked)
-        ended = self._train([(run, self.words_of(one, run)) for run, one in runs.items()])
+        ended = self._train([(run, self.words_of(one, run, measured)) for run, one in runs.items()])
         for run, end in ended.items():
             if end.status not in (DONE, DIVERGED):
                 raise TrainingFailedError(f"{run.entrant} could not be timed: {end.message}")
@@ -469,24 +528,31 @@ class RaceRun:
     def _equal_seconds(self, racers: Sequence[Racer], measured: Measured) -> dict[str, int]:
         """Steps of each entrant in the seconds that the fastest one's steps take."""
         say(f"objective=throughput: {len(racers)} recipes are timed, and judged at equal seconds")
-        timed = self._time(racers)
+        timed = self._time(racers, size=measured.size)
         seconds = {one.name: self._pace(*entry)[0] for one, entry in zip(racers, timed, strict=True)}
         fastest = min(seconds.values())
         return {name: max(round(measured.steps * fastest / own), 4) for name, own in seconds.items()}
 
     # -- overrides and results ----------------------------------------------------------------------------------------
 
-    def words_of(self, racer: Racer, run: Run) -> tuple[str, ...]:
+    def words_of(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
         """The overrides of one run, which repeat it by themselves."""
+        same = measured.size == self.field.size
         budget = [word for word in kept_words(self.words) if _sets_budget(word)]
+        if not same:  # its own budget says nothing of a narrower network; who fits was found on the target
+            budget = ["budget=unlimited"]
         gpus = find_gpus("auto") if self.config.race.per_gpu > 1 and self.config.budget.memory_bytes is None else ()
         if gpus and not racer.recipe.blocks:  # trials share a GPU by their memory budgets
             share = min(gpu.total_bytes for gpu in gpus) // self.config.race.per_gpu // 2**20
             budget = [f"budget={share}mb", f"micro_batch={self.config.micro_batch_size}"]
         file = self.folder / "recipes" / f"{racer.name}.yaml"
         recipe = [f"recipe={quote(str(file)) if file.is_file() else racer.name}"]
-        own = [f"optim.lr={run.rate * self.field.lr:.6g}", f"seed={run.seed}", f"trainer.max_steps={run.steps}"]
-        return (*self._fixed, *budget, f"model.size={self.field.size}", *recipe, *own)
+        if racer.recipe.blocks and not same:  # blocks of another network: its plan is made anew at the same share
+            budget, recipe = [f"budget=state_{100 * racer.entrant.state_bytes / self.field.state_bytes_adamw:.4g}"], []
+        sizes = family_of(self.config.model.name).sizes
+        lr = run.rate * (self.field.lr if same or self.config.optim.lr is not None else sizes[measured.size].lr)
+        own = [f"optim.lr={lr:.6g}", f"seed={run.seed}", f"trainer.max_steps={run.steps}"]
+        return (*self._fixed, *budget, f"model.size={measured.size}", *recipe, *own)
 
     def _rows(self) -> list[dict[str, Any]]:
         """race.csv: one row a run."""
@@ -531,6 +597,11 @@ def made_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = to_plain(to_conf(from_plain({**settings, "trainer": trainer})))
     race = {key: value for key, value in found["race"].items() if key not in _MAY_CHANGE}
     return {key: found[key] for key in found if key not in INCIDENTAL or key == "seed"} | {"race": race}
+
+
+def is_timed(run: Run) -> bool:
+    """Whether a run only tells seconds."""
+    return str(run.stage).startswith(TIMED)
 
 
 def predicted_s(

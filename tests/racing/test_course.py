@@ -141,7 +141,7 @@ def test_a_race_out_of_time_decides_by_the_stages_that_ended(stages: int):
 def test_the_claim_of_the_only_uniform_names_the_plan_that_nothing_confirmed():
     outcome, _ = race((ADAMW, PLAN), settings=replace_settings(fresh_seeds=()))
     racers = tuple(Racer(entrant=one, recipe=Recipe(name=one.name)) for one in (ADAMW, PLAN))
-    told = claim(outcome, field=replace(FIELD, racers=racers), measured=Measured(steps=400))
+    told = claim(outcome, field=replace(FIELD, racers=racers), measured=Measured(size="tiny", num_params=9, steps=400))
     assert told.startswith(
         "adamw was the only uniform left at 9 parameters and 400 steps, and plan is not shown to beat"
     )

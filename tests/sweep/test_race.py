@@ -22,7 +22,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.racing.course import DONE, FAILED, Ended, Settings, course
 from baoc.racing.entrants import FILE, read_field
-from baoc.racing.records import RACE_FILE, family_of, find_raced, settle_recipe
+from baoc.racing.records import RACE_FILE, Measured, family_of, find_raced, settle_recipe
 from baoc.racing.rules import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
@@ -124,6 +124,23 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     file.write_text(json.dumps(kept))
     with pytest.raises(BadInputError, match=r"a race of another version of baoc.*unknown key optim.gone"):
         begun()
+
+
+def test_no_sibling_is_timed_where_the_plan_has_taken_a_quarter_of_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="small")
+    stub_timing(monkeypatch)
+    race = race_module.RaceRun(config(tmp_path), words=[], folder=tmp_path, command="c", code="")
+    race.field = read_field(tmp_path / FILE)
+    timed: list[str] = []
+    sibling = race.sibling_of
+    monkeypatch.setattr(race, "sibling_of", lambda size: (timed.append(size), sibling(size))[1])
+    race.plan_s = 60.0
+    assert race.within(61.0) is None and not timed
+    assert "nothing is raced within 61 s: planning and timing took 60 s, and the smallest" in capsys.readouterr().out
+    race.plan_s = 0.0
+    assert race.within(1.0) is None and timed == ["mini", "tiny"]
 
 
 SCRIPT = """
@@ -302,7 +319,7 @@ def test_runs_of_a_race_keep_the_commands_other_overrides():
 
 
 @pytest.mark.slow
-def test_a_race_under_a_cap_is_run_at_a_shorter_horizon_that_fits_the_cap(
+def test_a_network_without_narrower_ones_is_raced_at_a_shorter_horizon_that_fits_the_cap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=0)
@@ -442,7 +459,8 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
         for name, stub in {"_ended": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
             monkeypatch.setattr(race, name, stub)
         monkeypatch.setattr(race, "words_of", lambda *_: ())
-        return race.drive(course(entrants, settings=settings), racers, cap_s)
+        measured = Measured(size="tiny", num_params=1000, steps=100)
+        return race.drive(course(entrants, settings=settings), measured, racers, cap_s)
 
     found = outcome({"e4"})
     assert found.verdict.choice == "e0" and found.left["e4"] == "failed (crashed)"
@@ -489,3 +507,17 @@ def test_an_allocator_that_leaves_no_choice_is_refused(tmp_path: Path):
 def test_a_race_is_given_in_seconds_minutes_or_hours(word: str, seconds: float):
     found = from_hydra(compose([f"race={word}"])).race
     assert (found.first, found.cap_s) == ("capped", seconds) and len(NAMES) == 7
+
+
+@pytest.mark.slow
+def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(tmp_path: Path):
+    leave_field(tmp_path, names=("muon8_lean", "plan"), size="mini", num_params=4000, num_train=0)
+    record = raced(tmp_path, "model.size=mini", "race.size=tiny")
+    assert record is not None
+    assert record["measured"]["size"] == "tiny" and record["measured"]["steps"] == 100  # of 400, with a quarter of them
+    assert record["claim"].endswith("not measured at 4,000 parameters and 400 steps, which the run has")
+    assert record["choice"] == "plan" and record["recipe"] is None  # its blocks are another network's
+    with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
+        other = tmp_path / "other"
+        leave_field(other, names=("muon8_lean",), size="mini")
+        raced(other, "model.size=mini", "race.size=huge_one")
