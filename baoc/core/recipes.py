@@ -354,9 +354,10 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"recipe={path} cannot be read: {error}") from error
+    held: Any = node
     if isinstance(node, Mapping) and "verdict" in node:  # the file of a race
-        node = cast("Mapping[str, Any]", node).get("recipe")
-    return recipe_from_node(_filled(node, given=path), name=path.stem)
+        held = cast("Mapping[str, Any]", node).get("recipe")
+    return recipe_from_node(_filled(held, given=path), name=path.stem)
 
 
 def _filled(node: object, *, given: object) -> Mapping[str, Any]:

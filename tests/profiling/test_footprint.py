@@ -1,5 +1,6 @@
 """The probe predicts what a tracked training loop then holds, to the byte, and leaves nothing behind."""
 
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,9 +140,9 @@ def test_nothing_is_left_behind():
 
     random.seed(1), np.random.seed(1)
     torch.manual_seed(1)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    before = random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state()
     probe_footprint(net, run_micro_batch=run, run_validation_batch=run)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    after = random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
     assert [module.training for module in net.modules()] == modes
