@@ -291,7 +291,7 @@ def _training_peak(
         dropped.finish()
     if not warm and meter.allocator is not None:
         line.reserve(meter.allocator.reserved_again(stand_ins))
-    if own_backward and all(gradient() is not None for gradient in gradients):
+    if accumulation == 1 and own_backward and all(gradient() is not None for gradient in gradients):
         # Gradients were neither freed nor replaced, or all released: the caller's loop has none in forward. On a card a
         # step is laid where the one before it left room, which may take more than the first one did.
         if meter.device.type == "cuda":

@@ -63,6 +63,10 @@ CAUSES = {
     ("peak_campaign_cuda_before.csv", "564326a8658fa68ad0a23e376fd3ef7a8d3a0ac5"): GAPS,
     ("peak_campaign_cuda_before.csv", "8e428e24e0d671bd94c305d12943f51e56186d7e"): GAPS,
     ("peak_campaign_cuda.csv", "01edcef8e3e26650f1ba687ddc3fae7edf3cf794"): NARROWED,
+    (
+        "scaling_h200.csv",
+        "dbcc8db0cd55e13accee4a51d45d5fc7892f4ae3",
+    ): "a probe with its own backward was taken to free gradients that DDP's buckets keep; counted since, not rerun",
     ("step_time_error_h200.csv", "473c30d"): "the prediction alone fell, by 1 %; below at 50d37db, at the same peak",
     ("step_time_error_h200.csv", "50d37db"): "the peak rose by 2 %, the prediction fell by 1 %; below at 6e4f7da",
     ("strangers_h200.csv", "c77fbd7"): "told by the first step of a loop without a probe; not mended",
