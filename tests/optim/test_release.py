@@ -78,9 +78,24 @@ def test_blocks_are_put_together_up_to_a_limit_beside_what_was_there():
     assert found == [("e", "f"), ("a",), ("b", "c")]
     found = together(late, left=left, limit=10, joins=lambda a, b: True)
     assert found == [("e",), ("f",), ("a",), ("b",), ("c",)]
-    assert together([("a", 5), ("b", 3), ("a", 5)], left={"a": 2, "b": 1}, limit=9, joins=lambda a, b: True) == [
-        ("b",), ("a",)
-    ], "b would be there beside all of a"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("order", "limit", "apart", "groups"),
+    [
+        ("", 9, "", ""),
+        ("a5 b3 a5", 9, "", "b a"),  # b would be there beside all of a
+        ("d8 c8 b3 c2", 13, "", "d bc"),  # the peak up to c is 16, with what d leaves
+        ("a8 d2 c1 b1 a4", 6, "a", "d cb a"),  # beside what is there of a
+        ("a1 d4 b7", 11, "a", "a db"),
+        ("d8 b2", 14, "b", "d b"),
+    ],
+)
+def test_gradients_that_come_by_parts_wait_beside_the_peak_up_to_there(order: str, limit: int, apart: str, groups: str):
+    came = [(part[0], int(part[1:])) for part in order.split()]
+    left = {name: sum(other == name for other, _ in came) for name, _ in came}
+    found = together(came, left=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
+    assert " ".join("".join(group) for group in found) == groups
 
 
 @given(
