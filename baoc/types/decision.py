@@ -12,9 +12,6 @@ from baoc.units import MIB
 # torch's CUDA allocator places a step's temporaries beside gradients, in segments that activations left, and may need
 # two further segments of 20 MiB. Three of 83 runs held 13 to 21 MB more without this (H200, Muon).
 GAPS_BYTES = 40 * MIB
-# What is smaller by 16-bit weights leaves gaps in the pages of what was measured with native ones: one of 81 random
-# budgets held 5.6 MiB more without this page (H200, a Llama with 8-bit corrections, in its last step).
-NARROWED_BYTES = 20 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,9 +223,7 @@ class Footprint:
         temporary = max((known[row] for row in rows), default=0)
         held = 0 if self.released else None  # of released ones it is unknown which are alive
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
-        gaps = min(temporary, GAPS_BYTES) + (NARROWED_BYTES if saved else 0)
-        if self.device.startswith(("cpu", "meta")):  # absent cards have names
-            gaps = 0
+        gaps = 0 if self.device.startswith(("cpu", "meta")) else min(temporary, GAPS_BYTES)  # absent cards have names
         return max(self._less(self._parts(step), saved=saved or {})) + self.fixed_bytes + state_bytes + gaps
 
     @property

@@ -36,7 +36,7 @@ EXCHANGED = (
     "not told: the peak alone was recorded of Muon's batches and messages, which the probe of a step does not run"
 )
 GAPS = "Muon's room found no place between gradients and took more pages; 371 tries after are in peak_campaign_cuda.csv"
-NARROWED = "16-bit weights left gaps in pages; a page is counted for them since 3f17ca9, not run again"
+NARROWED = "16-bit weights left gaps in pages; one more page is counted since, not run again"
 TRACKED = "statistics of a decision made float64 copies; tries after the mend are below (peak_campaign_cpu.csv)"
 SETTLED = "released gradients: a sample was not beside data and tables; the 18 ran again below (peak_campaign_cpu.csv)"
 # Table and commit -> why a run was above. "Below at" names a run of the same case in the same table.

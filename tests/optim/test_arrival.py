@@ -15,7 +15,6 @@ from baoc.optim.offload import arrival
 from baoc.optim.registry import BlockRegistry
 from baoc.profiling import MemoryTracker
 from baoc.types import Footprint
-from baoc.types.decision import NARROWED_BYTES
 from tests.support.optimizing import build, make_params, state_tensors, values
 
 ELSEWHERE = torch.device("cpu:0")  # no tensor says that it is there, so all come
@@ -101,7 +100,7 @@ def test_a_plan_has_room_for_what_comes() -> None:
     }
     footprint = Footprint(device="cuda:0", micro_batch=1, validation_bytes=0, arrival_bytes=200, **bytes_of)
     assert footprint.peak_bytes(state_bytes=30) == 1000 + 200 + 30
-    assert footprint.peak_bytes(state_bytes=30, saved={"a": 400}) == 600 + 200 + 30 + NARROWED_BYTES
+    assert footprint.peak_bytes(state_bytes=30, saved={"a": 400}) == 600 + 200 + 30
     assert replace(footprint, arrival_bytes=0).peak_bytes(state_bytes=30) == 1100 + 30
 
 

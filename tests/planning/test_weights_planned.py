@@ -43,9 +43,6 @@ def test_a_probe_that_cannot_tell_moments_apart_promises_weights_alone():
         resident_bytes=16 * MIB,
     )
     assert plain.peak_bytes(state_bytes=0, saved={"w": 4 * MIB}) == 16 * MIB
-    card = replace(plain, device="cuda:0")  # smaller weights leave gaps in the pages of what was measured
-    assert card.peak_bytes(state_bytes=0) == 20 * MIB
-    assert card.peak_bytes(state_bytes=0, saved={"w": 4 * MIB}) == (16 + 20) * MIB
 
 
 def planner(budget: Budget, *specs: str) -> Planner:
