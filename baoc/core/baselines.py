@@ -32,6 +32,7 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("adamw", "adamw", frozenset()),
     ("bf16", "adamw_bf16", frozenset()),
     ("adamw8bit", "adamw_int8", frozenset()),
+    ("adamw8bit_root", "adamw_int8_root", frozenset()),
     ("adamw4bit", "adamw_int4", frozenset()),
     ("rmsprop", "rmsprop", frozenset()),
     ("rmsprop8bit", "rmsprop_int8", frozenset()),

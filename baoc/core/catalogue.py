@@ -32,6 +32,8 @@ CODECS: dict[str, CodecInfo] = {
         _codec("bf16", "rounded to bfloat16", bits=16),
         _codec("softsign8", "int8 of a softsign-companded value, groups of 32 (for m)", bits=8, group=GROUP),
         _codec("sqrt8", "uint8 of the square root, groups of 32 (for v)", bits=8, group=GROUP),
+        _codec("root8m", "int8 with a sign and a fourth root, groups of 32 (for m of any spread)", bits=8, group=GROUP),
+        _codec("root8v", "uint8 of the eighth root, groups of 32 (for v of any spread)", bits=8, group=GROUP),
         _codec("root4", "4 bits, sign and root, groups of 64 (for m)", bits=4, group=PACKED_GROUP),
         _codec(
             "lattice4", "4 bits on a logarithmic lattice without zero, groups of 64 (for v)", bits=4, group=PACKED_GROUP
@@ -48,6 +50,9 @@ STORAGES: dict[str, StorageScheme] = {
             name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", aligned=GROUP
         ),
         StorageScheme(
+            name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", aligned=GROUP
+        ),
+        StorageScheme(
             name="int4",
             description=f"0.53 bytes per number; states of fewer than {LEAST_PACKED} numbers stay fp32",
             m="root4",
@@ -59,7 +64,7 @@ STORAGES: dict[str, StorageScheme] = {
 }
 
 # rule, its text, the storages it is offered in; (numbers kept per element) opens each text
-_ALL = ("fp32", "bf16", "int8", "int4")
+_ALL = ("fp32", "bf16", "int8", "int8_root", "int4")
 _FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}
 
 
@@ -123,9 +128,9 @@ def removed(name: str) -> str:
             f"allocator={name} was removed with all steps on the CPU, to which streamed ones are superior in time and "
             "memory: leave it out and take catalogue=host, or catalogue.specs=[adamw@streamed] for fp32 AdamW alone"
         )
-    uniform = re.fullmatch(r"uniform_(foam_l8|adamw8bit_log|adamw8bit_root)(_matched)?", name)
+    uniform = re.fullmatch(r"uniform_(foam_l8|adamw8bit_log)(_matched)?", name)
     if uniform is not None:
-        instead = "foam_l3" if uniform[1] == "foam_l8" else "adamw8bit"
+        instead = {"foam_l8": "foam_l3", "adamw8bit_log": "adamw8bit_root"}[uniform[1]]
         return f"allocator={name} was removed with its spec: choose allocator=uniform_{instead}{uniform[2] or ''}"
     instead = name.replace("+split16", "+split8").replace("@updated", "@streamed")
     if "+split16" in name:
@@ -140,9 +145,8 @@ def removed(name: str) -> str:
             f"{instead}, which keeps the same states"
         )
     folds = re.match(r"(foam_l[1238])(_out|_sq)?(?=_|\+|@|$)", name)
-    if coded := re.search(r"_int8_(log|root)", name):
-        what = "logarithmic codes" if coded[1] == "log" else "codes of roots"
-        instead = name.replace(coded[0], "_int8")
+    if "_int8_log" in name:
+        what, instead = "logarithmic codes", name.replace("_int8_log", "_int8_root")
     elif folds is not None and (folds[1] == "foam_l8" or folds[2]):
         level = "foam_l3" if folds[1] == "foam_l8" else folds[1]
         kinds = {"_out": "folds along fan-out", "_sq": "averages of folded squares", None: "folds of 256 neighbours"}

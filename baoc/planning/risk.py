@@ -77,9 +77,12 @@ SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
 # Share of coordinates whose m/sqrt(v) is off by more than .1, by in-group spread std(log sqrt v).
 SPREADS = (0.5, 1.0, 1.5, 2.0)
 COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
+ROOT_ERROR = (0.0, 0.0006, 0.006, 0.024)
 CODEC_ERROR: dict[str, tuple[float, ...]] = {
     "softsign8": COMPANDED_ERROR,
     "sqrt8": COMPANDED_ERROR,
+    "root8m": ROOT_ERROR,
+    "root8v": ROOT_ERROR,
     "root4": (0.49, 0.62, 0.73, 0.79),  # with v in fp32
     "lattice4": (0.076, 0.26, 0.44, 0.48),  # with m in fp32
 }
@@ -90,6 +93,8 @@ CODEC_DOSE: dict[str, float] = {
     "bf16": 0.05,
     "softsign8": 1.0,
     "sqrt8": 1.0,
+    "root8m": 1.0,
+    "root8v": 1.0,
     "root4": 13.0,  # at a spread of .5
     "lattice4": 2.0,
 }

@@ -38,7 +38,7 @@ SHAPES = {
 }
 MUON = {name: "muon_int8" if name in ("a", "d", "f", "h") else "adamw_int8" for name in SHAPES}
 SPECS = {
-    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8", "e": "adamw_bf16", "f": "sign",
+    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_root", "e": "adamw_bf16", "f": "sign",
     "g": "signum_int8", "h": "adamw_int8",
 }  # fmt: skip
 

@@ -54,7 +54,7 @@ SPEC = TextDataSpec(
 NETWORKS = {"350m": 8, "1b": 4}  # size -> sequences of a GPU
 TORCH = "torch AdamW, fused"
 MUON = "muon_int8, adamw_int8"  # hidden matrices, embedding and head
-OPTIMIZERS = (TORCH, MUON, "adamw_int8", "adamw_int8+split8", "adamw", "adamw_int4", "lion_int8")
+OPTIMIZERS = (TORCH, MUON, "adamw_int8", "adamw_int8+split8", "adamw", "adamw_int4", "lion_int8_root")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from baoc.optim.backends import fused  # noqa: E402
 
 NUM_TENSORS = 200
 SPECS = (
-    "adamw", "adamw_bf16", "adamw_int8", "rmsprop", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
+    "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_root", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
 )  # fmt: skip
 STEPS = 300
 

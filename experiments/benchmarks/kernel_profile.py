@@ -43,7 +43,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "adamw_shared_out_int8+split8": ("",), "adamw_shared_out_int8": ("",), "adamw_shared_out": ("",),
     "adamw_int4+split8": ("",), "adamw_int4": ("",), "adamw_shared_in_int8+split8": ("",), "foam_l1": ("",),
     "foam_l2": ("",), "foam_l3_int8": ("",), "adamw_shared_in_int8": ("",),
-    "adamw_shared_in": ("",),
+    "adamw_shared_in": ("",), "adamw_int8_root": ("",), "adamw_int8_root+split8": ("",),
 }  # fmt: skip
 
 

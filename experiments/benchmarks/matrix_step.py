@@ -44,7 +44,7 @@ SPECS: list[tuple[str, str, str]] = [
     ("foam_l1", "fp32", "native"), ("foam_l2", "fp32", "native"), ("foam_l2", "int8", "native"),
     ("foam_l2", "int8", "split8"), ("foam_l3", "int8", "native"),
     ("adamw", "int4", "native"),
-    ("adamw", "int4", "split8"),
+    ("adamw", "int4", "split8"), ("adamw", "int8_root", "native"), ("adamw", "int8_root", "split8"),
     ("muon", "fp32", "native"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 # A side of embeddings, heads and patches, which Muon leaves to others; its rows have floors of bytes alone, and under

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SPECS = (
-    "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int4",
+    "adamw", "adamw_bf16", "adamw_int8+split8", "adamw_int8_root+split8", "adamw_int4",
     "rmsprop_int8", "lion_int8+bf16_sr", "signum_int8", "sign", "adamw_shared_in_int8", "adamw_shared_out_int8+split8",
     "adafactor", "adafactor_momentum_int8", "foam_l2_int8", "foam_l1_int8+split8", "muon_int8",
 )  # fmt: skip

@@ -34,6 +34,7 @@ CONFIGURATIONS = {
     "reallocation_off_10": "budget=state_10 reallocation=off",
     "reallocation_once_10": "budget=state_10 reallocation=once",
     "uniform_adamw8bit": f"{OWN} allocator=uniform_adamw8bit",
+    "uniform_adamw8bit_root": f"{OWN} allocator=uniform_adamw8bit_root",
     "uniform_adamw4bit": f"{OWN} allocator=uniform_adamw4bit",
     "uniform_rmsprop": f"{OWN} allocator=uniform_rmsprop",
     "uniform_lion8bit_matched": f"{OWN} allocator=uniform_lion8bit_matched",

@@ -32,7 +32,9 @@ from baoc.types import Placement
         ("softsign8", 32, 34),
         ("softsign8", 33, 37),  # a second scale for one element
         ("sqrt8", 1, 3),
-        ("sqrt8", 0, 0),
+        ("root8m", 64, 68),
+        ("root8v", 0, 0),
+        ("root8v", 33, 37),
         ("root4", 64, 34),
         ("root4", 65, 37),  # half a byte more is a byte, and a second scale
         ("lattice4", 1, 3),
@@ -69,7 +71,7 @@ def test_the_rows_that_the_issue_asks_for_are_there():
         *("adamw_shared_in", "adamw_shared_out_int8", "adafactor", "adafactor_momentum", "adafactor_momentum_int8"),
         *("lion", "lion_int8", "lion_bf16", "signum", "signum_int8", "foam_l1", "foam_l2_int8"),
         *("sign", "column_norm", "muon", "muon_int8"),
-        *("adamw_int4", "rmsprop_int4", "lion_int4", "adamw_shared_in_int4"),
+        *("adamw_int4", "rmsprop_int4", "lion_int4", "adamw_shared_in_int4", "adamw_int8_root"),
     }
     assert asked <= set(SPECS)
 
@@ -105,11 +107,9 @@ def test_rows_of_before_are_told_with_the_nearest_of_today(name: str, instead: s
         ("adamw_int8+split16", "adamw_int8+split8"),
         ("sign+split16@streamed", "sign+split8@streamed"),
         ("adamw+split16@updated", "adamw+split8@streamed"),
-        ("lion_int8_log+bf16", "lion_int8+bf16"),
-        ("adamw_int8_root@streamed", "adamw_int8@streamed"),
+        ("lion_int8_log+bf16", "lion_int8_root+bf16"),
         ("uniform_foam_l8_matched", "allocator=uniform_foam_l3_matched"),
-        ("uniform_adamw8bit_log", "allocator=uniform_adamw8bit"),
-        ("uniform_adamw8bit_root_matched", "allocator=uniform_adamw8bit_matched"),
+        ("uniform_adamw8bit_log", "allocator=uniform_adamw8bit_root"),
         ("host_every_kth", "catalogue=host"),
         ("shadow", "risk=statistics"),
     ],
@@ -125,7 +125,7 @@ def test_what_was_removed_is_told_with_what_is_in_its_place(name: str, instead: 
 def test_weights_are_selected_only_where_they_are_asked_for():
     assert {spec.weights for spec in select(["*+*"]).values()} == {"split8", "bf16_sr"}, "bf16 is named"
     assert list(select(["lion*+bf16", "sign"])) == [
-        *("sign", "lion+bf16", "lion_bf16+bf16", "lion_int8+bf16"),
+        *("sign", "lion+bf16", "lion_bf16+bf16", "lion_int8+bf16", "lion_int8_root+bf16"),
         "lion_int4+bf16",
     ]
     assert list(select(["adamw_int8+split*"])) == ["adamw_int8+split8"]

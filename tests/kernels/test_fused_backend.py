@@ -15,7 +15,7 @@ from tests.support.interpreting import interpreted
 from tests.support.optimizing import Gradients, build, info, make_params, one_block, run_steps, through_file
 from tests.support.step_files import MOST, entered
 
-ELEMENTWISE = ("adamw_bf16", "rmsprop", "rmsprop_int8", "lion_int8", "signum", "sign")
+ELEMENTWISE = ("adamw_bf16", "rmsprop", "rmsprop_int8_root", "lion_int8", "signum", "sign")
 WEIGHTS = ("adamw_int8+split8", "lion+bf16_sr", "adamw_bf16+bf16_sr")
 
 

@@ -21,9 +21,9 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SHAPES = ((64, 256, False), (40, 61, False), (40, 33, True))
 # rule, storage, weights: among them every kernel, and every codec once
 VARIANTS = [
-    ("adamw", "int8", "split8"), ("adamw", "int4", "native"), ("lion", "int8", "bf16_sr"),
+    ("adamw", "int8", "split8"), ("adamw", "int4", "native"), ("lion", "int8_root", "bf16_sr"),
     ("adamw_shared_in", "int8", "native"), ("adamw_shared_out", "fp32", "split8"), ("adafactor", "fp32", "native"),
-    ("adafactor_momentum", "int4", "native"), ("foam_l2", "int8", "native"), ("foam_l3", "bf16", "split8"),
+    ("adafactor_momentum", "int4", "native"), ("foam_l2", "int8_root", "native"), ("foam_l3", "bf16", "split8"),
     ("foam_l1", "int8", "split8"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")

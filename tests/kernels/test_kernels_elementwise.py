@@ -153,8 +153,9 @@ def test_backends_may_alternate():
 
 
 @pytest.mark.parametrize("power", [-12, 8])
-def test_gradient_scale_does_not_matter(power: int):
-    twin = Twin(Case(rule="adamw", storage="int8", sizes=(300,), options=(Options(eps=1e-30),)))
+@pytest.mark.parametrize("storage", ["int8", "int8_root"])
+def test_gradient_scale_does_not_matter(storage: str, power: int):
+    twin = Twin(Case(rule="adamw", storage=storage, sizes=(300,), options=(Options(eps=1e-30),)))
     for _ in range(2):
         twin.new_gradients()
         grad = twin.params[0].grad
@@ -165,16 +166,17 @@ def test_gradient_scale_does_not_matter(power: int):
 
 
 def test_positive_v_never_becomes_zero_and_zero_stays():
-    twin = Twin(Case(rule="rmsprop", storage="int8", sizes=(64,)))
-    grad = torch.zeros(64)
-    grad[:32] = torch.logspace(-9, 0, 32)
-    twin.params[0].grad = grad
-    before = twin.params[0].detach().clone()
-    twin.case.options = (Options(weight_decay=0.0),)
-    twin.step()
-    check_equal(twin)
-    assert (twin.states[0]["v"][:32] > 0).all() and (twin.states[0]["v"][32:] == 0).all()
-    assert torch.equal(twin.params[0][32:], before[32:])
+    for storage in ("int8", "int8_root"):
+        twin = Twin(Case(rule="rmsprop", storage=storage, sizes=(64,)))
+        grad = torch.zeros(64)
+        grad[:32] = torch.logspace(-9, 0, 32)
+        twin.params[0].grad = grad
+        before = twin.params[0].detach().clone()
+        twin.case.options = (Options(weight_decay=0.0),)
+        twin.step()
+        check_equal(twin)
+        assert (twin.states[0]["v"][:32] > 0).all() and (twin.states[0]["v"][32:] == 0).all()
+        assert torch.equal(twin.params[0][32:], before[32:])
 
 
 def test_cuts_agree_bit_for_bit():

@@ -1,6 +1,5 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -32,13 +31,19 @@ def test_a_slot_goes_up_and_what_the_device_says_comes_back() -> None:
 
 
 def test_slots_are_filled_in_turn_once_they_were_read() -> None:
-    buffer = make()
-    events: list[Any] = [Mock() for _ in range(3)]
-    order = []
-    buffer.on_cuda, buffer.slots, buffer.events = True, buffer.slots * 3, events
-    for _ in range(4):
-        order.append(buffer.slot())
+    """A slot's event is waited for before the slot is given out to be filled, and recorded behind its copy."""
+    buffer, order, events = make(), [], [Mock(), Mock(), Mock()]
+    for slot, event in enumerate(events):
+        event.synchronize.side_effect = lambda slot=slot: order.append(("waited", slot))
+        event.record.side_effect = lambda slot=slot: order.append(("recorded", slot, int(buffer.device[0])))
+    buffer.on_cuda, buffer.slots, buffer.events = True, [buffer.slots[0].clone() for _ in events], events
+    for step in range(1, 5):
+        slot = buffer.slot()
+        order.append(("filled", slot))
+        buffer.slots[slot].fill_(step)
         buffer.send()
-    assert order == [0, 1, 2, 0]
-    assert [event.record.call_count for event in events] == [2, 1, 1]
-    assert [event.synchronize.call_count for event in events] == [2, 1, 1]
+    assert order == [
+        entry
+        for step, slot in enumerate((0, 1, 2, 0), start=1)
+        for entry in (("waited", slot), ("filled", slot), ("recorded", slot, step))  # the device has what was filled
+    ]

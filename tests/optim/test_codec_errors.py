@@ -26,7 +26,7 @@ def normal(num: int = NUM, *, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", CODEC_NEAREST)
 def test_one_encoding_is_within_half_a_code(name: str) -> None:
     tolerance, values = CODEC_NEAREST[name], normal()
-    if name == "sqrt8":
+    if name in ("sqrt8", "root8v"):
         values = values.square()
     decoded, group = roundtrip(name, values), CODECS[name].group or 32
     scale = values.abs().view(-1, group).amax(1, keepdim=True) * (1 + 2**-7)  # rounded up to bf16
@@ -41,7 +41,9 @@ def test_one_encoding_is_within_half_a_code(name: str) -> None:
 # docs/methods.md#codecs: code of |x| / scale (of the root, for v), the power of it whose mean is kept, and back.
 COMPANDED = {
     "softsign8": (lambda x: 254 * x / (1 + x), 1, lambda q: q / 127 / (2 - q / 127)),
+    "root8m": (lambda x: 127 * x**0.25, 1, lambda q: (q / 127) ** 4),
     "sqrt8": (lambda x: 255 * x, 2, lambda q: q / 255),
+    "root8v": (lambda x: 255 * x**0.25, 8, lambda q: (q / 255) ** 4),
 }
 
 
@@ -58,13 +60,13 @@ def test_codes_of_the_companding_codecs_are_the_formulas_of_methods_3(name: str,
     largest = x.abs().view(-1, 32).amax(1).repeat_interleave(32)
     assert ((scale >= largest) & (scale <= largest * (1 + 2**-7))).all()
     place = place_of(x.abs().double() / scale)
-    signed = place if squared else place * x.sign()  # which way is up
+    signed = place if squared or name == "root8m" else place * x.sign()  # which way is up
     low = signed.floor()
     up = 0.5 if phase is None else lanes(phase, torch.device("cpu")).double().repeat(100)
     share = (signed**power - low**power) / ((low + 1) ** power - low**power)
     share = signed - low if phase is None else share
     wanted = low + (share >= up)
-    wanted = wanted.clamp(min=1) * (x != 0) if squared else wanted
+    wanted = wanted.clamp(min=1) * (x != 0) if squared else (wanted * x.sign() if name == "root8m" else wanted)
     sharp = (share - up).abs() < 1e-4  # where fp32 may see it otherwise
     codes = parts[""].double()
     assert torch.equal(codes[~sharp], wanted[~sharp]) and int(sharp.sum()) < 100
@@ -106,6 +108,10 @@ def test_a_running_average_keeps_its_scale_within_13_percent_of_it(name: str) ->
         (("softsign8", "sqrt8"), 1.0, 0.037),
         (("softsign8", "sqrt8"), 1.5, 0.206),
         (("softsign8", "sqrt8"), 2.0, 0.39),
+        (("root8m", "root8v"), 0.5, 0.0),
+        (("root8m", "root8v"), 1.0, 0.0006),
+        (("root8m", "root8v"), 1.5, 0.006),
+        (("root8m", "root8v"), 2.0, 0.024),
     ],
 )
 def test_update_errors_by_spread_are_those_of_methods_3(
@@ -132,7 +138,7 @@ def average(name: str, *, scale: Tensor, noise: bool, dithered: bool) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("lattice4", 0.6)])
+@pytest.mark.parametrize(("name", "deviation"), [("bf16", 0.06), ("sqrt8", 0.15), ("root8v", 0.15), ("lattice4", 0.6)])
 def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, deviation: float) -> None:
     ratio = average(name, scale=torch.exp(0.5 * normal(32 * 64)), noise=True, dithered=True)
     assert abs(float(ratio.mean()) - 1) < (0.03 if name != "lattice4" else 0.06)  # it lifts a group's least
@@ -140,7 +146,7 @@ def test_a_running_average_keeps_its_mean_over_thousands_of_steps(name: str, dev
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "sqrt8"])
+@pytest.mark.parametrize("name", ["bf16", "sqrt8", "root8v"])
 def test_a_constant_square_is_reached(name: str) -> None:
     ratio = average(name, scale=torch.full((256,), 0.5), noise=False, dithered=True)
     assert ((ratio > 0.7) & (ratio < 1.3)).all()

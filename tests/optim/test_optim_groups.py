@@ -118,7 +118,7 @@ def test_a_tied_parameter_in_two_groups_must_have_one_setting() -> None:
 
 def test_an_empty_parameter_last_or_alone_is_no_trouble() -> None:
     for shapes in ({"a": (4, 8), "empty": (0,)}, {"empty": (0,)}, {"empty": (0, 5)}):
-        for spec in ("adamw", "adamw_int8", "lion_bf16", "rmsprop_int8", "sign"):
+        for spec in ("adamw", "adamw_int8", "lion_bf16", "rmsprop_int8_root", "sign"):
             params = make_params(shapes)
             before = {n: p.detach().clone() for n, p in params.items()}
             optimizer = build(params, spec, lr=0.1)

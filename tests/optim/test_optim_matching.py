@@ -64,7 +64,7 @@ def test_a_block_steps_with_the_temporaries_of_one_of_its_tensors(spec: str) -> 
 
 
 def test_fp32_and_8_bit_adamw_have_no_factor() -> None:
-    for spec in ("adamw", "adamw_bf16", "adamw_int8"):
+    for spec in ("adamw", "adamw_bf16", "adamw_int8", "adamw_int8_root"):
         ends = []
         for on in (True, False):
             params = make_params(MATRICES)

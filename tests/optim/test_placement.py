@@ -35,7 +35,7 @@ from tests.support.optimizing import (
 from tests.support.placing import SHAPES, Twins, rings, states_of
 
 FAMILIES = (
-    "adamw_bf16", "adamw_int8+bf16_sr", "rmsprop_int8+split8", "signum", "adamw_shared_in_int8",
+    "adamw_bf16", "adamw_int8_root+bf16_sr", "rmsprop_int8_root+split8", "signum", "adamw_shared_in_int8",
     "adafactor_momentum_int4", "foam_l3+split8", "muon_int8", "column_norm+split8",
 )  # fmt: skip
 

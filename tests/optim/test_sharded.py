@@ -56,9 +56,9 @@ SHAPES = {
 STEPS = 4
 PACKED = (
     "adamw_int4",
-    "adamw_int8",
+    "adamw_int8_root",
     "adamw_bf16",
-    "lion_int8",
+    "lion_int8_root",
     "adamw_shared_in_int8",
     "adamw_shared_out_int8",
     "adafactor_momentum_int4",

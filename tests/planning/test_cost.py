@@ -46,6 +46,7 @@ def held(spec: str, block: Block = MATRIX) -> int:
         ("sign", 8),
         ("column_norm", 8),
         ("muon", 400 * 4 + 8),
+        ("adamw_int8_root", 2 * (400 + 32) + 4),
         ("lion_int4", 400 * 4 + 8),  # fewer than 4096 numbers stay fp32
         ("sign+split8", 400 + 8),
         ("lion_int8+split8", 400 + 32 + 400 + 8),

@@ -166,6 +166,8 @@ def test_quantization_dose_follows_the_measured_points():
     assert quantization_dose("sqrt8", spread=1.0) == 1.0
     assert quantization_dose("sqrt8", spread=1.25) == pytest.approx((0.037 + 0.206) / 2 / 0.037)
     assert quantization_dose("sqrt8", spread=9.0) == pytest.approx(0.39 / 0.037)
+    for spread in (0.5, 1.0, 1.5):
+        assert quantization_dose("root8v", spread=spread) <= quantization_dose("sqrt8", spread=spread)
     for spread in (0.0, 0.5, 2.0):
         assert quantization_dose("bf16", spread=spread) < quantization_dose("sqrt8", spread=spread)
 

@@ -9,7 +9,7 @@ from tests.support.optimizing import Gradients, build, make_params
 SHAPES = {"a": (9, 37), "b": (40,), "c": (4, 65), "d": (3, 5, 7), "one": (1,), "empty": (0,)}
 SMALL = {"a": (9, 37), "b": (40,)}
 MIXED = {
-    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8", "one": "sign", "empty": "signum",
+    "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_root", "one": "sign", "empty": "signum",
 }  # fmt: skip
 
 

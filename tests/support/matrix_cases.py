@@ -56,7 +56,7 @@ def matrix_cases(
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = []
     for rule in MATRIX_RULES:
-        storages = tuple(STORAGES) if rule in MEANS else ("fp32", "bf16", "int8")
+        storages = tuple(STORAGES) if rule in MEANS else ("fp32", "bf16", "int8", "int8_root")
         storages = ("fp32",) if rule in ("adafactor", "column_norm") else storages
         cases += [MatrixCase(rule=rule, storage=storage) for storage in storages]
         cases += [MatrixCase(rule=rule, storage=s, param=bfloat16, grad=bfloat16) for s in storages[::4]]
@@ -85,7 +85,7 @@ def few_cases() -> list[MatrixCase]:
         ("column_norm", "fp32", bfloat16, "split8"), ("foam_l1", "fp32", float32, "native"),
         ("foam_l1", "int8", bfloat16, "bf16_sr"), ("foam_l2", "int8", float32, "native"),
         ("foam_l3", "bf16", float32, "native"), ("foam_l2", "fp32", bfloat16, "split8"),
-        ("foam_l3", "int8", float32, "native"), ("foam_l1", "int8", float32, "native"),
+        ("foam_l3", "int8", float32, "native"), ("foam_l1", "int8_root", float32, "native"),
         ("adamw_shared_in", "int4", float32, "native"), ("adafactor_momentum", "int4", float32, "native"),
     ]  # fmt: skip
     seen: set[str] = set()

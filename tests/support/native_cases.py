@@ -1,10 +1,10 @@
 """The native step held against the eager one: the same optimizer twice, and what may differ between them.
 
 What differs, and why. torch takes the roots of most tensors with MKL, which is off by a unit in the last place for one
-number in six; so a step's update is off by about as much, and a code of v by one where a number
+number in six; so a step's update is off by about as much, and a code of v (of m, in int8_root) by one where a number
 lies that near to the boundary between two: for a share of about codes x 1e-7, and as much again for the logarithms.
 Sums of more than a few numbers (shared v, FOAM's means, the RMS of an update) are added up in another order. All else
-is the same bits: m in every storage, v in fp32 and bf16, scales but for a share of 2^-16.
+is the same bits: m in every storage but int8_root, v in fp32 and bf16, scales but for a share of 2^-16.
 """
 
 from collections.abc import Mapping

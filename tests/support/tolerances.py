@@ -36,6 +36,9 @@ CODEC_NEAREST = {
     "softsign8": Tolerance(origin="half a code of 1/127, slope at most 2", atol=2.05 / 254, nmse=6e-5),
     # s is off by 1/510 of the largest in the group, and never below 1/255 of it, so v by 2 s (1/510) + (1/255)^2.
     "sqrt8": Tolerance(origin="half a code of 1/255 in sqrt(v)", atol=1.05 / 255, nmse=2e-5),
+    # |x| = (q/127)^4 is off by 4 |x|^(3/4) / 254 at most, and v = s^2 by twice 4/510
+    "root8m": Tolerance(origin="half a code of 1/127 in the fourth root", atol=4.1 / 254, nmse=2e-4),
+    "root8v": Tolerance(origin="half a code of 1/255 in the fourth root of sqrt(v)", atol=8.2 / 510, nmse=2e-4),
     # squares of q/7: the widest gap is 13/49 of the largest in the group; what is below 1/98 becomes zero
     "root4": Tolerance(origin="half the gap from 6^2 to 7^2, of 49", atol=6.6 / 49, nmse=2e-2),
 }

@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-enum Codec { FP32, BF16, SOFTSIGN8, SQRT8, ROOT4, LATTICE4 };
+enum Codec { FP32, BF16, SOFTSIGN8, SQRT8, ROOT8M, ROOT8V, ROOT4, LATTICE4 };
 constexpr int GROUP = 32, PACKED = 64;  // elements that share a scale, in 8 and in 4 bits
 constexpr float ROOT_OF_MAX = 1.844674297419792e19f, ROOT_MAX = 1.83e19f, KEEP_SCALE = 0.87f;
 
@@ -39,10 +39,33 @@ static BAOC_INLINE void restore_sqrt(const uint8_t* code, float by, float* out, 
   }
 }
 
+static BAOC_INLINE void restore_root8m(const uint8_t* code, float by, float* out, int count) {
+  const Quotient by127(127.f);
+  for (int i = 0; i < count; ++i) {
+    const float q = float(int8_t(code[i])), y = by127.fast(std::fabs(q));
+    const float square = y * y;
+    out[i] = square * square * sign_of(q) * by;
+  }
+}
+
+static BAOC_INLINE void restore_root8v(const uint8_t* code, float by, float* out, int count) {
+  const Quotient by255(255.f);
+  for (int i = 0; i < count; ++i) {
+    const float y = by255.fast(float(code[i])), square = y * y;
+    const float s = square * square * by, v = s * s;
+    out[i] = s > 0.f ? most(v, TINY) : 0.f;
+  }
+}
+
 static BAOC_INLINE void restore8(int codec, const uint8_t* __restrict code, uint16_t scale, float* __restrict out,
                                  int count) {
-  if (codec == SOFTSIGN8) restore_softsign(code, from_bf16(scale), out, count);
-  else restore_sqrt(code, from_bf16(scale), out, count);
+  const float by = from_bf16(scale);
+  switch (codec) {
+    case SOFTSIGN8: restore_softsign(code, by, out, count); break;
+    case SQRT8: restore_sqrt(code, by, out, count); break;
+    case ROOT8M: restore_root8m(code, by, out, count); break;
+    default: restore_root8v(code, by, out, count);
+  }
 }
 
 static void decode8(const Kept& kept, int64_t start, int n, float* out) {
@@ -109,15 +132,48 @@ static BAOC_INLINE void quantise_sqrt(float* x, Quotient by, const float* thresh
   }
 }
 
+static BAOC_INLINE void quantise_root8m(float* x, Quotient by) {
+  for (int i = 0; i < GROUP; ++i) {
+    const float q = __builtin_sqrtf(__builtin_sqrtf(by.fast(std::fabs(x[i])))) * 127.f;  // of |x| up to 1.01: below 127.5
+    x[i] = coded(std::copysign(q, x[i]));
+  }
+}
+
+BAOC_INLINE float eighth_power(float x) {
+  x *= x;
+  x *= x;
+  return x * x;
+}
+
+static BAOC_INLINE void quantise_root8v(float* x, Quotient by, const float* threshold) {
+  for (int i = 0; i < GROUP; ++i) {
+    const float y = by.fast(x[i]), place = __builtin_sqrtf(__builtin_sqrtf(y)) * 255.f;
+    float q = __builtin_floorf(place);
+    float low = eighth_power(q), high = eighth_power(q + 1.f), weight = threshold[i];
+    float bound = weight < 0.5f ? fma_(weight, high - low, low) : fma_(weight - 1.f, high - low, high);
+    q += eighth_power(place) >= bound ? 1.f : 0.f;
+    x[i] = coded(y > 0.f ? most(least(q, 255.f), 1.f) : 0.f);
+  }
+}
+
+static BAOC_INLINE void quantise8(int codec, float* x, Quotient by, const float* thresholds) {
+  switch (codec) {
+    case SOFTSIGN8: quantise_softsign(x, by); break;
+    case ROOT8M: quantise_root8m(x, by); break;
+    case SQRT8: quantise_sqrt(x, by, thresholds + PLAIN); break;
+    default: quantise_root8v(x, by, thresholds + PLAIN);
+  }
+}
+
 // A running average keeps its scale while its largest element is within 13 % of it.
 BAOC_INLINE uint16_t kept_or_new(uint16_t scale, uint16_t held) {
   return scale <= held && from_bf16(scale) >= KEEP_SCALE * from_bf16(held) ? held : scale;
 }
 
-// Stores whole groups, of which n elements are there: m, or s = sqrt(v) where the codec is that of v. All scales come
+// Stores whole groups, of which n elements are there: m, or s = sqrt(v) where the codec is one of v. All scales come
 // first, for each takes its time and does not keep the others waiting.
 static void encode8(const Kept& kept, int64_t start, int n, float* __restrict x, const float* thresholds) {
-  const bool of_v = kept.codec == SQRT8;
+  const bool of_v = kept.codec == SQRT8 || kept.codec == ROOT8V;
   uint8_t* out = static_cast<uint8_t*>(kept.payload) + start;
   uint16_t* scale = kept.scale + start / GROUP;
   for (int i = 0; i < n; i += GROUP) {
@@ -126,9 +182,7 @@ static void encode8(const Kept& kept, int64_t start, int n, float* __restrict x,
   }
   for (int i = 0; i < n; i += GROUP) {
     uint8_t codes[GROUP];
-    const Quotient by = by_scale(x + i, scale[i / GROUP]);
-    if (of_v) quantise_sqrt(x + i, by, thresholds + PLAIN);
-    else quantise_softsign(x + i, by);
+    quantise8(kept.codec, x + i, by_scale(x + i, scale[i / GROUP]), thresholds);
     narrow<GROUP>(x + i, codes);
     if (n - i >= GROUP) std::memcpy(out + i, codes, GROUP);
     else std::memcpy(out + i, codes, size_t(n - i));

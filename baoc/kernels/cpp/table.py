@@ -14,7 +14,7 @@ from torch import Tensor
 from baoc.kernels.cpp.build import library
 
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam")
-CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "root4", "lattice4")
+CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "root8m", "root8v", "root4", "lattice4")
 WEIGHTS = ("fp32", "bf16", "split8", "bf16_sr")
 THRESHOLDS = 2 * 5 * 32  # fp32 values: of the lanes, and lattice4 for k = 0 ... 3; then the same at one half
 _WIDTH = 16

@@ -13,10 +13,10 @@ from torch import Tensor
 
 GROUP, PACKED_GROUP = 32, 64  # elements that share a scale, of 8 and of 4 bits
 WEIGHTS = ("native", "split8", "bf16_sr")
-PHASED = ("sqrt8", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
+PHASED = ("sqrt8", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
 PACKED = ("root4", "lattice4")
-M_CODECS = ("fp32", "bf16", "softsign8", "root4")
-V_CODECS = ("fp32", "bf16", "sqrt8", "lattice4")
+M_CODECS = ("fp32", "bf16", "softsign8", "root8m", "root4")
+V_CODECS = ("fp32", "bf16", "sqrt8", "root8v", "lattice4")
 NUM_LANES = 4 * GROUP  # numbers that `lanes_for` makes
 _FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
 _LION_DECAY = 0.99  # as baoc.optim.rules.sign

@@ -202,7 +202,7 @@ def _restored(code, bits, share, M: tl.constexpr, GROUPED: tl.constexpr):
         LINES: tl.constexpr = code.shape[0]
         GROUPS: tl.constexpr = code.shape[1] // 32
         scale = tl.reshape((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True) * share, [LINES, GROUPS, 1])
-        m = tl.reshape(tl.reshape(expand_m(signed_numbers(code)), [LINES, GROUPS, 32]) * scale, code.shape)
+        m = tl.reshape(tl.reshape(expand_m(signed_numbers(code), M), [LINES, GROUPS, 32]) * scale, code.shape)
     elif M == "fp32" or M == "bf16":
         m = restore_m(code, bits, M)
     else:

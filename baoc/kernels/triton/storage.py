@@ -196,9 +196,14 @@ def _store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.cons
 
 
 @triton.jit
-def expand_m(code):
-    """Codes of softsign8 -> m over its scale."""
-    return code * reciprocal(254.0 - tl.abs(code))
+def expand_m(code, CODEC: tl.constexpr):
+    """Codes of m -> m over its scale."""
+    if CODEC == "softsign8":
+        m = code * reciprocal(254.0 - tl.abs(code))
+    else:  # root8m
+        x = code * (1.0 / 127)
+        m = with_sign(x * x * x * x, code)
+    return m
 
 
 @triton.jit
@@ -226,7 +231,7 @@ def restore_m(code, bits, CODEC: tl.constexpr):
     elif CODEC == "root4":
         m = _restore_m4(code, bits)
     else:
-        m = expand_m(code.to(tl.float32)) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        m = expand_m(code.to(tl.float32), CODEC) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return m
 
 
@@ -242,7 +247,7 @@ def load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl
     elif CODEC == "root4":
         m = _load_m4(addr, scale_addr, start, left, tile.shape[0] * 32, VEC, FULL)
     else:
-        m = expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)))
+        m = expand_m(signed_numbers(load_tile(addr, start, tile, inside, tl.int8, VEC, FULL)), CODEC)
         scale = load_scale(scale_addr, start, groups, left, FULL)
     return m, scale
 
@@ -266,12 +271,14 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
         store_tile(addr, bf16_bits(m), start, tile, inside, tl.int16, VEC, FULL)
     elif CODEC == "root4":
         _store_m4(addr, scale_addr, m, thresholds, start, left, tile.shape[0] * 32, VEC, FULL)
-    else:  # softsign8
+    else:
         scale = round_up(tl.minimum(tl.max(tl.abs(m), axis=-1, keep_dims=True), BF16_MAX))
         store_scale(scale_addr, scale, start, groups, left, FULL)
         x = m * reciprocal(tl.maximum(scale, TINY))
-        # Of slightly more than 1 it is slightly more than 127, which rounds to that.
-        code = x * reciprocal(tl.abs(x) * (1.0 / 254) + (1.0 / 254)) + ROUND
+        if CODEC == "softsign8":  # of slightly more than 1 it is slightly more than 127, which rounds to that
+            code = x * reciprocal(tl.abs(x) * (1.0 / 254) + (1.0 / 254)) + ROUND
+        else:  # root8m
+            code = with_sign(tl.sqrt(tl.sqrt(tl.minimum(tl.abs(x), 1.0))) * 127.0, m) + ROUND
         store_tile(addr, low_byte(code), start, tile, inside, tl.int8, VEC, FULL)
 
 
@@ -298,6 +305,10 @@ def restore_v(v, scale, CODEC: tl.constexpr):
     if CODEC == "sqrt8":
         s = unsigned_times(v, scale * (1.0 / 255))
         v = s * s
+    elif CODEC == "root8v":
+        x = unsigned_times(v, 1.0 / 255 + scale * 0.0)
+        s = x * x * x * x * scale
+        v = tl.where(x > 0.0, tl.maximum(s * s, TINY), 0.0)
     return v
 
 
@@ -321,6 +332,12 @@ def load_v(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.conste
 
 
 @triton.jit
+def _eighth(x):
+    square = x * x
+    return square * square * (square * square)
+
+
+@triton.jit
 def lanes_like(tile):
     """Places of a tile's elements in their groups. Of [n, 32] as a whole tile, as what is read by them has its layout;
     of [1, n, 32], which are read number by number, [1, 1, 32], so that nothing is read wider because this could be."""
@@ -329,17 +346,26 @@ def lanes_like(tile):
 
 
 @triton.jit
-def _v_codes(s, scale, thresholds):
+def _v_codes(s, scale, thresholds, CODEC: tl.constexpr):
     """sqrt(v) -> codes plus ROUND; a fraction of at least the threshold rounds up, and a positive one is never 0."""
     inverse = reciprocal(tl.maximum(scale, _LEAST_ROOT))
     lane = lanes_like(s)
-    x = share_of(s, inverse)
-    code = tl.maximum(floor_code(x), ceil_code(x))  # the latter is 1 but for 0
-    low = code - ROUND
-    # x^2 against that of (low^2 + threshold (2 low + 1)) / 255^2
-    slope, offset = tl.load(thresholds + _SLOPES + lane), tl.load(thresholds + _OFFSETS + lane)
-    between = low * (low * (1.0 / 65025) + slope) + offset
-    return code + tl.where(x * x >= between, 1.0, 0.0)
+    if CODEC == "sqrt8":
+        x = share_of(s, inverse)
+        code = tl.maximum(floor_code(x), ceil_code(x))  # the latter is 1 but for 0
+        low = code - ROUND
+        # x^2 against that of (low^2 + threshold (2 low + 1)) / 255^2
+        slope, offset = tl.load(thresholds + _SLOPES + lane), tl.load(thresholds + _OFFSETS + lane)
+        between = low * (low * (1.0 / 65025) + slope) + offset
+        code += tl.where(x * x >= between, 1.0, 0.0)
+    else:  # root8v
+        threshold = tl.load(thresholds + lane)
+        x = tl.sqrt(tl.sqrt(tl.minimum(s * inverse, 1.0))) * 255.0
+        low = tl.floor(x)
+        below = _eighth(low)
+        code = low + tl.where(_eighth(x) - below >= threshold * (_eighth(low + 1.0) - below), 1.0, 0.0)
+        code = tl.maximum(tl.minimum(code, 255.0), tl.where(s > 0.0, 1.0, 0.0)) + ROUND
+    return code
 
 
 @triton.jit
@@ -354,12 +380,12 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
         threshold = tl.load(thresholds + lanes_like(v))
         bits = tl.minimum(v, BF16_MAX).to(tl.int32, bitcast=True) + ((1.0 - threshold) * 65536.0).to(tl.int32)
         store_tile(addr, bits >> 16, start, tile, inside, tl.int16, VEC, FULL)
-    else:  # sqrt8
+    else:
         top = round_up(tl.minimum(tl.max(s, axis=-1, keep_dims=True), _SCALE_MAX))
         keep = (top <= scale_old) & (top >= _KEEP_SCALE * scale_old)
         scale = tl.where(keep, scale_old, top)
         store_scale(scale_addr, scale, start, groups, left, FULL)
-        code = low_byte(_v_codes(s, scale, thresholds))
+        code = low_byte(_v_codes(s, scale, thresholds, CODEC))
         store_tile(addr, code, start, tile, inside, tl.int8, VEC, FULL)
 
 
