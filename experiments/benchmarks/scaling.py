@@ -8,12 +8,13 @@ the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients t
 time in which rank 0 runs a collective, by torch's profiler (kernels of NCCL, calls of gloo, which wait for other
 ranks); in that of `exposed` it runs no other kernel. `peak_bytes` is the largest of ranks, context included.
 `efficiency` is samples/s over those of one rank times the ranks. Exit code 1: plans of one network and strategy differ
-between numbers of ranks, or a peak is above its prediction.
+between rows, a peak is above its prediction, or no row was written.
 
 `--part muon`: matrices that fully_shard cuts run 8-bit Muon by the fused kernels (on a CPU give TRITON_INTERPRET=1):
 OUT/scaling_muon.csv has the bytes that a rank sends in a step, the floor (each matrix's float16 rows to the rank that
-orthogonalizes it, and back), and how far updates are from those of the first of --ranks, which is to be 1. `--part
-study`: trials that hold 2 of 8 pretended devices, each trained by 2 ranks on the CPU: OUT/scaling_study.csv.
+orthogonalizes it, and back), and how far updates are from those of the first of --ranks, which is to be 1. Exit code 1:
+that is more than a hundredth, or no row was written. `--part study`: trials that hold 2 of 8 pretended devices, each
+trained by 2 ranks on the CPU: OUT/scaling_study.csv.
 """
 
 import argparse
@@ -292,6 +293,7 @@ MATRICES = {  # number, shape
     "cpu": ((8, (64, 64)), (8, (176, 64)), (3, (70, 48))),
 }
 MUON_STEPS = 3
+MUON_DIFFERENCE = 0.01  # at most; rows on CPUs have up to .003
 
 
 def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], beside: Path) -> None:
@@ -447,9 +449,13 @@ def study_part(out: Path, *, device: str, num: int = 8, cards: int = 8, of_trial
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+
 def table(path: Path) -> int:
-    """Prints scaling.csv in short, and what is wrong in it: 1 then, else 0."""
-    rows = list(csv.DictReader(path.open())) if path.is_file() else []
+    """Prints scaling.csv in short, and what is wrong in it: 1 then, and without a row, else 0."""
+    rows = read(path)
     print(f"\n{'network':11}{'':5}{'scaling':8}{'ranks':>5} {'optimizer':19}{'samples/s':>10}{'effic.':>7}{'opt ms':>8}"
           f"{'coll.':>7}{'exposed':>8}{'peak GiB':>9}{'excess':>8} plan")  # fmt: skip
     alone = {
@@ -458,7 +464,7 @@ def table(path: Path) -> int:
         if row["ranks"] == "1"
     }
     plans: dict[tuple[str, str], dict[str, str]] = {}
-    wrong = []
+    wrong = [] if rows else ["no row was written"]
     for row in rows:
         one = alone.get((row["network"], row["strategy"], row["optimizer"]))
         efficiency = "" if one is None else f"{float(row['samples_per_s']) / int(row['ranks']) / one:.3f}"
@@ -473,13 +479,21 @@ def table(path: Path) -> int:
         if row["excess"] and float(row["excess"]) > 0:
             wrong.append(f"above its prediction: {where}")
         if row["plan"]:
-            plans.setdefault((row["network"], row["strategy"]), {})[row["ranks"]] = row["plan"]
+            plans.setdefault((row["network"], row["strategy"]), {})[f"{row['ranks']} ({row['scaling']})"] = row["plan"]
     for (network, strategy), found in plans.items():
         same = len(set(found.values())) == 1
         print(f"{network} {strategy}: plans at {', '.join(found)} ranks are {'the same' if same else 'DIFFERENT'}")
         wrong += [] if same else [f"plans differ: {network} {strategy}"]
     print("\n".join(wrong))
     return int(bool(wrong))
+
+
+def exchanges(path: Path) -> int:
+    """1 where a row of scaling_muon.csv has updates too far from one rank's, and without a row, else 0."""
+    rows = read(path)
+    wrong = [row for row in rows if not float(row["difference"]) <= MUON_DIFFERENCE]
+    print("\n".join(f"updates are not those of one rank: {row}" for row in wrong) if rows else "no row was written")
+    return int(bool(wrong) or not rows)
 
 
 def main() -> int:
@@ -509,7 +523,7 @@ def main() -> int:
             if time.time() < asked.ends:
                 args = (size, Path(folder), asked)
                 spawn(process, args=args, nprocs=size)
-    return table(path) if given.part == "steps" else 0
+    return table(path) if given.part == "steps" else exchanges(path)
 
 
 if __name__ == "__main__":
