@@ -82,7 +82,7 @@ def system_error(error: BaseException) -> BaocError | None:
             return BadInputError(f"this needs {missing}, which is not installed: pip install 'baoc[{extra}]'")
         if isinstance(cause, RuntimeError) and "home directory" in str(cause):  # of Path.expanduser
             return BadInputError("a path begins with ~ and names no home folder: write it in full")
-        if isinstance(cause, FileNotFoundError) and cause.filename is None:  # of os.getcwd
+        if isinstance(cause, FileNotFoundError) and cause.errno and cause.filename is None:  # os.getcwd
             return BadInputError("the folder that the command runs in is gone: change to another one")
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return no_room(cause, cause.filename)

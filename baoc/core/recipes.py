@@ -357,6 +357,11 @@ def read_recipe(path: Path) -> Recipe:
     held: Any = node
     if isinstance(node, Mapping) and "verdict" in node:  # the file of a race
         held = cast("Mapping[str, Any]", node).get("recipe")
+        if held is None:
+            raise BadInputError(
+                f"recipe={path} is a race that chose a plan by block, measured on a network of another size, and holds "
+                "no recipe: leave recipe out, and the plan is made for this network"
+            )
     return recipe_from_node(_filled(held, given=path), name=path.stem)
 
 

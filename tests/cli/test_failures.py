@@ -52,6 +52,7 @@ class MisconfigurationException(Exception):
         (SystemExit("stop"), 1, "stop"),
         (ZeroDivisionError("division"), 1, "ZeroDivisionError: division\nthis is a bug in baoc: please report it"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 1, "this is a bug in baoc"),
+        (FileNotFoundError("Couldn't find any data file at /x"), 1, "Couldn't find any data file at /x"),  # a library's
         (ConfigAttributeError("Missing key name"), 1, "this is a bug in baoc"),
     ],
 )
