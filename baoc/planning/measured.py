@@ -207,7 +207,7 @@ def mixture(planner: BudgetedBlocks, *, family: Family, than: Choice | None) -> 
         if than is not None:
             doubt = planner.kappa * picked_of(family) * sqrt(shifted.sd**2 + than.change.sd**2)
             if shifted.mean - than.change.mean + doubt >= 0:
-                return None
+                continue
         recipe = replace(
             base.recipe,
             name=MIXED,

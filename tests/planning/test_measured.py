@@ -10,7 +10,7 @@ from baoc.core.catalogue import select
 from baoc.core.measured import Change, Family, MeasuredRecipe, faded, families, family_of, nearest
 from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError
-from baoc.planning.measured import MIXED, PRIOR
+from baoc.planning.measured import MIXED, PRIOR, picked_of
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import proposals
 from baoc.types import Budget, ParamInfo, Role
@@ -261,6 +261,47 @@ def test_one_role_alone_is_replaced_the_one_that_measured_best():
     assert (found["head"], found["embedding"]) == ("adamw_int8", "adamw")
     smaller = specs(planner(0.2, family=table({**roles, "mlp": {"sign": change(-0.02)}})))
     assert (smaller["embedding"], smaller["mlp"]) == ("adamw_int8", "sign"), "fp32 states have no room there"
+
+
+def test_a_mixture_is_the_best_entry_that_fits_by_brute_force():
+    entries = {
+        ("mlp", "adamw"): change(-0.09),  # the largest of all
+        ("embedding", "adamw"): change(-0.07, sd=0.031),  # the next best by its bound, and too uncertain
+        ("mlp", "adamw_int8"): change(-0.03),
+        ("head", "lion_int8"): change(-0.02, sd=0.001),
+        ("embedding", "adamw_int4"): change(0.005),
+    }
+    roles: dict[str, dict[str, Change]] = {}
+    for (role, spec), entry in entries.items():
+        roles.setdefault(role, {})[spec] = entry
+    found: list[tuple[str, str] | None] = []
+    for fraction in (0.1, 0.15, 0.157, 0.2, 0.225, 0.25, 0.6, 0.65, 1.0):
+        of = planner(fraction, family=table(roles))
+        runs = {
+            name: {c.spec: c.cost.state_bytes for c in row}
+            for name, row in of.candidates(risk="measured", profile=None).items()
+        }
+        base = {block.name: ZERO.recipe.wish(block)[1] for block in of.blocks}
+
+        def mixed(role: str, spec: str) -> dict[str, str]:
+            return {b.name: spec if b.role == role else base[b.name] for b in of.blocks}
+
+        def fits(choices: Mapping[str, str]) -> bool:
+            return sum(runs[name][spec] for name, spec in choices.items()) <= fraction * of.state_bytes_adamw
+
+        doubt = of.kappa * picked_of(table(roles))
+        better = [
+            (entry.bound(of.kappa), key)
+            for key, entry in entries.items()
+            if fits(mixed(*key)) and (not fits(base) or entry.mean + doubt * entry.sd < 0)
+        ]
+        plan = of.propose()
+        best = min(better)[1] if better else None
+        assert plan.basis is not None and (plan.basis.recipe == MIXED) == (best is not None), fraction
+        if best is not None:
+            assert dict(plan.allocation.choices) == mixed(*best), fraction
+        found.append(best)
+    assert len(set(found)) == 4, "each but the uncertain one is the best of some budget, or none is"
 
 
 def test_no_spec_s_changes_by_role_add_up_in_the_shipped_table():
