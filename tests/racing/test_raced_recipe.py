@@ -89,7 +89,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @DOORS
 def test_the_file_of_a_race_is_a_recipe_at_every_door(door: Callable[[str], Any]):
     assert replace(door(leave_race()), share=None) == replace(RECIPES[CHOSEN], share=None)
-    with pytest.raises(BadInputError, match="plan.json is a race that chose a plan by block.*leave recipe out, and"):
+    with pytest.raises(BadInputError, match=r"plan.json is a race that chose a plan by block.*leave recipe out, and"):
         door(leave_race("plan.json", recipe=None))
 
 
