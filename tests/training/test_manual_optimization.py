@@ -4,7 +4,9 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -15,10 +17,13 @@ from torch import Tensor, nn
 from baoc import BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from baoc.planning.planner import PlannerSettings
+from baoc.planning.limits import saved_by
+from baoc.planning.planner import Planner, PlannerSettings
+from baoc.training.measure import first_step
 from baoc.training.session import SessionSettings
-from baoc.types import Role, to_plain
+from baoc.types import Budget, Footprint, ParamInfo, Role, to_plain
 from tests.support.classifier import QUIET, loader, same
+from tests.support.planners import MIB, NO_TEMPORARIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 
@@ -319,3 +324,56 @@ def test_a_resumed_batch_that_no_longer_fits_is_planned_for_as_in_a_fresh_run(tm
 def test_what_needs_a_step_of_lightnings_is_refused():
     with pytest.raises(BadInputError, match=r"automatic_optimization=False, and budget.step_time=2 needs a step that"):
         trained(BaocStrategy({"step_time": 2.0}), Gan())
+
+
+# -- weights of 16 bits -----------------------------------------------------------------------------------------------
+
+
+def test_optimizers_that_each_save_gradients_pass_no_budget_together():
+    """The step needs more than forward and backward by what is less than all of them save there."""
+    of_each, temporaries = 4, dict.fromkeys(NO_TEMPORARIES, 4 * MIB)
+    weights = 2 * of_each * MIB
+    footprint = Footprint(
+        device="cpu",
+        micro_batch=0,
+        weights_bytes=weights,
+        gradients_bytes=weights,
+        forward_backward_bytes=2 * weights + 3 * MIB,
+        validation_bytes=0,
+        resident_bytes=2 * weights,
+        step_temporary_bytes=temporaries,
+    )
+    settings = PlannerSettings(specs=("sign", "sign+split8", "adamw", "adamw_int8+split8"), keep_fp32_roles=())
+    planned = 0
+    for quarters in range(70, 100, 2):
+        budget = Budget(name="some", memory_bytes=quarters * MIB // 4)
+        planners = [
+            Planner(
+                [
+                    ParamInfo(name=f"{part}.{i}.weight", shape=(512, 512), dtype="float32", role=Role.MLP, depth=i)
+                    for i in range(of_each)
+                ],
+                budget=budget,
+                settings=settings,
+                footprint=footprint,
+            )
+            for part in ("generator", "discriminator")
+        ]
+        late: dict[str, Any] = {"late": {}, "late_bytes": 0, "late_bytes_adamw": 0}
+        idle = SimpleNamespace(state_bytes=lambda: 0)
+        share: Any = [Mock(planner=each, optimizer=idle, **late) for each in planners]
+        try:
+            first_step._leave_to_others(share, staying=[])
+            plans = [each.propose() for each in planners]
+        except InfeasibleBudgetError:
+            continue
+        planned += 1
+        choices = {block: spec for plan in plans for block, spec in plan.allocation.choices.items()}
+        blocks, specs = [block for plan in plans for block in plan.blocks], planners[0].specs
+        peak = footprint.peak_bytes(
+            state_bytes=sum(plan.allocation.state_bytes for plan in plans),
+            specs=sorted(set(choices.values())),
+            saved=saved_by(choices, blocks=blocks, specs=specs),
+        )
+        assert peak <= quarters * MIB // 4
+    assert planned > 5

@@ -113,6 +113,15 @@ def _without_state(footprint: Footprint) -> int:
     return footprint.peak_bytes(state_bytes=0, specs=sorted(temporaries, key=temporaries.__getitem__)[:1])
 
 
+def _shared(footprint: Footprint, *, among: int) -> Footprint:
+    """The footprint of one of several optimizers. 16-bit gradients save at the step alone, and states come in their
+    place: of the room that forward and backward leave below the step, each optimizer may fill its part by that."""
+    temporary = min(footprint.step_temporary_bytes.values(), default=0)
+    step = footprint.resident_bytes + max(temporary, footprint.profile_temporary_bytes)
+    room = 0 if footprint.released else max(step - footprint.forward_backward_bytes, 0)
+    return replace(footprint, forward_backward_bytes=footprint.forward_backward_bytes + room - room // among)
+
+
 def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
     """The footprint with what it takes to start v of another spec from the second step's gradient."""
     needed = seeding.temporary_bytes(session.params.values())
@@ -129,7 +138,10 @@ def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[R
     """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have. Of
     what the budget then leaves beside forward and backward, each other one gets the least that it needs, and a part of
     the rest by the bytes that AdamW's states have beyond that. What is too little for all is so for the first one."""
-    footprints = {one: one.planner.footprint for one in reallocators if one.planner.footprint is not None}
+    footprints: dict[Reallocator, Footprint] = {}
+    for one in reallocators:
+        if one.planner.footprint is not None:
+            one.planner.footprint = footprints[one] = _shared(one.planner.footprint, among=len(reallocators))
     bare = {one: _without_state(footprint) for one, footprint in footprints.items()}
     kept = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
