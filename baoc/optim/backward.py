@@ -226,7 +226,7 @@ class BackwardStepper:
                 f"a learning rate or another setting was changed between backward and step(): {self.late_text}. Change "
                 "it before",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
 

@@ -356,15 +356,14 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
     """Adds the checkpoint's correction to weights that the model has loaded, if they were `kept` so.
 
     Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
-    plan has and the checkpoint does not is that of the weights as they were adopted: it goes if they were overwritten,
-    which before the first step has been looked at.
+    plan has and the checkpoint does not stays where it is compared with the weights by their bits; in mid-run none
+    can tell whether they were overwritten, and it goes.
     """
     param, own = slot.param, state.get(weights.CORRECTION)
-    overwritten = slot.taken_in is None
-    slot.taken_in = None  # what the correction is to be is decided here
     if correction is not None and kept == slot.weights:
         assert own is not None
         own.copy_(correction)
+        slot.taken_in = None  # its weights may come after it
     elif correction is not None:
         near = param.detach().to(torch.bfloat16)
         if torch.equal(near.to(param.dtype), param.detach()):
@@ -374,7 +373,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
             weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
             report.note("weights", "converted")
             report.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
-    elif own is not None and overwritten:
+    elif own is not None and slot.taken_in is None:
         own.zero_()
 
 

@@ -279,7 +279,7 @@ def move(
             if unseeded:
                 target.unseeded.add(slot.name)
             recast(source, slot, old, new, report=report)
-            if registry.unstepped and source.weights != slot.weights and weights.CORRECTION in new:
+            if source.weights != slot.weights and weights.CORRECTION in new:
                 slot.taken_in = weights.bits_of(slot.param)
             registry.set_state(slot, new)
     registry.pack(target)

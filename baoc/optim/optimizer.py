@@ -55,7 +55,7 @@ class BlockwiseOptimizer(Optimizer):
         optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
 
     `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python run.py --list
-    specs` prints the bytes of every spec. State is allocated here, for trainable parameters only. A
+    specs` prints the bytes of every spec's state. State is allocated here, for trainable parameters only. A
     weights format other than native makes the parameters bf16 here, so run the model in bf16 or under bf16 autocast;
     `export_weights` returns fp32, and moving a block back to native weights restores them.
     `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
@@ -221,8 +221,14 @@ class BlockwiseOptimizer(Optimizer):
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._update(closure)
+        for subscriber in tuple(self.after_step):  # with gradients as the caller has them: some differentiate
+            subscriber()
+        return loss
+
+    @torch.no_grad()
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -240,8 +246,6 @@ class BlockwiseOptimizer(Optimizer):
                 self.registry.return_gradients()
         else:
             self._step_all()
-        for subscriber in tuple(self.after_step):
-            subscriber()
         return loss
 
     def _step_all(self) -> None:
@@ -450,6 +454,7 @@ class BlockwiseOptimizer(Optimizer):
                 targets.append(self.registry.make_block(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
         check_new(targets)
+        self.registry.note_bits()  # of weights whose corrections stay; until the next step those that are made have theirs
         self.registry.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends hold what is to be freed

@@ -42,6 +42,18 @@ def test_hooks_of_all_optimizers_are_called_too() -> None:
     assert seen == ["before", "after"] and optimizer.state[param]["step"] == 2
 
 
+def test_subscribers_are_called_with_gradients_as_the_caller_has_them() -> None:
+    _, optimizer = make()
+    seen: list[bool] = []
+    optimizer.after_step.append(lambda: seen.append(torch.is_grad_enabled()))
+    optimizer.step()
+    with torch.no_grad():
+        optimizer.step()
+    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.step()
+    assert seen == [True, False, True]
+
+
 def test_a_pre_hook_may_give_the_closure() -> None:
     _, optimizer = make()
     optimizer.register_step_pre_hook(lambda *_: ((optimizer, lambda: 7.0), {}))

@@ -10,6 +10,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.nonfinite import all_finite
 from baoc.optim.rules import RULES, RuleContext
 from baoc.types import StateLayout
 from tests.support.optimizing import (
@@ -289,10 +290,12 @@ class TestPolicies:
         before, states = {n: p.detach().clone() for n, p in params.items()}, snapshot(optimizer)
         gradients.give(params)
         poison(params, value=torch.nan)
+        ends: list[int] = []
+        optimizer.after_step.append(lambda: ends.append(optimizer.num_steps))
         optimizer.step()
         assert_same({n: p.detach() for n, p in params.items()}, before)
         assert_same(state_tensors(optimizer), states)
-        assert optimizer.num_skipped_steps == 1
+        assert optimizer.num_skipped_steps == 1 and ends == [2]
         run_steps(optimizer, params, gradients=gradients, steps=1)
         assert optimizer.num_skipped_steps == 1 and not torch.equal(params["conv"], before["conv"])
 
@@ -379,3 +382,32 @@ class TestAWeightTypeChangesBetweenLookAndStep:
         before = optimizer.export_weights()["w"]
         optimizer.step()
         assert torch.equal(optimizer.export_weights()["w"], before) and optimizer.num_skipped_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 31, 257, 200_003])
+def test_one_element_that_is_not_usable_is_found_anywhere(dtype: torch.dtype, numel: int) -> None:
+    others = [torch.full((5,), 2.0**45, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    tensor = torch.randn(numel).to(dtype)
+    assert finite([*others, tensor])
+    for place in {0, numel // 2, numel - 1}:
+        for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf, 2.0**48, -1e20):
+            holed = tensor.clone()
+            holed[place] = bad
+            assert not finite([*others, holed]), (place, bad)
+
+
+def test_one_is_found_whatever_the_type_and_the_strides() -> None:
+    for grad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 2).t(), torch.zeros(3, device="meta")):
+        assert finite([grad])
+    for grad in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 2).t()):
+        grad[1] = torch.nan
+        assert not finite([grad])
+
+
+def finite(grads: list[Tensor]) -> bool:
+    """The finite check of gradients of parameters like them."""
+    params = [torch.empty_like(grad) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return all_finite(params, names={})

@@ -427,6 +427,26 @@ class TestWeightsThatAreLoadedInMidRun:
             net.load_state_dict(model)
         assert_same(optimizer.export_weights(), whole)
 
+    @pytest.mark.parametrize("when", ["new", "loaded", "moved"])
+    def test_native_states_leave_corrections_of_weights_that_stay_and_none_of_those_that_come(self, when: str) -> None:
+        saved = torch.optim.AdamW((net := nn.Linear(16, 8)).named_parameters())
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        saved.step()
+        spec = "adamw" if when == "moved" else "adamw+split8"
+        optimizer = BlockwiseOptimizer(net, spec, lr=1e-2)
+        if when == "loaded":
+            optimizer.load_state_dict(saved.state_dict())
+        if when == "moved":
+            self.step(net, optimizer, steps=1)
+            optimizer.migrate(dict.fromkeys(optimizer.specs, "adamw+split8"))
+        whole = optimizer.export_weights()
+        assert not torch.equal(whole["weight"], net.weight.float())
+        optimizer.load_state_dict(saved.state_dict())
+        assert_same(optimizer.export_weights(), whole)
+        net.load_state_dict({name: torch.full_like(value, 0.3) for name, value in net.state_dict().items()})
+        assert_same(optimizer.export_weights(), {name: value.float() for name, value in net.state_dict().items()})
+
     def test_copies_and_files_of_the_model_know_nothing_of_it(self) -> None:
         net, optimizer = self.trained()
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):

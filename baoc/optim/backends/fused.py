@@ -410,7 +410,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)  # of as many optimizers at different steps
 def _many_kernel_lanes(first: int) -> list[memoryview]:
     flat = lanes_for(lanes_of(first, _AHEAD)).flatten().numpy().data
     return [flat[begin : begin + NUM_LANES] for begin in range(0, len(flat), NUM_LANES)]
