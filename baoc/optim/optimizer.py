@@ -454,7 +454,7 @@ class BlockwiseOptimizer(Optimizer):
                 targets.append(self.registry.make_block(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
         check_new(targets)
-        self.registry.note_bits()  # of weights whose corrections stay; until the next step those that are made have theirs
+        self.registry.note_bits()  # in mid-run: until the next step the bits of all corrected weights are known
         self.registry.forget_overwritten()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends hold what is to be freed

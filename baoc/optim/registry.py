@@ -371,7 +371,8 @@ class BlockRegistry:
     def note_bits(self) -> None:
         """Notes split weights before others may write to them, so that the next step knows which were overwritten.
 
-        Before the first step and after loading it does nothing: the bits were noted when the corrections were made.
+        Before the first step, after a move and after loading it does nothing: the bits were noted when the corrections
+        were made, and those that a checkpoint gave may have come before their weights.
         """
         if self.unstepped:
             return

@@ -62,7 +62,7 @@ class Slot:
     matrix: tuple[int, int] | None
     placement: str = Placement.DEVICE
     tuned: Tuned | None = None  # what changes of its group's settings
-    taken_in: int | None = None  # sum of the bits of split weights as they came, until the first step
+    taken_in: int | None = None  # sum of the bits of split weights as they came, until the next step
     shard: Shard | None = None
     gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows
     sums: bool = False  # its rule needs sums over the rows of all ranks

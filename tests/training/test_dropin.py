@@ -250,6 +250,16 @@ def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step
         optimizer.step()
 
 
+def test_a_skipped_step_counts_for_what_decides_by_steps():
+    net = nn.Linear(8, 8)
+    skipping = SessionSettings(nonfinite="skip_step")
+    optimizer = BaocOptimizer(net, budget="state_50", verbose=False, settings=skipping)
+    for param in net.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert (optimizer.num_skipped_steps, optimizer.num_steps, optimizer.reallocator.step) == (1, 0, 1)
+
+
 def test_step_with_a_closure_runs_it_once_with_gradients():
     model, loss = make()
     optimizer = BaocOptimizer(model, budget="state_50", lr=1e-2)
