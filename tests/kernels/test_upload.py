@@ -1,5 +1,6 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
+from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -32,7 +33,8 @@ def test_a_slot_goes_up_and_what_the_device_says_comes_back() -> None:
 
 def test_slots_are_filled_in_turn_once_they_were_read() -> None:
     """A slot's event is waited for before the slot is given out to be filled, and recorded behind its copy."""
-    buffer, order, events = make(), [], [Mock(), Mock(), Mock()]
+    buffer, order = make(), []
+    events: list[Any] = [Mock() for _ in range(3)]
     for slot, event in enumerate(events):
         event.synchronize.side_effect = lambda slot=slot: order.append(("waited", slot))
         event.record.side_effect = lambda slot=slot: order.append(("recorded", slot, int(buffer.device[0])))

@@ -270,8 +270,8 @@ def check_equal(twin: Twin, *, rtol: float = RTOL, loose: float = 0.0) -> float:
                 moved = _moved_scales(state, expected, key=key, codec=codec)
                 own, other = _unpacked(tensor, codec), _unpacked(expected[key], codec)
                 given = {"where": f"{where} {key} {index}", "rtol": rtol, "loose": loose, "moved": moved}
-                of = "scales_of" if key.endswith(".scale") else "codes_of"
-                found.append(_compare(own, other, **given, **{of: codec}))
+                scales, codes = (codec, "") if key.endswith(".scale") else ("", codec)
+                found.append(_compare(own, other, **given, scales_of=scales, codes_of=codes))
     share = sum(odd for odd, _ in found) / max(sum(total for _, total in found), 1)
     assert share <= ODD_CODES, f"{where}: {share:.1e} of the codes differ"
     return share
