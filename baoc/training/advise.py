@@ -100,7 +100,7 @@ def advise(
     objective: str = "quality",
     layers: Sequence[nn.Module] | None = None,
     betas: tuple[float, float] = (0.9, 0.999),
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     settings: SessionSettings | None = None,
     recipe: RecipeLike | None = None,
     pretrained: bool | None = None,
@@ -120,7 +120,7 @@ def advise(
         objective: What is preferred among options that fit: `quality`, `throughput` or `balanced`.
         layers: Modules whose activations may be recomputed. None takes `model.checkpoint_units`, else the repeated
             layers, as `checkpointing=` of BaocOptimizer does.
-        device: Where the network will be trained; None is a GPU if there is one.
+        device: Where the network will be trained, a number being a GPU's; None is a GPU if there is one.
         pretrained: Whether weights are pretrained, or adapters; see BaocOptimizer.
 
     Raises:
@@ -151,11 +151,13 @@ def advise(
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
     check_settings({"lr": 0.0, "eps": 1e-8, "weight_decay": 0.0, "betas": (betas := plain(betas))})
-    asked = str(device or "auto")
-    kind = choose_device(asked.partition(":")[0])
-    require(kind in ("cpu", "cuda"), "device", asked, "cpu or cuda")
-    where = torch.device(kind if asked == "auto" else asked)
-    settings = with_recipe(settings or SessionSettings(), recipe=recipe)
+    asked = "auto" if device is None else f"cuda:{device}" if type(device) is int else str(device)
+    kind, colon, index = asked.partition(":")
+    kind = choose_device(kind)
+    there = not colon or index in map(str, range(torch.cuda.device_count() if kind == "cuda" else 1))
+    require(kind in ("cpu", "cuda") and there, "device", asked, "cpu or cuda, or cuda:INDEX of a GPU that is there")
+    where = torch.device(kind + colon + index)
+    settings = with_recipe(SessionSettings() if settings is None else settings, recipe=recipe)
     settings = with_weights(settings, network=model, pretrained=pretrained)
     found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]

@@ -118,7 +118,8 @@ class BudgetedStrategy(Strategy):
         super().__init__(**kwargs)
         self.ranks: Ranks = ALONE
         self.budget = parse_budget(budget)
-        self.settings = with_recipe(settings or SessionSettings(), recipe=recipe, checkpointing=checkpointing)
+        settings = SessionSettings() if settings is None else settings
+        self.settings = with_recipe(settings, recipe=recipe, checkpointing=checkpointing)
         self._pretrained = pretrained
         self.latency = latency
         self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits

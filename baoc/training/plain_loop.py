@@ -117,7 +117,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         **switches: bool | None,
     ):
         check_switches(switches, door=BaocOptimizer)
-        settings = settings or SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
+        usual = SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
+        settings = usual if settings is None else settings
         settings = with_recipe(settings, recipe=recipe, release=release, checkpointing=checkpointing)
         group = ranks()
         if group is ALONE:

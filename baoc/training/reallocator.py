@@ -549,6 +549,8 @@ class Reallocator:
         if planned is None:
             planned = saved.choices != dict(self.planner.least().allocation.choices)
         self.goes_on = self.step > 0 and planned and not changed
+        if saved.profiler and self.profiler is None and self.settings.mode == "once":
+            notes.append("statistics of gradients are left out, as this optimizer has decided already")
         notes = changed + notes
         self.plan = _as_tuned(plan, saved)
         self.late_specs = dict(saved.late) if not changed else {}

@@ -358,8 +358,9 @@ class Session:
         try:
             return plan()
         except InfeasibleBudgetError as error:
-            if not bytes_may_differ(self.device, error) or self.settings.planner.recipe is not None:
-                raise  # of a recipe its own bytes are named
+            own = self.budget.memory_bytes is None or self.settings.planner.recipe is not None
+            if own or not bytes_may_differ(self.device, error):
+                raise  # bytes of states were counted, and of a recipe its own bytes are named
             refusal = error.without_frames()
         raise self.confirmed(refusal, plan=plan)
 

@@ -103,6 +103,10 @@ def test_a_module_of_lightning_is_asked_for_its_training_step():
         ({"recipe": "adamw9"}, "recipe=adamw9: there is no such recipe"),
         ({"betas": (0.9,)}, "betas are (0.9,): give two numbers in [0, 1)"),
         ({"device": "mps"}, "device=mps is not allowed: it must be cpu or cuda"),
+        ({"device": "cpu:x"}, "device=cpu:x is not allowed: it must be cpu or cuda, or cuda:INDEX of a GPU"),
+        ({"device": "cpu:-1"}, "device=cpu:-1 is not allowed"),
+        ({"device": ""}, "device= is not allowed"),
+        ({"device": True}, "device=True is not allowed"),
         ({"batch_size": True}, "batch_size=true is not allowed"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
         ({"batch_size": 2.5}, "batch_size=2.5 is not allowed: it must be 1 or more samples a step, a whole number"),
@@ -156,3 +160,11 @@ def test_a_budget_that_nothing_fits_names_the_least():
     with pytest.raises(InfeasibleBudgetError) as caught:
         baoc.advise(Stack(), make_batch, loss, batch_size=8, budget="10kb", device="cpu")
     assert caught.value.least_feasible_bytes > 10_000
+
+
+@pytest.mark.parametrize("device", [0, 7])
+def test_a_number_is_that_of_a_gpu(device: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BadInputError, match=f"device=cuda:{device} is not allowed: it must be cpu or cuda, or cuda:IN"):
+        baoc.advise(Stack(), make_batch, loss, batch_size=8, device=device)

@@ -240,6 +240,31 @@ def test_a_resumed_allocation_goes_on_only_where_every_rank_has_seen_it_fit(monk
     assert beside.plan.peak_bytes <= budget and set(beside.specs.values()) != {"adamw"}
 
 
+def test_statistics_from_before_a_decision_are_said_to_be_left_out_after_it():
+    model, loss = make()
+    optimizer = BaocOptimizer(model, budget="state_25", settings=settings(), verbose=False)
+    train(optimizer, loss, steps=3)
+    before = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, loss, steps=6)
+    told: list[str] = []
+    optimizer.reallocator.listeners.append(lambda event, *_: told.append(event.why))
+    optimizer.load_state_dict(before)
+    assert "statistics of gradients are left out, as this optimizer has decided already" in told[0]
+
+
+def test_a_refused_state_budget_is_not_tried_as_bytes_of_memory(monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for a GPU, whose refusals of memory are planned for."""
+    caps: list[object] = []
+    monkeypatch.setattr("baoc.training.session.bytes_may_differ", lambda *_: True)
+    monkeypatch.setattr("baoc.training.session.cap_device", lambda _, *, budget: caps.append(budget.memory_bytes))
+    model, loss = make()
+    with pytest.raises(InfeasibleBudgetError, match=r"optimizer state .*state_fraction=1\.0"):
+        BaocOptimizer(
+            model, budget="state_1", probe=lambda: loss().backward(), verbose=False, settings=settings(specs=("adamw",))
+        )
+    assert not caps
+
+
 def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step_without():
     model, loss = make()
     with pytest.raises(InfeasibleBudgetError, match=r"budget 1kb cannot be met.*least feasible"):

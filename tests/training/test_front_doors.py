@@ -359,6 +359,8 @@ def test_an_argument_typed_wrong_is_told_with_what_is_near(door: Callable[..., o
     ("given", "said"),
     [
         ({"settings": {"release": True}}, "settings is a dict: give SessionSettings"),
+        ({"settings": {}}, "settings is a dict: give SessionSettings"),
+        ({"settings": 0}, "settings is a int: give SessionSettings"),
         ({"checkpointing": "all"}, "checkpointing=all is not allowed: it must be a number of layers from 0"),
         ({"checkpointing": -1}, "checkpointing=-1 is not allowed"),
         ({"pretrained": "no"}, "pretrained=no is not allowed: it must be True, False or None"),

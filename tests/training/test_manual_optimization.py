@@ -301,6 +301,24 @@ class Wide(Gan):
         self.discriminator = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 1))
 
 
+class Uneven(Gan):
+    """Whose generator is wide alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 16))
+
+
+def test_those_that_go_on_are_predicted_as_the_one_step_that_they_share(tmp_path: Path):
+    path = tmp_path / "saved.ckpt"
+    first, saved = saved_after_an_epoch("8gb", Uneven(), path=path)
+    torch.save(saved, path)
+    strategy = BaocStrategy("8gb", verbose=False)
+    trained(strategy, Uneven(), max_epochs=2, ckpt_path=str(path))
+    fresh, resumed = ([one.plan.peak_bytes for one in each.reallocators] for each in (first, strategy))
+    assert fresh[0] == fresh[1] and resumed == [pytest.approx(fresh[0], abs=1)] * 2
+
+
 def test_a_resumed_batch_that_no_longer_fits_is_planned_for_as_in_a_fresh_run(tmp_path: Path):
     """Both give up their part of what is too much; neither is asked for all of it."""
 

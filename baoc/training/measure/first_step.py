@@ -155,7 +155,7 @@ def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[R
     room = min(max(room, 0), whole)
     for one, footprint in footprints.items():
         if one in staying:
-            others = held - one.plan.allocation.state_bytes + room
+            others = held - one.plan.allocation.state_bytes + room + max(bare.values()) - bare[one]
         else:
             others = held - least[one] + room - room * more[one] // whole + max(bare.values()) - bare[one]
             if one.late:
