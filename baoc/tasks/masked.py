@@ -62,7 +62,7 @@ class MaskedTask(Task):
         start, self._num_validated = self._num_validated, self._num_validated + len(tokens)
         draws = [self._draws(tokens.shape[1:], key=f"val {number}") for number in range(start, self._num_validated)]
         loss, num_chosen = self._loss(tokens, torch.stack(draws, dim=1))
-        self.log("val/loss", loss, prog_bar=True, batch_size=max(int(num_chosen), 1))
+        self.log("val/loss", loss, prog_bar=True, batch_size=int(num_chosen))
 
     def _loss(self, tokens: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """The mean over the chosen tokens, and their number."""
@@ -72,9 +72,9 @@ class MaskedTask(Task):
         return (losses * chosen.flatten()).sum() / chosen.sum().clamp(min=1), chosen.sum()
 
     def _draws(self, shape: torch.Size, *, key: str) -> Tensor:
-        """Uniform numbers (3, *shape) in [0, 1), drawn on the CPU, so that they are the same on every device."""
+        """Uniform numbers (3, *shape) in [0, 1), the same on every device and in every precision of the network."""
         generator = torch.Generator().manual_seed(seed_from_key(f"{self._seed} {key}"))
-        return torch.rand((3, *shape), generator=generator)
+        return torch.rand((3, *shape), generator=generator, dtype=torch.float32, device="cpu")
 
     def mask_tokens(self, tokens: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """(inputs (B, T) int64 with masks in, chosen (B, T) bool: the positions that count), by `draws` (3, B, T)."""

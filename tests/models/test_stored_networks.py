@@ -198,9 +198,26 @@ def test_masked_tokens_are_the_only_ones_that_count(stored):
         build_task("masked", model=model, spec=images())
 
 
-def test_validation_by_masked_tokens_does_not_depend_on_the_batch_size(stored):
+def test_masks_do_not_depend_on_the_precision_of_the_network(stored):
     model = build_model("hf", spec=TEXT, pretrained=str(stored / "bert")).eval()
-    task = build_task("masked", model=model, spec=TEXT, share=0.3)
+    task = build_task("masked", model=model, spec=TEXT, share=0.5)
+    task.log = lambda *_, **__: None
+    inputs: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    for dtype in (torch.float32, torch.bfloat16):  # "bf16-true" makes it the default as well
+        torch.set_default_dtype(dtype)
+        try:
+            task.on_validation_epoch_start()
+            task.to(dtype).validation_step({"tokens": torch.arange(2 * 16).view(2, 16) + 100}, 0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*inputs)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05])  # of the latter some rows have no chosen token
+def test_validation_by_masked_tokens_does_not_depend_on_the_batch_size(stored, share: float):
+    model = build_model("hf", spec=TEXT, pretrained=str(stored / "bert")).eval()
+    task = build_task("masked", model=model, spec=TEXT, share=share)
     tokens = torch.arange(5 * 16).view(5, 16) + 100
 
     def validated(batch_size: int) -> float:
