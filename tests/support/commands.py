@@ -4,7 +4,7 @@ a fresh interpreter's. What is to be shown of a fresh one has the fixture `run_p
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerProcess
@@ -22,6 +22,13 @@ NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # b
 def with_server() -> None:
     """Has the server of this process, if it is still to start, import what runs need."""
     forkserver.preload(*NEEDED)
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    """Makes them this process's environment, which a fork has from the server as that began."""
+    for gone in os.environ.keys() - variables.keys():
+        del os.environ[gone]
+    os.environ.update(variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +72,19 @@ def _start(
     with_server()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "command.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **variables}
     process = forkserver.start(
-        partial(_in_folder, cwd or Path.cwd(), body),
+        partial(_within, cwd or Path.cwd(), environment, body),
         log=log,
         lock=folder / "command.lock",
         arguments=arguments,
-        variables={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **variables},
+        variables=environment,
     )
     return Command(process=process, log=log)
 
 
-def _in_folder(cwd: Path, body: Callable[[], None]) -> None:
+def _within(cwd: Path, environment: dict[str, str], body: Callable[[], None]) -> None:
+    take_environment(environment)
     os.chdir(cwd)
     body()
 

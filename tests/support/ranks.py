@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-from tests.support.commands import with_server
+from tests.support.commands import take_environment, with_server
 
 LIMIT_S = 300.0  # of a machine that is many times as busy
 
@@ -29,16 +29,16 @@ def group(rank: int, size: int, *, store: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2) -> list[Any]:
+def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh: bool = False) -> list[Any]:
     """`work(rank, size, store)` of a module's top level in `size` processes; what they return, or the first error.
 
-    `store` is for a `group` of them, which `work` makes.
+    `store` is for a `group` of them, which `work` makes. `fresh` ones are no forks: they import all anew, for variables
+    that count at an import.
     """
     with_server()
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _work, args=(size, Path(folder), work), nprocs=size, start_method="forkserver", join=False
-        )
+        given, method = (size, Path(folder), dict(os.environ), work), "spawn" if fresh else "forkserver"
+        context = mp.start_processes(_work, args=given, nprocs=size, start_method=method, join=False)
         assert context is not None
         ends = monotonic() + LIMIT_S
         try:
@@ -51,7 +51,10 @@ def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2) -> lis
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _work(rank: int, size: int, folder: Path, work: Callable[[int, int, Path], Any]) -> None:
+def _work(
+    rank: int, size: int, folder: Path, environment: dict[str, str], work: Callable[[int, int, Path], Any]
+) -> None:
+    take_environment(environment)
     torch.set_num_threads(1)
     torch.save(work(rank, size, folder / "store"), folder / f"{rank}.pt")
 
