@@ -169,9 +169,12 @@ def cached(kind: str, *made_of: str, suffix: str) -> Path:
 
 
 def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
-    """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError."""
+    """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError.
+
+    Only its user may read it: it holds the text, which may be private.
+    """
     try:
-        with atomic_write(path) as stream:
+        with atomic_write(path, mode=0o600) as stream:
             write(stream)
     except OutputError as error:
         raise OutputError(

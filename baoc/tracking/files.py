@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -39,15 +40,15 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A temporary file that replaces `path` when the block ends without an error. Raises OutputError if the folder
-    cannot be written; `path` then keeps its content."""
+def atomic_write(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A temporary file that replaces `path` when the block ends without an error, with `mode` less the umask. Raises
+    OutputError if the folder cannot be written; `path` then keeps its content."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     with as_output_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open("xb") as file:
+            with open(aside, "xb", opener=partial(os.open, mode=mode)) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

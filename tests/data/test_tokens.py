@@ -83,6 +83,7 @@ def test_training_and_encoding_are_done_once(monkeypatch, cache):
     first = bpe()
     ids = tokens_of(first, TEXT)
     held = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert {file.stat().st_mode & 0o777 for file in cache.iterdir()} == {0o600}, "only its user may read the text"
     assert len(held) == 2
 
     def never():
