@@ -42,7 +42,11 @@ class Planner(BudgetedBlocks):
     """
 
     def least_bytes(self) -> int:
-        """What the allocation of fewest bytes takes in the budget's own measure."""
+        """What the allocation of fewest bytes that the allocator may choose takes in the budget's own measure."""
+        if self.allocator.traits.only_spec is not None:
+            pool = self.candidates(risk="prior", profile=None)
+            choices = self.allocator(pool, limits=Limits()).choices
+            return self.taken(self._chosen(choices, risk="prior", profile=None))
         attempts = all_attempts(self, risk="prior", profile=None, every=True)
         return self.taken(attempt_of_least(self, attempts).least())
 

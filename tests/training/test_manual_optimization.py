@@ -146,9 +146,13 @@ class LateAtFirst(Gan):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-@pytest.mark.parametrize("make", [Gan, Unlike, lambda: LateAtFirst(every=3)], ids=["alike", "unlike", "late"])
-def test_a_refusal_names_what_is_enough_for_all_optimizers(make: Callable[[], Gan]):
-    planner = PlannerSettings(specs=("adamw", "adamw_int8"), keep_fp32_roles=(Role.NORM,))
+@pytest.mark.parametrize(
+    ("make", "allocator"),
+    [(Gan, "exact"), (Unlike, "exact"), (lambda: LateAtFirst(every=3), "exact"), (Gan, "uniform_adamw")],
+    ids=["alike", "unlike", "late", "uniform"],
+)
+def test_a_refusal_names_what_is_enough_for_all_optimizers(make: Callable[[], Gan], allocator: str):
+    planner = PlannerSettings(specs=("adamw", "adamw_int8"), keep_fp32_roles=(Role.NORM,), allocator=allocator)
     given: dict[str, Any] = {"settings": SessionSettings(planner=planner), "verbose": False}
     with pytest.raises(InfeasibleBudgetError) as refused:
         trained(BaocStrategy(100, **given), make())
