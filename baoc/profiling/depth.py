@@ -155,8 +155,8 @@ def _extrapolated(low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int)
             name = event if layer is None or not rest else f"{kind} {prefix}{layer}.{rest}"
             copies = _copies(like, layer=layer, depth=depth, prefix=prefix)
             made.append(PeakInterval(name=name, num_bytes=num_bytes, copies=copies))
-    for layer in () if outside else (INNER - 1, INNER + 1):
-        for (_, interval), (_, like) in zip(high.events[layer], high.events[INNER], strict=True):
+    for layer, events in high.events.items():
+        for (_, interval), (_, like) in zip(events, high.events[_like(layer, depth=LONG)], strict=True):
             if dict(interval.copies) != _copies(like, layer=layer, depth=LONG, prefix=prefix):
                 return None
     return made

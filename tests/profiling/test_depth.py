@@ -1,5 +1,6 @@
 """Deep networks by a few of their layers: the same footprint as of the whole, or none."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from baoc.config.resolve import resolve
 from baoc.models.switches import set_recomputed
 from baoc.profiling.cuda_emulation import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
+from baoc.profiling.timeline import ARRIVED
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import Trials
 from baoc.training.run import build
+from baoc.types import Footprint, PeakInterval
 
 CASES = {
     "llama": ("model=llama", "model.size=60m", "dataset.sequence_length=32"),
@@ -86,3 +89,40 @@ def test_parts_that_differ_are_not_taken_for_each_other():
     frozen = parts(last=8)
     frozen[3].requires_grad_(False)
     assert layers_of(nn.Sequential(frozen), parts=list(frozen)) is None
+
+
+def test_a_layer_like_no_other_inner_one_is_found_from_wherever_it_is_seen():
+    parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+    layers = layers_of(nn.Sequential(parts), parts=list(parts))
+    assert layers is not None
+
+    def made(alive: Callable[[int, int], Iterable[int]]) -> Footprint | None:
+        """Of gradients that come in turn, while 16-bit copies of the layers `alive(running, depth)` are held."""
+        name = f"{layers.prefix}{{}}.weight".format
+        short, long = (
+            Footprint(
+                device="cpu",
+                micro_batch=1,
+                weights_bytes=0,
+                gradients_bytes=0,
+                forward_backward_bytes=100,
+                validation_bytes=0,
+                resident_bytes=0,
+                intervals=tuple(
+                    PeakInterval(name=ARRIVED + name(i), num_bytes=100, copies={name(j): 10 for j in alive(i, depth)})
+                    for i in range(depth)
+                ),
+            )
+            for depth in (SHORT, LONG)
+        )
+        return extended(short, long, layers=layers, sizes={name(i): 0 for i in range(8)})
+
+    for alike in (lambda _, depth: range(depth), lambda i, _: range(i), lambda i, depth: range(i, depth)):
+        assert made(alike) is not None
+    for one_apart in (
+        lambda i, _: [2] if i == 0 else [],
+        lambda i, depth: [2] if i == depth - 1 else [],
+        lambda i, depth: [1, 3] if i == depth - 1 else [],
+        lambda i, depth: [depth - 2] if i == depth - 1 else [],
+    ):
+        assert made(one_apart) is None
