@@ -385,7 +385,7 @@ def test_optimizers_that_each_save_gradients_pass_no_budget_together():
         idle = SimpleNamespace(state_bytes=lambda: 0)
         share: Any = [Mock(planner=each, optimizer=idle, **late) for each in planners]
         try:
-            first_step._leave_to_others(share, staying=[])
+            first_step.leave_to_others(share, staying=[])
             plans = [each.propose() for each in planners]
         except InfeasibleBudgetError:
             continue

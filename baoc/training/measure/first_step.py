@@ -101,7 +101,7 @@ class FirstStep:
         staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
         clear_cache(device)  # states get memory of their own, not gaps between gradients
         with self._cap:
-            _leave_to_others(reallocators, staying=staying)
+            leave_to_others(reallocators, staying=staying)
             for reallocator in reallocators:
                 why = "the first step told what forward and backward need"
                 reallocator.replan(why=why, stays=reallocator in staying)
@@ -134,7 +134,7 @@ def _close(hooks: ExitStack, cap: ExitStack) -> None:
     cap.close()
 
 
-def _leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
+def leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
     """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have. Of
     what the budget then leaves beside forward and backward, each other one gets the least that it needs, and a part of
     the rest by the bytes that AdamW's states have beyond that. What is too little for all is so for the first one."""
