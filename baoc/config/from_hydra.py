@@ -76,7 +76,7 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
         group, _, leaf = name.rpartition(".")
         node = given.get(group) if group else given
         if isinstance(node, Mapping) and leaf in node:
-            if node[leaf] != removed_key.default:
+            if not removed_key.did_nothing(node[leaf]):
                 raise BadInputError(f"{name} was removed: {removed_key.instead}")
             kept = {key: value for key, value in node.items() if key != leaf}
             given = {**given, group: kept} if group else kept

@@ -227,7 +227,7 @@ def check_choices(overrides: Sequence[str]) -> None:
     for what is neither a name nor a list of names."""
     for text in overrides:
         group, equals, given = text.lstrip("+~").partition("=")
-        if equals and group in ("hydra.sweeper", "hydra.launcher"):
+        if group in ("hydra.sweeper", "hydra.launcher") and equals and not given.startswith("{"):
             raise BadInputError(f"{group} is a group of keys: set one of them, as in {group}.KEY=VALUE")
         group = group.partition("@")[0]
         known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}

@@ -14,6 +14,7 @@ from functools import cache
 from math import log10
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast
 
+from baoc.core.catalogue import removed
 from baoc.errors import BadInputError, did_you_mean
 
 if TYPE_CHECKING:  # read when the first settings are validated, as `--help` validates none
@@ -26,11 +27,19 @@ _BITS = 63  # of a whole number, which counters, seeds and tensors hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedKey:
-    """A key of earlier versions. `default` did what is done today, so older runs that hold it are read."""
+    """A key of earlier versions. What did no more than is done today is read, as older runs hold it: `default`, a group
+    that agrees with it, or ANY value."""
 
     default: object
     instead: str
 
+    def did_nothing(self, value: object) -> bool:
+        if isinstance(self.default, Mapping) and isinstance(value, Mapping):
+            return all(value.get(key) == held for key, held in self.default.items())
+        return self.default is ANY or value == self.default
+
+
+ANY = object()
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "blocks.merge": RemovedKey(
@@ -44,10 +53,10 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
     ),
     **{
         f"reallocation.{key}": RemovedKey(
-            default=default,
+            default=ANY,  # the modes that read it are refused themselves
             instead="no decision after the first was shown to help: leave it out, reallocation=once decides once",
         )
-        for key, default in {"interval": 100, "drift_threshold": 0.5, "min_gain": 0.02}.items()
+        for key in ("interval", "drift_threshold", "min_gain")
     },
     "profile": RemovedKey(
         default=None,
@@ -58,7 +67,7 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
     ),
     "faults.max_rewinds": RemovedKey(default=3, instead="steps of a NaN or infinite loss are skipped: leave it out"),
     "budget.relaxation": RemovedKey(
-        default={"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1},
+        default={"from_step": None},
         instead="no run showed what it gives: name steps and budgets in budget.schedule",
     ),
 }
@@ -122,9 +131,18 @@ def check(settings: object, *, path: str) -> None:
         value, bare = getattr(settings, name), _bare(hint)
         limits = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Allowed)), None)
         if typing.get_origin(bare) is Literal:
-            require(value in typing.get_args(bare), f"{path}.{name}", value, describe(bare))
+            if value not in typing.get_args(bare):
+                raise _not_a_choice(f"{path}.{name}", value, hint=bare)
         elif limits is not None:
             require(limits.hold(value), f"{path}.{name}", value, limits.words)
+
+
+def _not_a_choice(key: str, value: object, *, hint: Any) -> BadInputError:
+    shown = plain_text(value)
+    if (told := removed(shown)).startswith(f"{key.partition('.')[0]}="):
+        return BadInputError(told)
+    near = did_you_mean(shown, [str(item) for item in typing.get_args(_optional(hint))])
+    return BadInputError(f"{key}={shown} is not allowed: choose {key}={describe(hint)}{near}")
 
 
 def plain_text(value: object) -> str:
@@ -290,9 +308,8 @@ class _Fault:
             return BadInputError(f"{key} is missing: it was removed from the configuration, but every run needs it")
         if self.kind == "dataclass_type":
             return BadInputError(f"{key or 'the configuration'} must be a group of keys, not {shown}")
-        if self.kind == "literal_error" and typing.get_origin(choice := _optional(self.hint)) is Literal:
-            near = did_you_mean(shown, [str(item) for item in typing.get_args(choice)])
-            return BadInputError(f"{key}={shown} is not allowed: choose {key}={describe(self.hint)}{near}")
+        if self.kind == "literal_error" and typing.get_origin(_optional(self.hint)) is Literal:
+            return _not_a_choice(key, self.value, hint=self.hint)
         allowed = (_words(self.hint) if self.is_range else None) or describe(self.hint)
         allowed = "a finite number" if self.kind == "finite_number" else allowed
         return BadInputError(f"{key}={shown} is not allowed: it must be {allowed}")

@@ -6,6 +6,7 @@ from hydra.errors import HydraException
 from baoc.cli.failures import failure_of
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
+from baoc.config.nodes import check_choices
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ from baoc.config.from_hydra import from_hydra
         (["~foo"], "~foo removes what is not there"),
         (["allocator=greedy"], "allocator=greedy was removed: it reported no gap and never chose better"),
         (["blocks.merge=1.0"], "blocks.merge was removed: no measured run tied blocks by their statistics: choose"),
+        (["reallocation.interval=50"], "reallocation.interval was removed: no decision after the first was shown"),
+        (["reallocation.mode=interval"], "reallocation=interval was removed: no decision after the first was shown"),
         (["risk=shadow"], "risk=shadow was removed: it measured likeness to fp32 AdamW"),
         (["~optim.eps"], "optim.eps is missing: it was removed from the configuration"),
         (["~model.dropout"], "model.dropout is missing: it was removed from the configuration"),
@@ -100,3 +103,7 @@ def test_a_wrong_command_is_told_what_is_allowed(overrides: list[str], message: 
     failure = failure_of(caught.value)
     assert message in failure.message
     assert (failure.exit_code, failure.details) == (2, "")
+
+
+def test_keys_of_the_sweeper_may_be_given_together():
+    check_choices(["hydra.sweeper={max_batch_size: 2}"])

@@ -44,7 +44,6 @@ def test_a_schedule_is_read_and_written_again(tmp_path: Path) -> None:
             "+budget.relaxation={from_step: 300}",
             r"budget\.relaxation was removed: .*: name steps and budgets in",
         ),
-        ("+reallocation.interval=50", r"reallocation\.interval was removed: no decision after the first"),
         ("+faults.nonfinite_loss=rewind", r"faults\.nonfinite_loss was removed: .*: set faults\.patience=1"),
         ("faults.patience=0", r"faults\.patience=0 is not allowed"),
     ],

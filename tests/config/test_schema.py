@@ -52,13 +52,10 @@ def test_accumulation_is_the_quotient_of_the_batches():
             r"blocks.merge was removed: .*: choose coarser blocks",
         ),
         ({"reallocation": {"update_rms": "profiled"}}, r"reallocation.update_rms was removed: .*: leave it out"),
-        (
-            {"reallocation": {"min_gain": 0.0}},
-            r"reallocation.min_gain was removed: no decision .*: leave",
-        ),
         ({"profile": "runs/1"}, r"profile was removed: .*: leave it out"),
         ({"faults": {"nonfinite_loss": "stop"}}, r"faults.nonfinite_loss was removed: .*: set faults.patience=1"),
-        ({"reallocation": {"mode": "drift"}}, r"mode=drift is not allowed: choose reallocation.mode=off\|once"),
+        ({"reallocation": {"mode": "drift"}}, r"^reallocation=drift was removed: no decision .* choose reallocation=o"),
+        ({"mode": "drift"}, r"^mode=drift is not allowed"),
         ({"budget": {"relaxation": {"from_step": 9}}}, r"budget.relaxation was removed: .*: name steps and budgets in"),
         ({"blocks": {"patterns": [["a"]]}}, r"blocks.patterns\[0\]=\['a'\] is not allowed: it must be a list of 2"),
         ({"catalogue": {"specs": []}}, r"catalogue.specs=\[\] is not allowed: it must be at least one name"),
@@ -109,14 +106,15 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
     assert (run.dataset.options["workers"], run.dataset.options["augment"], run.dataset.path) == (2, "flip", "here")
 
 
-def test_a_config_of_an_older_run_may_hold_removed_keys_that_did_nothing():
-    gone = {"update_rms": "usual", "interval": 100, "drift_threshold": 0.5, "min_gain": 0.02}
+@pytest.mark.parametrize("relaxation", [{}, {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}])
+def test_a_config_of_an_older_run_may_hold_removed_keys_that_did_nothing(relaxation: dict[str, object]):
+    gone = {"update_rms": "usual", "interval": 50, "drift_threshold": 0.1, "min_gain": 0.0}
     older = {
         "profile": None,
         "faults": {"nonfinite_loss": "skip", "patience": 20, "max_rewinds": 3},
         "blocks": {"by": "layer", "merge": None},
         "reallocation": {"mode": "once", **gone},
-        "budget": {"memory": "8gb", "relaxation": {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}},
+        "budget": {"memory": "8gb", "relaxation": relaxation},
     }
     run = from_plain(older)
     assert (run.blocks.by, run.reallocation.mode) == ("layer", "once")
