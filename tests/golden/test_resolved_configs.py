@@ -10,6 +10,7 @@ import pytest
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra, write_config
+from baoc.config.resolve import resolve
 
 FOLDER = Path(__file__).resolve().parent
 CASES: dict[str, list[str]] = {
@@ -21,8 +22,10 @@ CASES: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_is_what_its_golden_file_says(name: str, tmp_path: Path):
-    write_config(from_hydra(compose(CASES[name])), path=tmp_path / "config.yaml")
+    config = from_hydra(compose(CASES[name]))
+    write_config(config, path=tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == (FOLDER / f"{name}.yaml").read_text()
+    assert resolve(config, device="cpu").config.name == config.name
 
 
 def test_no_golden_file_is_left_over():

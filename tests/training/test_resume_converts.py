@@ -87,16 +87,18 @@ def test_another_place_is_said(done: Path, tmp_path: Path) -> None:
     assert event["state_bytes_after"] == result.state_bytes < event["state_bytes_before"]
 
 
-def test_another_cut_into_blocks_in_warm_up(done: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "decided"), [(4, [7]), (9, [])])
+def test_another_cut_into_blocks(done: Path, tmp_path: Path, step: int, decided: list[int]) -> None:
+    """In warm-up, where a profile is being gathered anew, and after one was used."""
     changes = {
         "blocks": BlocksConfig(patterns=(("layers", "*attention*"),)),
         "reallocation": ReallocationConfig(mode="once", warmup_steps=3),
     }
-    result, event = go_on(done, tmp_path / "day" / "on", step=4, **changes)
+    result, event = go_on(done, tmp_path / "day" / "on", step=step, **changes)
     assert event is not None and "parameters were cut into" in event["why"]
     assert "statistics of gradients start anew" in event["why"]
     told = [json.loads(line) for line in (tmp_path / "day" / "on" / "reallocations.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in told[1:]] == [7], "not before three steps were seen"
+    assert [event["step"] for event in told[1:]] == decided, "once a run, and not before three steps were seen"
     assert result.num_steps == 14
 
 
