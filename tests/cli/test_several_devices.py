@@ -15,6 +15,7 @@ from baoc.cli import ranks as ranks_module
 from baoc.cli.ranks import first_host
 from baoc.parallel import ranks_here
 from tests.support.commands import Command, start
+from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -77,25 +78,23 @@ def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt
     assert steps == list(range(len(steps))), "none is missing, and none there twice"
 
 
-def as_of_torchrun(*words: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit codes and texts of two processes with the variables that torchrun sets."""
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    places = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in ("0", "1")]
-    given = (*WORDS, *words, f"hydra.run.dir={folder / 'run'}")
-    each = [start(*given, folder=folder / "logs" / place["RANK"], **place, **meeting).done for place in places]
-    return [done() for done in each]
-
-
-def test_ranks_of_a_launcher_train_one_run(tmp_path: Path) -> None:
-    ends = as_of_torchrun(*QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp", folder=tmp_path)
-    assert [code for code, _ in ends] == [0, 0], ends
+def test_torchrun_trains_one_run(tmp_path: Path, run_python) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "run.py"))
+    given = (*launcher, *WORDS, *QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
+    ran = run_python(*given, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["run"]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["num_ranks"] == 2
 
 
 def test_ranks_of_a_launcher_refuse_a_word_once(tmp_path: Path) -> None:
-    ends = as_of_torchrun("trainer.max_stps=2", folder=tmp_path)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    places = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in ("0", "1")]
+    words = (*WORDS, "trainer.max_stps=2", f"hydra.run.dir={tmp_path / 'run'}")
+    each = [start(*words, folder=tmp_path / place["RANK"], **place, **meeting).done for place in places]
+    ends = [done() for done in each]
     assert [code for code, _ in ends] == [2, 2]
     assert "".join(told for _, told in ends).count("unknown key trainer.max_stps") == 1
     assert not (tmp_path / "run").exists()
