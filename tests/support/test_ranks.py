@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.ranks import in_processes
 
+pytestmark = pytest.mark.slow
+
 GIVEN, GONE = "BAOC_TEST_GIVEN", "BAOC_TEST_GONE"
 
 
