@@ -13,7 +13,7 @@ from baoc.planning.limits import Pool, StagingLimit, levels, most_saved_by, stag
 from baoc.types import Candidate, Limits, Plan, Profile
 
 SPARE = 0.02  # share of a budget that is not worth a search
-SEARCHES = 5  # bisection steps of `refine`
+SEARCHES = 5  # bisection steps of `spend`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
