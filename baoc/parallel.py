@@ -1,8 +1,8 @@
-"""Whether this process is one of several, what ranks agree on, and what is refused: the only place that knows of ranks.
+"""Collectives over ranks, the refusals of what several ranks cannot do, and how a process learns its rank.
 
-`ranks()` is the process group, or `ALONE`, whose answers are what it is asked: code of one process has no branches for
-several. Each row of `REFUSED` is one thing that is not done there yet, and goes when it is. torch is looked at where it
-is loaded already: what has not loaded it has no process group.
+`ranks()` returns the process group, or `SINGLE_PROCESS`, whose collectives return their argument: callers need no
+branch for one process. `REFUSED` lists what is not supported on several ranks, with its message. The module does not
+import torch, only finds it in `sys.modules`: a process that has not loaded torch has no process group.
 """
 
 import os
@@ -16,7 +16,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, TrainingFailedError
 
 T = TypeVar("T")
 
-# Who starts processes, and the variables of their number and of this one's. accelerate and deepspeed set torchrun's.
+# Launcher, and its environment variables of the world size and of the rank. accelerate and deepspeed set torchrun's.
 LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK"),
     ("torchrun", "WORLD_SIZE", "LOCAL_RANK"),
@@ -25,7 +25,8 @@ LAUNCHERS = (
     ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     ("submitit", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID"),
 )
-_INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs that are a shell; Lightning goes by the same
+_INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs that are a shell; the same as Lightning's
+PEER_TIMEOUT_S = 120.0  # how long a rank with an error waits for ranks that may hang in a collective of the same step
 
 REFUSED = {
     "run": (
@@ -125,180 +126,161 @@ REFUSED = {
 }  # fmt: skip
 
 
-def refusal(row: str, **facts: object) -> BadInputError:
-    """What `REFUSED` says of `row`, with its facts in place."""
-    return BadInputError(REFUSED[row].format(**facts))
+def refusal(key: str, **facts: object) -> BadInputError:
+    """The error with the message `REFUSED[key]`, formatted with `facts`."""
+    return BadInputError(REFUSED[key].format(**facts))
 
 
-# -- what ranks agree on ----------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """The processes of a run; here one alone. Every method is a collective: all ranks call it, in one order."""
+    """The processes of a run; this base class is a run of one. Every method is a collective: all ranks call it, in the
+    same order."""
 
     rank, size = 0, 1
 
-    def most(self, *numbers: float) -> tuple[float, ...]:
-        """Each number's largest over ranks."""
+    def all_reduce_max(self, *numbers: float) -> tuple[float, ...]:
+        """The maximum over ranks of each number."""
         return numbers
 
-    def each(self, number: float) -> tuple[float, ...]:
-        """Every rank's number, which is not below 0, in their order: one small message."""
+    def all_gather_number(self, number: float) -> tuple[float, ...]:
+        """Every rank's number, in rank order. Numbers must not be negative. Cheaper than `all_gather`."""
         return (number,)
 
-    def first_number(self, number: float) -> float:
-        """Rank 0's number, at the price of one small message."""
-        return number
-
-    def first(self, value: T) -> T:
-        """Rank 0's value."""
-        return value
-
-    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
-        """What `make` returns on rank 0, which alone calls it; all ranks raise what it raises. `told` makes of it what
-        the others are given, where they can do with less."""
-        return make()
-
-    def gathered(self, value: T) -> list[T]:
-        """Every rank's value, in their order."""
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, pickled, in rank order."""
         return [value]
 
-    def agreed(self, make: Callable[[], T], *, in_step: bool = False) -> T:
-        """What `make` returns here. Where it raises an Exception on any rank, all ranks raise that of the first such
-        one, or their own. With `in_step` ranks wait for each other in `make`, as where parameters are sharded: one
-        with an error waits PATIENCE_S for them to hear of it."""
+    def broadcast_number(self, number: float) -> float:
+        """Rank 0's number. Cheaper than `broadcast`."""
+        return number
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, pickled."""
+        return value
+
+    def broadcast_tensors(self, tensors: Iterable[Any]) -> None:
+        """Overwrites the tensors of all ranks with rank 0's values."""
+
+    def broadcast_result(self, make: Callable[[], T], *, for_others: Callable[[T], T] | None = None) -> T:
+        """Calls `make` on rank 0 alone and returns its result on all ranks, or raises its error on all.
+
+        `for_others` reduces the result to what the other ranks need, before it is sent.
+        """
         return make()
 
-    def share(self, tensors: Iterable[Any]) -> None:
-        """Puts rank 0's numbers into the tensors of all."""
+    def run_or_raise_on_all(self, make: Callable[[], T], *, has_collectives: bool = False) -> T:
+        """Calls `make` on every rank and returns its own result; if it fails on any rank, all ranks raise.
+
+        A rank raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls
+        collectives itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an
+        error waits for them for PEER_TIMEOUT_S at most.
+        """
+        return make()
 
 
-ALONE = Ranks()
-PATIENCE_S = 120.0  # that a rank with an error waits for others in mid-step to hear of it
+SINGLE_PROCESS = Ranks()
 
 
-class Group(Ranks):
-    """torch's default process group, with one of gloo beside it for numbers, objects and tensors of the CPU."""
+class ProcessGroupRanks(Ranks):
+    """torch's default process group. A gloo group beside it carries numbers, objects and CPU tensors."""
 
     def __init__(self, distributed: Any):
         self._dist, self._torch = distributed, sys.modules["torch"]
         self.rank, self.size = int(distributed.get_rank()), int(distributed.get_world_size())
         self._gloo = distributed.new_group(backend="gloo")
 
-    def most(self, *numbers: float) -> tuple[float, ...]:
-        held = self._torch.tensor(numbers, dtype=self._torch.float64)
-        self._dist.all_reduce(held, op=self._dist.ReduceOp.MAX, group=self._gloo)
-        return tuple(held.tolist())
+    def all_reduce_max(self, *numbers: float) -> tuple[float, ...]:
+        tensor = self._torch.tensor(numbers, dtype=self._torch.float64)
+        self._dist.all_reduce(tensor, op=self._dist.ReduceOp.MAX, group=self._gloo)
+        return tuple(tensor.tolist())
 
-    def each(self, number: float) -> tuple[float, ...]:
-        return self.most(*(number if rank == self.rank else 0.0 for rank in range(self.size)))
+    def all_gather_number(self, number: float) -> tuple[float, ...]:
+        return self.all_reduce_max(*(number if rank == self.rank else 0.0 for rank in range(self.size)))
 
-    def first_number(self, number: float) -> float:
-        held = self._torch.tensor([number], dtype=self._torch.float64)
-        self._dist.broadcast(held, 0, group=self._gloo)
-        return held.item()
+    def all_gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        self._dist.all_gather_object(values, value, group=self._gloo)
+        return values
 
-    def first(self, value: T) -> T:
-        held = [value if self.rank == 0 else None]
-        self._dist.broadcast_object_list(held, 0, group=self._gloo)
-        return held[0]  # pyright: ignore[reportReturnType]
+    def broadcast_number(self, number: float) -> float:
+        tensor = self._torch.tensor([number], dtype=self._torch.float64)
+        self._dist.broadcast(tensor, 0, group=self._gloo)
+        return tensor.item()
 
-    def from_first(self, make: Callable[[], T], *, told: Callable[[T], T] | None = None) -> T:
-        done: tuple[Any, Exception | None] = _tried(make) if self.rank == 0 else (None, None)
-        given: Any = done[0]
-        if told is not None and self.rank == 0 and done[1] is None:
-            given = told(given)
-        result, error = self.first((given, _packed(done[1])))
-        if error is not None:
-            raise done[1] or _unpacked(error)
-        return done[0] if self.rank == 0 else result  # pyright: ignore[reportReturnType]
+    def broadcast(self, value: T) -> T:
+        values = [value if self.rank == 0 else None]
+        self._dist.broadcast_object_list(values, 0, group=self._gloo)
+        return values[0]  # pyright: ignore[reportReturnType]
 
-    def gathered(self, value: T) -> list[T]:
-        held: list[Any] = [None] * self.size
-        self._dist.all_gather_object(held, value, group=self._gloo)
-        return held
-
-    def agreed(self, make: Callable[[], T], *, in_step: bool = False) -> T:
-        result, own = _tried(make)
-        failed = self._torch.tensor([own is not None], dtype=self._torch.int64)
-        told = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
-        try:
-            told.wait(timedelta(seconds=PATIENCE_S)) if in_step and own is not None else told.wait()
-        except RuntimeError:
-            if own is None:
-                raise
-            if type(own).__name__ != "OutOfMemoryError":
-                raise own from None
-            raise BudgetBreachedError(  # which nothing smaller is tried after: the others wait in mid-step
-                f"rank {self.rank} alone ran out of memory, in a step that the others are in the middle of ({own}): "
-                "lower micro_batch, or give a larger budget"
-            ) from own
-        if not failed.item():
-            return result
-        others = [error for error in self.gathered(_packed(own)) if error is not None]
-        raise own or _unpacked(others[0])
-
-    def share(self, tensors: Iterable[Any]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             self._dist.broadcast(tensor.detach(), 0, group=self._gloo if tensor.device.type == "cpu" else None)
 
+    def broadcast_result(self, make: Callable[[], T], *, for_others: Callable[[T], T] | None = None) -> T:
+        result, error = _result_or_error(make) if self.rank == 0 else (None, None)
+        sent = result
+        if for_others is not None and self.rank == 0 and error is None:
+            sent = for_others(result)
+        received, packed = self.broadcast((sent, _pack(error)))
+        if packed is not None:
+            raise error or _unpack(packed)
+        return result if self.rank == 0 else received
+
+    def run_or_raise_on_all(self, make: Callable[[], T], *, has_collectives: bool = False) -> T:
+        result, error = _result_or_error(make)
+        failed = self._torch.tensor([error is not None], dtype=self._torch.int64)
+        work = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
+        try:
+            if has_collectives and error is not None:
+                work.wait(timedelta(seconds=PEER_TIMEOUT_S))
+            else:
+                work.wait()
+        except RuntimeError:
+            if error is None:
+                raise
+            if type(error).__name__ != "OutOfMemoryError":
+                raise error from None
+            # Not an OutOfMemoryError: callers would go on with a smaller step, but the others hang in this one.
+            raise BudgetBreachedError(
+                f"rank {self.rank} alone ran out of memory, in a step that the others are in the middle of ({error}): "
+                "lower micro_batch, or give a larger budget"
+            ) from error
+        if not failed.item():
+            return result
+        errors = [packed for packed in self.all_gather(_pack(error)) if packed is not None]
+        raise error or _unpack(errors[0])
+
 
 def ranks() -> Ranks:
-    """The process group that this process is in with others, or ALONE. The first call in a group is a collective."""
-    distributed = _distributed()
+    """The default process group, or SINGLE_PROCESS. The first call in a new group is a collective."""
+    distributed = _initialized_distributed()
     if distributed is None or distributed.get_world_size() == 1:
-        return ALONE
+        return SINGLE_PROCESS
     default = distributed.group.WORLD
-    if not _groups or _groups[0][0] is not default:
-        _groups[:] = [(default, Group(distributed))]
-    return _groups[0][1]
+    if not _newest_group or _newest_group[0][0] is not default:
+        _newest_group[:] = [(default, ProcessGroupRanks(distributed))]
+    return _newest_group[0][1]
 
 
-_groups: list[tuple[Any, Group]] = []  # the newest default group, and what was made of it
+_newest_group: list[tuple[Any, ProcessGroupRanks]] = []  # at most one: torch's default group, and its ranks
 
 
-def local_size(size: int) -> int:
-    """How many of `size` ranks are on this machine."""
-    return min(size, _number(os.environ, "LOCAL_WORLD_SIZE") or size)
+def local_world_size(world_size: int) -> int:
+    """How many of `world_size` ranks run on this machine."""
+    return min(world_size, _int_variable(os.environ, "LOCAL_WORLD_SIZE") or world_size)
 
 
-def check_same(number: float, *, what: str, among: Ranks) -> None:
-    """Raises TrainingFailedError on all ranks where they do not have the same number, of which a bug is the cause."""
-    high, low = among.most(number, -number)
+def check_equal_on_ranks(number: float, *, what: str, among: Ranks) -> None:
+    """Raises TrainingFailedError on all ranks unless all have the same number."""
+    high, low = among.all_reduce_max(number, -number)
     if high != -low:
         raise TrainingFailedError(f"{what} differ between ranks, which is a bug: please report it")
 
 
-def _tried(make: Callable[[], T]) -> tuple[Any, Exception | None]:
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
-
-
-def _packed(error: Exception | None) -> tuple[type, tuple[Any, ...], dict[str, Any]] | None:
-    """An error without its frames: arguments by keyword keep some from being pickled as they are."""
-    return None if error is None else (type(error), error.args, dict(error.__dict__))
-
-
-def _unpacked(packed: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Exception:
-    kind, args, attributes = packed
-    error: Any = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(attributes)
-    return error
-
-
-def _distributed() -> Any:
-    """torch.distributed with a process group, or None."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
+def is_lost_peer(error: BaseException) -> bool:
+    """True if a collective failed because another rank is gone."""
     text = str(error).lower()
     return type(error).__name__ == "DistBackendError" or (
         isinstance(error, RuntimeError)
@@ -306,78 +288,109 @@ def lost_peer(error: BaseException) -> bool:
     )
 
 
-# -- what a process is told -------------------------------------------------------------------------------------------
+def _result_or_error(make: Callable[[], T]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _pack(error: Exception | None) -> tuple[type, tuple[Any, ...], dict[str, Any]] | None:
+    """An error's class, arguments and attributes: an error with keyword-only arguments cannot be pickled itself."""
+    return None if error is None else (type(error), error.args, dict(error.__dict__))
+
+
+def _unpack(packed: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Exception:
+    kind, args, attributes = packed
+    error: Any = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _initialized_distributed() -> Any:
+    """torch.distributed if it has a process group, else None."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+# -- the rank of this process -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """This process among others, as something tells it. `size` is None where nothing tells it."""
+class RankInfo:
+    """The rank of this process, "?" if unknown; the world size, None if unknown; and which launcher tells them."""
 
     rank: str
     size: int | None
-    told_by: str
+    source: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size or 'several'} processes ({self.told_by})"
+        return f"rank {self.rank} of {self.size or 'several'} processes ({self.source})"
 
 
-def refuse_ranks(row: str) -> None:
-    """Raises BadInputError, with what `REFUSED` says of `row`, where this process is one of several."""
-    told = ranks_here()
-    if told is not None:
-        raise refusal(row, ranks=told)
+def refuse_several_processes(key: str) -> None:
+    """Raises the refusal `REFUSED[key]` if this process is one of several."""
+    info = current_rank()
+    if info is not None:
+        raise refusal(key, ranks=info)
 
 
-def ranks_here(environment: Mapping[str, str] = os.environ) -> Told | None:
-    """What a process group or a launcher's variables say; None for a process that is alone.
+def current_rank(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """The rank by the process group or a launcher's variables; None for a process by itself.
 
-    A rank above 0 has others beside it, even where nothing tells how many.
+    A rank above 0 is one of several, even if no variable has the world size.
     """
-    return _of_group() or _of_slurm(environment) or _of_launcher(environment)
+    return _rank_in_group() or _rank_in_slurm(environment) or _rank_of_launcher(environment)
 
 
-def _of_group() -> Told | None:
-    distributed = _distributed()
-    if distributed is None:
+def _rank_in_group() -> RankInfo | None:
+    distributed = _initialized_distributed()
+    if distributed is None or distributed.get_world_size() == 1:
         return None
-    size = distributed.get_world_size()
-    return Told(rank=str(distributed.get_rank()), size=size, told_by="torch.distributed") if size > 1 else None
+    return RankInfo(rank=str(distributed.get_rank()), size=distributed.get_world_size(), source="torch.distributed")
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Told | None:
-    """A task of an srun step. A batch script and an interactive shell have the variables of an allocation, which tell
-    how many tasks there could be."""
-    rank = _number(environment, "SLURM_PROCID")
+def _rank_in_slurm(environment: Mapping[str, str]) -> RankInfo | None:
+    """The rank of a task of an srun step. A batch script or interactive shell has the same variables but no task."""
+    rank = _int_variable(environment, "SLURM_PROCID")
     step = any(key in environment for key in ("SLURM_STEP_ID", "SLURM_STEPID"))
     if rank is None or not (step or rank > 0) or environment.get("SLURM_JOB_NAME") in _INTERACTIVE:
         return None
-    told = next((key for key in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if key in environment), "SLURM_PROCID")
-    return _several(rank, _number(environment, told) if told != "SLURM_PROCID" else None, told_by=f"srun: {told}")
+    for size in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        if size in environment:
+            return _rank_info(rank, _int_variable(environment, size), source=f"srun: {size}")
+    return _rank_info(rank, None, source="srun: SLURM_PROCID")
 
 
-def _of_launcher(environment: Mapping[str, str]) -> Told | None:
+def _rank_of_launcher(environment: Mapping[str, str]) -> RankInfo | None:
     for launcher, size, rank in LAUNCHERS:
-        told_by = f"{launcher}: {size if size in environment else rank}"
-        found = _several(_number(environment, rank), _number(environment, size), told_by=told_by)
-        if found is not None:
-            return found
+        source = f"{launcher}: {size if size in environment else rank}"
+        info = _rank_info(_int_variable(environment, rank), _int_variable(environment, size), source=source)
+        if info is not None:
+            return info
     return None
 
 
-def _several(rank: int | None, size: int | None, *, told_by: str) -> Told | None:
+def _rank_info(rank: int | None, size: int | None, *, source: str) -> RankInfo | None:
+    """None for rank 0 (or an unknown one) of one process (or of an unknown number)."""
     if (size or 1) == 1 and not rank:
         return None
-    return Told(rank="?" if rank is None else str(rank), size=size if size != 1 else None, told_by=told_by)
+    return RankInfo(rank="?" if rank is None else str(rank), size=size if size != 1 else None, source=source)
 
 
-def _number(environment: Mapping[str, str], key: str) -> int | None:
+def _int_variable(environment: Mapping[str, str], key: str) -> int | None:
     value = environment.get(key, "")
     return int(value) if value.isdecimal() else None
 
 
+# -- wrapped modules --------------------------------------------------------------------------------------------------
+
+
 def unwrapped(module: Any) -> Any:
-    """The network itself, whatever torch.compile, DistributedDataParallel and DataParallel put around it: names, blocks
-    and roles are its own."""
+    """The network inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
     parallel: Any = sys.modules.get("torch.nn.parallel")
     wrappers = (parallel.DistributedDataParallel, parallel.DataParallel) if parallel is not None else ()
     while True:
@@ -388,5 +401,5 @@ def unwrapped(module: Any) -> Any:
 
 
 def unwrapped_name(name: str) -> str:
-    """A parameter's name without what torch.compile and wrappers such as DistributedDataParallel put into it."""
+    """A parameter's name without the prefixes of torch.compile and of wrappers such as DistributedDataParallel."""
     return name.replace("_orig_mod.", "").removeprefix("module.")

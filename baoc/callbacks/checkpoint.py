@@ -29,7 +29,7 @@ from baoc.callbacks.trainer_state import (
 )
 from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import NO_ROOM, CheckpointError, causes
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
     CHECKSUM_KEY,
@@ -120,7 +120,7 @@ class SafeCheckpoint(Checkpoint):
         self._run_dir: FolderGuard | None = None
         self._warned = False
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
-        self._ranks: Ranks = ALONE
+        self._ranks: Ranks = SINGLE_PROCESS
         self._vote = vote or StepVote()
         self._vote.ask["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
 
@@ -246,7 +246,7 @@ class SafeCheckpoint(Checkpoint):
         if value is None or not torch.isfinite(value):
             return
         score, before = float(value), self.best
-        if self._ranks.first(any(self.sign * score >= self.sign * held for held in before.values())):
+        if self._ranks.broadcast(any(self.sign * score >= self.sign * held for held in before.values())):
             return
         self.best = {f"best_{trainer.global_step:08d}{SUFFIX}": score}
         (name,) = self.best
@@ -259,7 +259,7 @@ class SafeCheckpoint(Checkpoint):
         if self._run_dir is not None:
             self._run_dir.check()
         written, now = self._written, trainer.global_step
-        if written is not None and self._ranks.first(written[0] == now and written[1].is_file()):
+        if written is not None and self._ranks.broadcast(written[0] == now and written[1].is_file()):
             if self._ranks.rank == 0:
                 _link(written[1], path)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.callbacks.vote import ranks_of
 from baoc.data.loader import seed_from_numbers
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.tracking.jsonl import JsonlLogger
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class RngState(L.Callback):
     def __init__(self) -> None:
         self._pending: dict[str, Any] | None = None
         self._device = torch.device("cpu")
-        self._ranks: Ranks = ALONE
+        self._ranks: Ranks = SINGLE_PROCESS
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
@@ -62,7 +62,7 @@ class RngState(L.Callback):
         # Saved again before any training step, a resumed run must hand on what it has not used yet.
         if self._pending is not None:
             return self._pending
-        first, *others = self._ranks.gathered(capture_rng(self._device))
+        first, *others = self._ranks.all_gather(capture_rng(self._device))
         return {**first, "others": others} if others else first
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from baoc.callbacks.trainer_state import logs_now
 from baoc.callbacks.vote import ranks_of
 from baoc.data.batches import tensors_in
 from baoc.errors import BudgetBreachedError
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.profiling.memory import context_now
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Budget
@@ -75,7 +75,7 @@ class MemoryMonitor(L.Callback):
         self._batch: Any = None  # that is alive now
         self._slowed = False
         self._trainer: L.Trainer | None = None
-        self._ranks: Ranks = ALONE
+        self._ranks: Ranks = SINGLE_PROCESS
         self._now_by_rank: tuple[int, ...] = ()  # what each held when they last compared, under this budget
         self._by_rank: tuple[int, ...] = ()  # the same, whatever the budget
 
@@ -170,8 +170,8 @@ class MemoryMonitor(L.Callback):
 
     def compare(self) -> int:
         """The peak so far of the rank that held most, by all ranks."""
-        if self._ranks is not ALONE:
-            now = tuple(int(held) for held in self._ranks.each(self._own_bytes))
+        if self._ranks is not SINGLE_PROCESS:
+            now = tuple(int(held) for held in self._ranks.all_gather_number(self._own_bytes))
             self._now_by_rank = now
             self._by_rank = tuple(map(max, now, self._by_rank or now))
         return self.peak_bytes

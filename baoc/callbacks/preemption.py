@@ -82,9 +82,11 @@ class Preemption(L.Callback):
     ) -> None:
         """The step that was in progress is logged and in the checkpoint by now, and a validation after it is done."""
         name, ranks = self.agreed, ranks_of(trainer)
-        if name is None or not ranks.first(self._checkpoint.holds(trainer.global_step)):
+        if name is None or not ranks.broadcast(self._checkpoint.holds(trainer.global_step)):
             return
-        queued = ranks.from_first(lambda: requeue(os.environ) if name in REQUEUING or is_preempted(os.environ) else "")
+        queued = ranks.broadcast_result(
+            lambda: requeue(os.environ) if name in REQUEUING or is_preempted(os.environ) else ""
+        )
         raise PreemptedError(
             f"{name} ended the run after step {trainer.global_step}, whose checkpoint is "
             f"{self._checkpoint.last_path}{queued}"

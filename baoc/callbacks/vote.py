@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 
 from baoc.callbacks.trainer_state import accumulating
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 
 
 class StepVote(L.Callback):
@@ -21,11 +21,11 @@ class StepVote(L.Callback):
     def __init__(self) -> None:
         self.ask: dict[str, Callable[[], float]] = {}
         self._agreed: dict[str, float] = defaultdict(float)
-        self.ranks: Ranks = ALONE
+        self.ranks: Ranks = SINGLE_PROCESS
         self._placed = False
 
     def outcome(self, name: str) -> float:
-        return self._agreed[name] if self._placed else self.ranks.most(self.ask[name]())[0]
+        return self._agreed[name] if self._placed else self.ranks.all_reduce_max(self.ask[name]())[0]
 
     def done(self, name: str) -> None:
         """What was agreed on is done, and is not to be done again before the next vote."""
@@ -33,7 +33,7 @@ class StepVote(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.ranks = ranks_of(trainer)
-        self._placed = self.ranks is not ALONE
+        self._placed = self.ranks is not SINGLE_PROCESS
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._vote()
@@ -49,11 +49,11 @@ class StepVote(L.Callback):
             self._vote()
 
     def _vote(self) -> None:
-        if self.ranks is not ALONE:
-            numbers = self.ranks.most(*(ask() for ask in self.ask.values()))
+        if self.ranks is not SINGLE_PROCESS:
+            numbers = self.ranks.all_reduce_max(*(ask() for ask in self.ask.values()))
             self._agreed.update(zip(self.ask, numbers, strict=True))
 
 
 def ranks_of(trainer: L.Trainer) -> Ranks:
     """Those that train together by a strategy of BAOC's; others are not asked."""
-    return getattr(trainer.strategy, "ranks", ALONE)
+    return getattr(trainer.strategy, "ranks", SINGLE_PROCESS)

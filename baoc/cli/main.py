@@ -21,7 +21,7 @@ from baoc.config.nodes import register, with_made_options
 from baoc.core.budgets import parse_budget
 from baoc.core.commands import open_closed
 from baoc.errors import BadInputError
-from baoc.parallel import ranks_here, refuse_ranks
+from baoc.parallel import current_rank, refuse_several_processes
 from baoc.units import GIB, format_bytes
 
 # What Python, torch and SciPy map before anything is trained: 1.2 to 1.5 GB with torch 2.13 for CPUs. With less imports
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
         if not _print_information(given):
             _check_address_space()
             given = jobs.with_race_folder(given)
-            if (told := ranks_here()) is not None and _runs(given) and ranks.join(told):
+            if (told := current_rank()) is not None and _runs(given) and ranks.join(told):
                 return ranks.serve()
             register(_overrides(given))
             given = with_made_options(given)
@@ -96,9 +96,9 @@ def _runs(given: Sequence[str]) -> bool:
     if flags.cfg or flags.info or flags.shell_completion:
         return False
     if any(word.startswith("sweeps=") for word in given):
-        refuse_ranks("study")
+        refuse_several_processes("study")
     if flags.multirun:
-        refuse_ranks("multirun")
+        refuse_several_processes("multirun")
     return True
 
 

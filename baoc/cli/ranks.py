@@ -24,7 +24,7 @@ from baoc.cli.failures import Failure, failure_of, report
 from baoc.config.schema import RunConfig
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.parallel import ALONE, Told, lost_peer, ranks, ranks_here, refusal
+from baoc.parallel import SINGLE_PROCESS, RankInfo, current_rank, is_lost_peer, ranks, refusal
 
 ADDRESS = "127.0.0.1"
 FIRST_PORT, PORTS = 15_000, 20_000  # one of these where nobody chose, by the number of the job
@@ -37,7 +37,7 @@ _BROADCAST: list[bool] = []
 # -- ranks that a launcher has started --------------------------------------------------------------------------------
 
 
-def join(told: Told) -> int:
+def join(told: RankInfo) -> int:
     """Makes the process group with the launcher's other processes and returns this one's rank.
 
     Raises BadInputError where an environment variable is missing.
@@ -52,8 +52,8 @@ def join(told: Told) -> int:
 
 def is_other() -> bool:
     """True on ranks above 0 of a job that a launcher has started; joins its process group."""
-    told = ranks_here()
-    return told is not None and ranks() is ALONE and join(told) > 0
+    told = current_rank()
+    return told is not None and ranks() is SINGLE_PROCESS and join(told) > 0
 
 
 def leave(code: int) -> None:
@@ -61,7 +61,7 @@ def leave(code: int) -> None:
     if _BROADCAST:
         if not _BROADCAST[0]:
             with suppress(RuntimeError):
-                ranks().first(code)
+                ranks().broadcast(code)
         _BROADCAST.clear()
         _leave_group()
 
@@ -74,7 +74,7 @@ def serve() -> int:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            given: Any = ranks().first(None)
+            given: Any = ranks().broadcast(None)
             if isinstance(given, int):
                 return given
             from baoc.cli.fast_import import import_torchmetrics
@@ -85,7 +85,7 @@ def serve() -> int:
             run(given[0], run_dir=folder / "runs" / "run", command=given[1])
         return 0
     except BaseException as error:
-        if lost_peer(error):
+        if is_lost_peer(error):
             return GONE
         failure = failure_of(error)
         if failure.exit_code != INTERRUPTED:
@@ -95,15 +95,15 @@ def serve() -> int:
         _leave_group()
 
 
-def environment_of(told: Told) -> dict[str, str]:
+def environment_of(told: RankInfo) -> dict[str, str]:
     """RANK, WORLD_SIZE and what else torch reads: as set by the launcher, or from variables of Slurm and submitit."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     get, found = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
-    if told.told_by.startswith("srun") and "SLURM_NODELIST" in os.environ:
+    if told.source.startswith("srun") and "SLURM_NODELIST" in os.environ:
         of_node = get("SLURM_STEP_TASKS_PER_NODE", get("SLURM_NTASKS_PER_NODE", "")).partition("(")[0]
         host, job = first_host(os.environ["SLURM_NODELIST"]), get("SLURM_JOB_ID", "0")
         given = {"LOCAL_RANK": get("SLURM_LOCALID", told.rank), "LOCAL_WORLD_SIZE": of_node or str(told.size)}
-    elif told.told_by.startswith("submitit"):  # its local executor; under Slurm it is srun
+    elif told.source.startswith("submitit"):  # its local executor; under Slurm it is srun
         host, job = ADDRESS, get("SUBMITIT_LOCAL_JOB_ID", "0")
         given = {"LOCAL_RANK": get("SUBMITIT_LOCAL_LOCALID", told.rank)}
     else:
@@ -158,14 +158,14 @@ def together(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
             )
         config = replace(config, trainer=replace(config.trainer, devices=size))
         _BROADCAST[0] = True
-        ranks().first((config, command))
+        ranks().broadcast((config, command))
         yield config
     elif config.trainer.devices == 1 or (config.mode == "plan" and config.device not in ("auto", "cpu", "cuda")):
         yield config
     else:
         _refuse_devices(config)
         with _Others(config.trainer.devices) as others, others.explained():
-            ranks().first((config, command))
+            ranks().broadcast((config, command))
             yield config
 
 
@@ -225,7 +225,7 @@ class _Others:
         try:
             yield
         except Exception as error:
-            if not lost_peer(error):
+            if not is_lost_peer(error):
                 raise
             raise self._why() from error
 
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] = ()) -> int:
         store = distributed.TCPStore(ADDRESS, port, size, False)  # pyright: ignore[reportPrivateImportUsage]
         _make_group(store, rank=rank, size=size)
     except Exception as error:
-        if not lost_peer(error):
+        if not is_lost_peer(error):
             raise
         return GONE
     return serve()

@@ -92,7 +92,7 @@ class StreamLoader:
             "stream": self._stream_at.get(block),
             **self._identity(),
         }
-        every = ranks().gathered(own)
+        every = ranks().all_gather(own)
         return {"ranks": every} if len(every) > 1 else own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from baoc.optim.backends import HostedBackend, Options, StepInputs, StepUnit
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import LiveBlock
-from baoc.parallel import refuse_ranks
+from baoc.parallel import refuse_several_processes
 from baoc.planning.cost import grouped_bytes, together
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class DropGradients(BackwardStepper):
         self._device = torch.device("cpu")
 
     def _adopt(self, owner: SteppedOptimizer) -> None:
-        refuse_ranks("release")
+        refuse_several_processes("release")
         super()._adopt(owner)
         gradients = sum(param.nbytes for param in owner.registry.names if param.requires_grad)
         self.together_bytes = grouped_bytes(gradients) if any(param.is_cuda for param in owner.registry.names) else 0
@@ -362,7 +362,7 @@ class DropGradients(BackwardStepper):
                 raise BadInputError(
                     "a CUDA graph cannot capture a backward that releases gradients: capture without release"
                 )
-            refuse_ranks("release")
+            refuse_several_processes("release")
             with torch.no_grad():
                 self._begin()
         key = id(param)
@@ -692,7 +692,7 @@ class KeepGradients(BackwardStepper):
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         """Inside, a backward steps host-placed blocks when their gradients are final, where that is possible."""
-        refuse_ranks("last_backward")
+        refuse_several_processes("last_backward")
         self.check_between_steps("last_backward was entered")
         self._on = self._prepare()
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.parallel import ALONE, ranks, refusal
+from baoc.parallel import SINGLE_PROCESS, ranks, refusal
 from baoc.types import ParamInfo
 from baoc.types.specs import PARTS
 from baoc.units import MIB
@@ -173,7 +173,7 @@ def shard_of(param: Any) -> Shard | None:
 
 def warm(device: torch.device) -> None:
     """Has the communicator allocate its buffers before the device's context is measured. Collective."""
-    if device.type == "cuda" and ranks() is not ALONE:
+    if device.type == "cuda" and ranks() is not SINGLE_PROCESS:
         sent = torch.zeros(WARM_BYTES // ranks().size * ranks().size, dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(sent)
         torch.distributed.all_to_all_single(torch.empty_like(sent), sent)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baoc.errors import CheckpointError
 from baoc.optim.shards import local, shard_of
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SavedSchedule, Schedule, Turn
@@ -82,7 +82,7 @@ class GradientProfiler:
         max_bytes: int | None = None,
         max_share: float = MAX_SHARE,
         by_parts: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         self._blocks = tuple(replace(block, params=tuple(map(_whole, block.params))) for block in blocks)
         num_params = sum(block.numel for block in self._blocks)

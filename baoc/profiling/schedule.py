@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter, thread_time
 
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 
 LARGE_PARAMS = 10_000_000  # from here on, limits are shares of time and size; below, they are absolute
 MAX_S = 3.0  # processor seconds of sampling, below LARGE_PARAMS
@@ -52,7 +52,7 @@ class Schedule:
         *,
         num_params: int,
         max_share: float = MAX_SHARE,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
@@ -81,7 +81,7 @@ class Schedule:
 
     def turn(self) -> Turn:
         """The task of the coming step."""
-        return _TURNS[int(self._ranks.first_number(_TURNS.index(self._own_turn())))]
+        return _TURNS[int(self._ranks.broadcast_number(_TURNS.index(self._own_turn())))]
 
     def _own_turn(self) -> Turn:
         if self.large:

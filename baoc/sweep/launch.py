@@ -12,7 +12,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from baoc.errors import TrainingFailedError
-from baoc.parallel import refuse_ranks
+from baoc.parallel import refuse_several_processes
 from baoc.sweep.storage import open_storage, storage_url
 from baoc.sweep.study import refuse_all_failed, run_study, study_folder
 from baoc.sweep.study_config import StudyConfig
@@ -39,6 +39,6 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:
     """Body of a launched job: one trial after another, until none is waiting. Its trials start their own ranks."""
-    refuse_ranks("study")
+    refuse_several_processes("study")
     multiprocessing.set_start_method("forkserver", force=True)  # joblib sets one of its own, without a fork server
     run_study(study, folder=folder, extra=extra, wait_for_others=False)

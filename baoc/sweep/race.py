@@ -28,7 +28,7 @@ from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
 from baoc.frontier.runs import INCIDENTAL, quote
 from baoc.models import family_of
-from baoc.parallel import refuse_ranks
+from baoc.parallel import refuse_several_processes
 from baoc.racing import records
 from baoc.racing.course import (
     DIVERGED,
@@ -103,7 +103,7 @@ def run_race(
         InfeasibleBudgetError: no candidate fits the budget.
         TrainingFailedError: no uniform has trained to a finite score.
     """
-    refuse_ranks("race")
+    refuse_several_processes("race")
     return RaceRun(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
 
 

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.frontier.runs import ERROR
-from baoc.parallel import refuse_ranks
+from baoc.parallel import refuse_several_processes
 from baoc.sweep.early_stopping import EarlyStopping
 from baoc.sweep.gpu_slots import GpuSlots, Held, find_gpus
 from baoc.sweep.progress import Progress
@@ -70,7 +70,7 @@ def run_study(
         OutputError: the storage fails during the study (full disk, held lock, lost server). Running trials are asked
             for a checkpoint first.
     """
-    refuse_ranks("study")
+    refuse_several_processes("study")
     folder = study_folder(folder)
     config = with_extra(config, extra)
     with explain_storage_errors(config.storage, folder=folder):

@@ -76,7 +76,7 @@ class BudgetControl(L.Callback):
         """
         self.schedule.base = base = planner.budget
         known = base.memory_bytes if base.name == AUTO else None
-        least = -int(self._strategy.ranks.most(-free_bytes(self._strategy.root_device))[0])
+        least = -int(self._strategy.ranks.all_reduce_max(-free_bytes(self._strategy.root_device))[0])
         self.schedule.free_bytes = least if known is None else known
         for change in self.schedule.changes:
             self._refuse_infeasible(planner, change)
@@ -196,7 +196,7 @@ class BudgetControl(L.Callback):
 
     def _follow_file(self) -> None:
         path = (self._run_dir or Path()) / REQUEST_FILE
-        text = self._vote.ranks.from_first(self._new_request)
+        text = self._vote.ranks.broadcast_result(self._new_request)
         if text is None:
             return
         try:

@@ -82,7 +82,9 @@ def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, pr
         layers = recomputable_layers(child) if any(True for _ in child.parameters()) else []
         for part in (*layers, child):
             part.to(device)
-            ranks().share(tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor))
+            ranks().broadcast_tensors(
+                tensor for tensor in (*part.parameters(), *part.buffers()) if not is_sharded(tensor)
+            )
             if any(True for _ in part.parameters()):
                 fully_shard(part, mesh=mesh, mp_policy=policy)
         if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward

@@ -28,7 +28,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm
-from baoc.parallel import ALONE, Ranks, check_same, ranks, refuse_ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks, check_equal_on_ranks, ranks, refuse_several_processes
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
@@ -116,7 +116,7 @@ class BudgetedStrategy(Strategy):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.ranks: Ranks = ALONE
+        self.ranks: Ranks = SINGLE_PROCESS
         self.budget = parse_budget(budget)
         settings = SessionSettings() if settings is None else settings
         self.settings = with_recipe(settings, recipe=recipe, checkpointing=checkpointing)
@@ -150,8 +150,8 @@ class BudgetedStrategy(Strategy):
         free = free_bytes(self.root_device)
         super().setup_environment()
         self._join()
-        self.budget = resolve_auto(self.budget, free_bytes=-int(self.ranks.most(-free)[0]))
-        self.context_bytes = int(self.ranks.most(context_bytes(self.root_device))[0])
+        self.budget = resolve_auto(self.budget, free_bytes=-int(self.ranks.all_reduce_max(-free)[0]))
+        self.context_bytes = int(self.ranks.all_reduce_max(context_bytes(self.root_device))[0])
         cap_device(self.root_device, budget=self.budget)
 
     def _join(self) -> None:
@@ -248,13 +248,13 @@ class BudgetedStrategy(Strategy):
         """Plan and optimizer by a look at the first step, which leaves the module on its device."""
         module = self.lightning_module
         assert module is not None
-        probe, defaults = self.ranks.agreed(lambda: Probe(trainer, self)), hyperparameters(theirs)
+        probe, defaults = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self)), hyperparameters(theirs)
         named = dict(module.named_parameters())
         refuse_sharded(named, budget=self.budget, settings=settings)
         session = self._session(theirs, params=named, settings=settings)
         session.resharding = self._resharding
         whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
-        self.ranks.share(whole)  # states are made of them, of some their last bits
+        self.ranks.broadcast_tensors(whole)  # states are made of them, of some their last bits
         with ExitStack() as visit:
             if self._waits:
                 given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
@@ -571,7 +571,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         verbose: bool = True,
         **others: Any,
     ):
-        refuse_ranks("strategy")
+        refuse_several_processes("strategy")
         check_arguments(
             others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
         )
@@ -595,7 +595,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
-        refuse_ranks("strategy")  # of a process group that was made since
+        refuse_several_processes("strategy")  # of a process group that was made since
         if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
             self._root_device = torch.device("cuda", torch.cuda.current_device())
         super().setup_environment()
@@ -709,7 +709,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As of one device. Raises TrainingFailedError where weights differ between ranks."""
         assert self.lightning_module is not None
-        check_same(checksum(self.lightning_module.parameters()), what="weights", among=self.ranks)
+        check_equal_on_ranks(checksum(self.lightning_module.parameters()), what="weights", among=self.ranks)
         return super().optimizer_state(optimizer)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baoc.parallel import ALONE, ranks_here
+from baoc.parallel import SINGLE_PROCESS, current_rank
 from baoc.profiling import device_peak
 from baoc.tracking.console import budget_verdict, by_rank, print_reallocation, say, summary_text
 from baoc.training.reallocator import Reallocator
@@ -31,7 +31,7 @@ class Narrator:
         self, reallocator: Reallocator, *, name: str, verbose: bool, device: torch.device, log: LogMetrics | None = None
     ):
         self.reallocator, self.name, self.device, self.log = reallocator, name, device, log
-        ranks = ranks_here()
+        ranks = current_rank()
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
         self.alone = True  # False: another optimizer's memory is in no window of this one's on a CPU
@@ -66,8 +66,8 @@ class Narrator:
     def compare(self) -> None:
         """Peaks of all ranks; all of them call it."""
         ranks = self.reallocator.ranks
-        if ranks is not ALONE:
-            self.by_rank = tuple(int(held) for held in ranks.each(self._own_bytes or 0))
+        if ranks is not SINGLE_PROCESS:
+            self.by_rank = tuple(int(held) for held in ranks.all_gather_number(self._own_bytes or 0))
 
     @property
     def budget_met(self) -> bool | None:

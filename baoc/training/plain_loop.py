@@ -33,7 +33,7 @@ from baoc.optim.groups import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm
 from baoc.optim.wrappers import alive, averaged
-from baoc.parallel import ALONE, ranks, refuse_ranks, unwrapped
+from baoc.parallel import SINGLE_PROCESS, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tracking.console import say
@@ -121,8 +121,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         settings = usual if settings is None else settings
         settings = with_recipe(settings, recipe=recipe, release=release, checkpointing=checkpointing)
         group = ranks()
-        if group is ALONE:
-            refuse_ranks("optimizer")
+        if group is SINGLE_PROCESS:
+            refuse_several_processes("optimizer")
         params = unwrapped(params)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings({key: plain(value) for key, value in options.items()})
@@ -130,8 +130,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
-        group.share(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
-        free = -int(group.most(-free_bytes(device))[0])
+        group.broadcast_tensors(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
+        free = -int(group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         settings = with_weights(settings, network=module, pretrained=pretrained)
@@ -165,7 +165,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                measure_in_bf16(session, CallerProbe(probe, source=source, averaged=group is not ALONE))
+                measure_in_bf16(session, CallerProbe(probe, source=source, averaged=group is not SINGLE_PROCESS))
             arrives = needs_room(session.plan, footprint=session.planner.footprint)
             if arrives:
                 leave(session.bf16_params)
@@ -188,7 +188,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         _warn_of_others(self, budget=limit)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
-        self._counts_once = limit.memory_bytes is not None and probe is not None and group is not ALONE
+        self._counts_once = limit.memory_bytes is not None and probe is not None and group is not SINGLE_PROCESS
         self.after_step.append(partial(_warn_of_copies, weakref.proxy(self)))
         if unknown and verbose:
             say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")

@@ -23,7 +23,7 @@ from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, to_spec
 from baoc.optim.shards import largest_part
-from baoc.parallel import ALONE, Ranks, refuse_ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
@@ -111,7 +111,7 @@ class Reallocator:
         plan: Plan,
         settings: ReallocationConfig,
         profiler: GradientProfiler | None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         network: Callable[[], nn.Module | None] | None = None,
     ):
         self.ranks, self.network = ranks, network
@@ -200,7 +200,7 @@ class Reallocator:
         (step, self._late_step), held = (self._late_step, None), self.optimizer.state_bytes()
         self._note_peak(step.peak_bytes)
         footprint = step.finish(self.optimizer, budget=self.planner.budget)
-        (seen,) = self.ranks.most(footprint.peak_bytes(state_bytes=held))
+        (seen,) = self.ranks.all_reduce_max(footprint.peak_bytes(state_bytes=held))
         self._count_late(max(int(seen) - self.plan.peak_bytes, 0))
         limit = self.planner.budget.memory_bytes  # None: lifted while the step ran
         if limit is None or self.plan.peak_bytes <= limit:
@@ -294,8 +294,8 @@ class Reallocator:
 
     def after_step(self) -> None:
         """Counts the step and, once the warm-up is over, decides by its gradients."""
-        if self.ranks is ALONE:
-            refuse_ranks("decision")
+        if self.ranks is SINGLE_PROCESS:
+            refuse_several_processes("decision")
         self.step += 1
         if self._late_step is not None and self.has_gradients:
             self._learn_late()
@@ -310,7 +310,9 @@ class Reallocator:
     def decide(self) -> Reallocation:
         """Proposes by the statistics of gradients and moves if that lowers the risk. They take the place of priors: the
         rest of the run has the gain, and all that is lost is young states, so any gain counts."""
-        verdict = self.ranks.from_first(self._verdict, told=lambda v: replace(v, proposal=_brief(v.proposal)))
+        verdict = self.ranks.broadcast_result(
+            self._verdict, for_others=lambda v: replace(v, proposal=_brief(v.proposal))
+        )
         self.last_decision, self.profile = self.step, verdict.profile
         if verdict.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
@@ -393,7 +395,7 @@ class Reallocator:
             same = dict(kept.allocation.choices) == dict(held.choices)
             return replace(kept, basis=plan.basis) if same else kept
 
-        proposal = self.ranks.from_first(proposed, told=_brief)
+        proposal = self.ranks.broadcast_result(proposed, for_others=_brief)
         risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
         fit = self._fit_of(proposal, memory=limit)
         if fit.blocked:
@@ -533,7 +535,7 @@ class Reallocator:
             self.planner.count_profile(0, temporary_bytes=0)
         known = {"saved": saved.budget, "risk_model": saved.risk_model, "gap": saved.gap, "awaited": self.awaited}
         try:
-            plan, changed = self.ranks.from_first(
+            plan, changed = self.ranks.broadcast_result(
                 lambda: adopted(self.planner, saved.choices, profile=profile, **known)
             )
         except BaseException:

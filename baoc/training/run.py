@@ -30,7 +30,7 @@ from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.switches import recomputable_layers, recomputed_layers, start_compiler
 from baoc.optim.shards import is_sharded, whole_on_first
-from baoc.parallel import ALONE, Ranks, ranks, refuse_ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes
 from baoc.profiling import free_bytes
 from baoc.racing.entrants import leave_entrants
 from baoc.tasks import OptimizerSettings, build_task
@@ -58,8 +58,8 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
     Raises BaocError children for what a user can mend; see docs/troubleshooting.md.
     """
-    if (group := ranks()) is ALONE:
-        refuse_ranks("run")
+    if (group := ranks()) is SINGLE_PROCESS:
+        refuse_several_processes("run")
     quieten()
     if (card := card_of(config)) is not None:  # which is not here: the network is built without memory
         resolved = resolve(config, device="cuda")
@@ -67,14 +67,14 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             task, data = build(resolved, run_dir=run_dir, device=card.name)
         return plan_for(card, resolved.config, task=task, data=data, settings=session_settings(config), run_dir=run_dir)
     device = choose_device(config.device)
-    checkpoint = group.from_first(lambda: find_checkpoint(config, run_dir=run_dir))
+    checkpoint = group.broadcast_result(lambda: find_checkpoint(config, run_dir=run_dir))
     if device == "cpu":
         # A run that diverged to chance level fills its states with denormals, and its steps then take 6 to 8 times as
         # long. Of this thread and of those that it starts.
         torch.set_flush_denormal(True)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    choice = group.from_first(lambda: saved_decision(config, checkpoint=checkpoint))
-    latency = group.from_first(lambda: saved_latency(config, checkpoint=checkpoint)) if choice else None
+    choice = group.broadcast_result(lambda: saved_decision(config, checkpoint=checkpoint))
+    latency = group.broadcast_result(lambda: saved_latency(config, checkpoint=checkpoint)) if choice else None
     resolved = resolve(with_decision(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
@@ -106,7 +106,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
             given = {"checkpoint": checkpoint, "run_dir": run_dir, "sources": sources}
-            group.from_first(lambda: check_resume(config, **given))
+            group.broadcast_result(lambda: check_resume(config, **given))
         with failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
@@ -137,15 +137,15 @@ def decide_together(
     size = config.trainer.devices
     share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
     here = partial(decide, task=task, data=data, device=device, run_dir=run_dir, **given)
-    if config.trainer.strategy == "fsdp" and group is not ALONE:
+    if config.trainer.strategy == "fsdp" and group is not SINGLE_PROCESS:
         from baoc.training.fully_sharded import cut, one_mesh
 
         where = device_of(device)
-        budget = resolve_auto(config.budget, free_bytes=-int(group.most(-free_bytes(where))[0]))
+        budget = resolve_auto(config.budget, free_bytes=-int(group.all_reduce_max(-free_bytes(where))[0]))
         cut(task, mesh=one_mesh(where), device=where, precision=str(config.trainer.precision))
         decided = here(replace(share, budget=budget))
     else:
-        decided = group.from_first(lambda: here(share))
+        decided = group.broadcast_result(lambda: here(share))
         if group.rank:
             take_option(decided.option, task=task, data=data, name=config.model.name)
     made = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)

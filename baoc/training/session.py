@@ -35,7 +35,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
 from baoc.optim.shards import is_sharded, largest_part
-from baoc.parallel import ALONE, Ranks, ranks, refusal
+from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
 from baoc.planning.candidates import applies
@@ -145,7 +145,7 @@ def make_profiler(
     *,
     settings: SessionSettings,
     betas: tuple[float, float],
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> GradientProfiler | None:
     """The profiler that the settings call for, or None with reallocation=off; its bytes join the footprint."""
     if settings.reallocation.mode == "off":
@@ -173,7 +173,9 @@ def _profiler_with_room(
     """The profiler. Where there is no room for it, one outside of the cap tells its bytes: InfeasibleBudgetError where
     no plan holds the budget beside it, else torch.OutOfMemoryError."""
     with suppress(torch.OutOfMemoryError):
-        return ranks.agreed(lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks))
+        return ranks.run_or_raise_on_all(
+            lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks)
+        )
     device = next(iter(params.values())).device
     clear_cache(device)
     with uncapped(device, budget=planner.budget):
@@ -186,7 +188,7 @@ def bytes_may_differ(device: torch.device, refusal: InfeasibleBudgetError) -> bo
     """Whether a run with the budget that a refusal names may need other bytes: torch's allocator reserves less where it
     may not have more, so a step that was measured outside of the cap, or with weights of 16 bits, tells others."""
     other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
-    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is ALONE
+    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is SINGLE_PROCESS
 
 
 def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
@@ -309,7 +311,7 @@ class Session:
         betas: tuple[float, float],
         device: torch.device,
         module: nn.Module | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         self.ranks = ranks
         self.infos, self.params, self.module = tuple(infos), params, module
@@ -416,7 +418,7 @@ class Session:
             beside = replace(footprint, others_bytes=footprint.others_bytes + resharding.num_bytes)
             planner, kept = self.planner_for(beside, budget=self.budget), (math.inf, 0)
             with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
-                if self.ranks.from_first(planner.propose).allocation.risk <= most:
+                if self.ranks.broadcast_result(planner.propose).allocation.risk <= most:
                     kept = planned(False)
             if not self.reshards and (kept[0] > most or kept[1] > layers):
                 planned(True)
@@ -583,7 +585,7 @@ class Session:
 
     def largest(self, footprint: Footprint) -> Footprint:
         """That of the rank which needs most, as one of this rank."""
-        found = self.ranks.gathered(footprint)
+        found = self.ranks.all_gather(footprint)
         most = max(found, key=lambda one: one.peak_bytes(state_bytes=0))
         return replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one in found))
 
@@ -600,7 +602,9 @@ class Session:
 
         def measured() -> Footprint:
             given = {"context_bytes": self.context_bytes, "released": self.released}
-            own = self.ranks.agreed(lambda: self.complete(measurer.footprint(**given)), in_step=self._sharded)
+            own = self.ranks.run_or_raise_on_all(
+                lambda: self.complete(measurer.footprint(**given)), has_collectives=self._sharded
+            )
             return self.largest(own)
 
         if whole:
@@ -633,14 +637,14 @@ class Session:
             return error.with_traceback(None)  # whose frames hold activations
         if limited and may_place(self.settings.planner, budget=self.budget):
             given = {"device": self.device, "accumulation": measurer.accumulation, "hides": hides}
-            table = self.ranks.first(with_link(table, **given))
+            table = self.ranks.broadcast(with_link(table, **given))
         self.latency = table
         return None
 
     def _slowest(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
         """The table of the rank whose forward and backward are slowest, as one of this rank: others wait for it."""
-        own = self.ranks.agreed(measure, in_step=self._sharded)
-        return replace(max(self.ranks.gathered(own), key=lambda table: table.base_step_s), device=own.device)
+        own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._sharded)
+        return replace(max(self.ranks.all_gather(own), key=lambda table: table.base_step_s), device=own.device)
 
     @property
     def _sharded(self) -> bool:
@@ -676,7 +680,7 @@ class Session:
         planner = self.planner_for(footprint, budget=budget)
         given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
         profiler = _profiler_with_room(planner, self.params, **given)
-        plan = self.ranks.from_first(planner.propose)
+        plan = self.ranks.broadcast_result(planner.propose)
         for _ in range(MOST_RETIMED if measurer is not None else 0):
             used = set(map(on_device, plan.allocation.choices.values()))
             assumed = used & set(planner.latency.assumed if planner.latency else ())
@@ -684,14 +688,14 @@ class Session:
                 break
             assert measurer is not None
             planner.latency = self._retimed(measurer, assumed)
-            plan = self.ranks.from_first(planner.propose) if budget.step_time is not None else plan
+            plan = self.ranks.broadcast_result(planner.propose) if budget.step_time is not None else plan
         if plan.host_bytes:
             check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host")
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def with_context(self, footprint: Footprint) -> Footprint:
         """The footprint with the context as it is taken for now that steps were measured, and a cap that leaves it."""
-        now = int(self.ranks.most(max(footprint.context_bytes, context_bytes(self.device)))[0])
+        now = int(self.ranks.all_reduce_max(max(footprint.context_bytes, context_bytes(self.device)))[0])
         if now != self.context_bytes:
             self.context_bytes = now
             cap_device(self.device, budget=self.budget)

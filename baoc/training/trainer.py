@@ -28,7 +28,7 @@ from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
 from baoc.errors import BadInputError, BaocError, BudgetBreachedError, CheckpointError
-from baoc.parallel import ALONE, local_size, ranks
+from baoc.parallel import SINGLE_PROCESS, local_world_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange
@@ -100,8 +100,8 @@ def make_strategy(
     config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
 ) -> BudgetedStrategy:
     """The strategy, to which recorder and loggers listen. Raises BadInputError for a trainer.strategy on one device."""
-    make = partial(BaocStrategy, device=device) if ranks() is ALONE else BaocDDPStrategy
-    if ranks() is ALONE and config.trainer.strategy != "auto":
+    make = partial(BaocStrategy, device=device) if ranks() is SINGLE_PROCESS else BaocDDPStrategy
+    if ranks() is SINGLE_PROCESS and config.trainer.strategy != "auto":
         raise BadInputError(
             f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
         )
@@ -194,7 +194,7 @@ def assemble_trainer(
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=device if device == "cpu" else "cuda",
-        devices=(local := local_size(devices)),
+        devices=(local := local_world_size(devices)),
         num_nodes=devices // local,
         plugins=[LightningEnvironment()],  # else Lightning refuses a Slurm job of several tasks that runs one by itself
         accumulate_grad_batches=config.accumulation,

@@ -179,8 +179,8 @@ def trained(
     if save is not None:
         trainer.save_checkpoint(save)
     found = checksum(param.to(here) for param in task.parameters())
-    high, low, peak, allocated = ranks().most(found, -found, peak, allocated)
-    slowest = [max(windows) for windows in zip(*ranks().gathered(clock.ms), strict=True)]
+    high, low, peak, allocated = ranks().all_reduce_max(found, -found, peak, allocated)
+    slowest = [max(windows) for windows in zip(*ranks().all_gather(clock.ms), strict=True)]
     return Found(ms=slowest, peak=int(peak), allocated=int(allocated), weights=found if high == -low else -1.0)
 
 
@@ -209,7 +209,7 @@ class Steps:
     @property
     def late(self) -> bool:
         """Whether the time is up, by rank 0's clock."""
-        return ranks().first_number(perf_counter() > self._until) > 0
+        return ranks().broadcast_number(perf_counter() > self._until) > 0
 
     def run(self, network: str, *, resumed: bool) -> None:
         device = self._device
@@ -234,7 +234,7 @@ class Steps:
     def _resumed(self, network: str, *, reference: float) -> None:
         device = self._device
         with tempfile.TemporaryDirectory() as folder:
-            path = ranks().first(Path(folder) / "half.ckpt")
+            path = ranks().broadcast(Path(folder) / "half.ckpt")
             fresh(device)
             whole = trained(network, baoc("state_25"), device=device, steps=12)
             fresh(device)
@@ -243,7 +243,7 @@ class Steps:
             strategy, decisions = baoc("state_25"), Decisions(ms=[])
             decisions.watch(strategy)
             again = trained(network, strategy, device=device, steps=12, load=path)
-            ranks().most(0)
+            ranks().all_reduce_max(0)
         equal = again.weights == whole.weights >= 0
         given = {"reference": reference, "by": (strategy, decisions), "equal": equal}
         self._keep(network, "baoc, resumed", "state_25", again, **given)

@@ -171,7 +171,7 @@ def share_of(name: str, size: str, *, device: torch.device) -> dict[str, float]:
             for kind, spent in (("_ms", alone), ("_host_ms", host[0]), ("_queued_ms", queued)):
                 times[which + kind] += [spent] if turn >= WARM else []
     found = {which: median(each) for which, each in times.items()}
-    return dict(zip(found, (round(ms, 4) for ms in ranks().most(*found.values())), strict=True))
+    return dict(zip(found, (round(ms, 4) for ms in ranks().all_reduce_max(*found.values())), strict=True))
 
 
 def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[str, Any], out: Path) -> None:
@@ -255,9 +255,9 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     else:
         values = [value for state in optimizer.state.values() for value in state.values()]
         held = sum(getattr(value, "_local_tensor", value).nbytes for value in values)
-    step_ms, optimizer_ms = group.most(median(times), alone)
+    step_ms, optimizer_ms = group.all_reduce_max(median(times), alone)
     promised = footprint.peak_bytes(state_bytes=held, specs=sorted(specs))
-    peak, predicted, held = (int(each) for each in group.most(peak, promised, held))
+    peak, predicted, held = (int(each) for each in group.all_reduce_max(peak, promised, held))
     return {
         "step_ms": round(step_ms, 3), "optimizer_ms": round(optimizer_ms, 3), "peak_bytes": peak,
         "peak_bytes_predicted": predicted, "excess": round(peak / predicted - 1, 4),
@@ -298,7 +298,7 @@ def main() -> None:
             fresh()
             reference = reference or found["step_ms"]
             ratio = round(found["step_ms"] / reference, 4)
-            (one,) = ranks().most(one)
+            (one,) = ranks().all_reduce_max(one)
             given = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name, "ratio": ratio, **place}
             over_share = round(found["optimizer_ms"] * ranks().size / one, 4)
             rows.append(Row(**given, one_gpu_ms=round(one, 3), over_share=over_share, **found))

@@ -345,7 +345,7 @@ def planned_for(
 
 def plan_sharded(width: int, *, gpus: int, budgets: Sequence[int], short: float, depths: Sequence[int]) -> None:
     """The deepest network for a rank of `gpus` by budget, or what `depths` take."""
-    parallel.Group = _Alike
+    parallel.ProcessGroupRanks = _Alike
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
     mesh, ends, rows = init_device_mesh("cpu", (gpus,)), (4, 12), list[dict[str, object]]()
     looks = [looked_at(width, depth, mesh=mesh) for depth in ends]

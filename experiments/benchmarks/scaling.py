@@ -194,7 +194,7 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         spent = seconds(lambda: steps(PROFILED), cuda)
     collectives, exposed = shares(profiler.events(), spent=spent, cuda=cuda)
-    step_s, alone, peak, held = group.most(median(windows), alone, peak, held_bytes(optimizer))
+    step_s, alone, peak, held = group.all_reduce_max(median(windows), alone, peak, held_bytes(optimizer))
     predicted = optimizer.plan.peak_bytes if name == BAOC else 0
     specs = optimizer.specs if name == BAOC else {}
     return {
@@ -262,7 +262,7 @@ def steps_part(asked: Asked, *, device: torch.device, place: dict[str, Any]) -> 
             samples = network.batch // (1 if scaling == "weak" else group.size)
             for strategy in asked.strategies:
                 for optimizer in (TORCH, BAOC):
-                    if group.first_number(time.time() > asked.ends):
+                    if group.broadcast_number(time.time() > asked.ends):
                         return
                     given = {"device": device, "budget": asked.budget}
                     found = measured(network, strategy, samples, optimizer, **given)
@@ -331,7 +331,7 @@ def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], besi
             ((weights[name].to(device) - value).norm() / (value - first).norm())
             for (name, value), first in zip(alone.items(), start, strict=True)
         ]
-        (most,) = group.most(sum(sent))
+        (most,) = group.all_reduce_max(sum(sent))
         floor = 2 * num * shape[0] * shape[1] * 2 * (group.size - 1) / group.size**2
         row = Exchange(
             matrices=f"{num} of {shape[0]} x {shape[1]}", ranks=group.size, messages=len(sent),

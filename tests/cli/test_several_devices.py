@@ -13,7 +13,7 @@ import pytest
 
 from baoc.cli import ranks as ranks_module
 from baoc.cli.ranks import first_host
-from baoc.parallel import ranks_here
+from baoc.parallel import current_rank
 from tests.support.commands import Command, start
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
@@ -133,7 +133,7 @@ def test_srun_tells_a_task_of_two_machines_its_place(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(key, raising=False)
     for key, value in given.items():
         monkeypatch.setenv(key, value)
-    told = ranks_here()
+    told = current_rank()
     assert told is not None and str(told) == "rank 9 of 16 processes (srun: SLURM_NTASKS)"
     variables = ranks_module.environment_of(told)
     assert variables == {

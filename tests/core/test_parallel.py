@@ -13,7 +13,7 @@ from baoc.cli.main import main
 from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.parallel import LAUNCHERS, ranks_here, unwrapped
+from baoc.parallel import LAUNCHERS, current_rank, unwrapped
 from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
@@ -65,12 +65,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_of_several_is_known(case: str) -> None:
     environment, text = SEVERAL[case]
     with pytest.raises(BadInputError, match=text):
-        raise BadInputError(str(ranks_here(environment)))
+        raise BadInputError(str(current_rank(environment)))
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_a_process_that_is_alone_is_known(case: str) -> None:
-    assert ranks_here(ALONE[case]) is None
+    assert current_rank(ALONE[case]) is None
 
 
 def net() -> nn.Module:

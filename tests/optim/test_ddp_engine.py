@@ -36,8 +36,8 @@ def heard(rank: int) -> str:
     """What a rank raises that waits as long as the others take: they compile, or load."""
     if rank == 0:
         time.sleep(1.0)
-    with mock.patch.object(parallel, "PATIENCE_S", 0.2), pytest.raises(torch.OutOfMemoryError) as raised:
-        ranks().agreed(out_of_memory if rank else lambda: None)
+    with mock.patch.object(parallel, "PEER_TIMEOUT_S", 0.2), pytest.raises(torch.OutOfMemoryError) as raised:
+        ranks().run_or_raise_on_all(out_of_memory if rank else lambda: None)
     return str(raised.value)
 
 
@@ -47,8 +47,8 @@ def unheard(rank: int) -> str:
     if rank == 0:
         time.sleep(1.0)
         return ""
-    with mock.patch.object(parallel, "PATIENCE_S", 0.2), pytest.raises(BudgetBreachedError) as raised:
-        mine.agreed(out_of_memory, in_step=True)
+    with mock.patch.object(parallel, "PEER_TIMEOUT_S", 0.2), pytest.raises(BudgetBreachedError) as raised:
+        mine.run_or_raise_on_all(out_of_memory, has_collectives=True)
     return str(raised.value)
 
 

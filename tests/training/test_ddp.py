@@ -21,7 +21,7 @@ from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
-from baoc.parallel import ALONE, check_same, ranks
+from baoc.parallel import SINGLE_PROCESS, check_equal_on_ranks, ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import schedule
 from baoc.training import plain_loop
@@ -86,7 +86,7 @@ def errors(rank: int) -> dict[str, str]:
             if rank:
                 raise error
 
-        return lambda: ranks().agreed(make)
+        return lambda: ranks().run_or_raise_on_all(make)
 
     def out_of_memory() -> Tensor:
         if rank:
@@ -102,7 +102,7 @@ def errors(rank: int) -> dict[str, str]:
         "too small": lambda: BaocOptimizer(
             module, budget="60kb", probe=lambda: module(torch.ones(8 << 9 * rank, 64)).sum()
         ),
-        "weights": lambda: check_same(rank, what="weights", among=ranks()),
+        "weights": lambda: check_equal_on_ranks(rank, what="weights", among=ranks()),
     }
     told = {}
     for name, enter in doors.items():
@@ -374,7 +374,9 @@ def test_modules_that_step_themselves_are_refused_in_several_processes(found: li
 
 
 def test_a_process_alone_is_asked_nothing_by_others() -> None:
-    assert ranks() is ALONE and ALONE.from_first(lambda: 3) == ALONE.first(3) == ALONE.agreed(lambda: 3) == 3
-    assert ALONE.most(1.0, 2.0) == (1.0, 2.0) and ALONE.gathered("a") == ["a"]
+    alone = SINGLE_PROCESS
+    assert ranks() is alone
+    assert alone.broadcast_result(lambda: 3) == alone.broadcast(3) == alone.run_or_raise_on_all(lambda: 3) == 3
+    assert SINGLE_PROCESS.all_reduce_max(1.0, 2.0) == (1.0, 2.0) and SINGLE_PROCESS.all_gather("a") == ["a"]
     with pytest.raises(TrainingFailedError, match="weights differ between ranks, which is a bug"):
-        check_same(float("nan"), what="weights", among=ALONE)
+        check_equal_on_ranks(float("nan"), what="weights", among=SINGLE_PROCESS)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from baoc import BaocOptimizer
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.parallel import ALONE, Ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.training import plain_loop
@@ -210,10 +210,10 @@ class BesideALargerRank(Ranks):
 
     more = 40_000
 
-    def most(self, *numbers: float) -> tuple[float, ...]:
+    def all_reduce_max(self, *numbers: float) -> tuple[float, ...]:
         return tuple(number + self.more for number in numbers)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value, replace(value, forward_backward_bytes=value.forward_backward_bytes + self.more)]
 
 
@@ -234,8 +234,8 @@ def test_a_resumed_allocation_goes_on_only_where_every_rank_has_seen_it_fit(monk
         train(optimizer, loss, steps=1)
         return optimizer
 
-    budget = resumed(10_000_000, ranks=ALONE).plan.peak_bytes + 1000
-    alone, beside = resumed(budget, ranks=ALONE), resumed(budget, ranks=BesideALargerRank())
+    budget = resumed(10_000_000, ranks=SINGLE_PROCESS).plan.peak_bytes + 1000
+    alone, beside = resumed(budget, ranks=SINGLE_PROCESS), resumed(budget, ranks=BesideALargerRank())
     assert set(alone.specs.values()) == {"adamw"}
     assert beside.plan.peak_bytes <= budget and set(beside.specs.values()) != {"adamw"}
 

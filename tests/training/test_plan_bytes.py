@@ -85,8 +85,8 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     inside: list[bool] = []
 
     class Agreeing(Ranks):
-        def agreed(self, make, *, in_step=False):
-            inside.append(in_step)
+        def run_or_raise_on_all(self, make, *, has_collectives=False):
+            inside.append(has_collectives)
             try:
                 return make()
             finally:

@@ -51,7 +51,7 @@ def planned(size: int, *, rank: int, budget: str, cut: bool) -> tuple[Plan, int]
 @pytest.mark.parametrize("budget", ["state_50", "state_25"])
 @pytest.mark.parametrize("cut", [False, True], ids=["ddp", "fsdp"])
 def test_the_plan_is_that_of_one_device(cut: bool, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "Group", Alike)
+    monkeypatch.setattr(parallel, "ProcessGroupRanks", Alike)
     expected, whole = planned(1, rank=0, budget=budget, cut=cut)
     for size in SIZES[1:]:
         for rank in (0, size - 1):
@@ -67,7 +67,7 @@ class Heard(parallel.Ranks):
         self.rank, self.size, self.said, self.before = rank, size, said, dict(said)
         said[rank] = []
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         at = len(self.said[self.rank])
         self.said[self.rank].append(value)
         return [
@@ -75,14 +75,14 @@ class Heard(parallel.Ranks):
             for rank in range(self.size)
         ]
 
-    def most(self, *numbers: float) -> tuple[float, ...]:
-        return tuple(map(max, *self.gathered(numbers)))
+    def all_reduce_max(self, *numbers: float) -> tuple[float, ...]:
+        return tuple(map(max, *self.all_gather(numbers)))
 
-    def first(self, value: Any) -> Any:
-        return self.gathered(value)[0]
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather(value)[0]
 
-    def from_first(self, make: Callable[[], Any], *, told: Any = None) -> Any:
-        return self.first(make() if self.rank == 0 or 0 not in self.before else None)
+    def broadcast_result(self, make: Callable[[], Any], *, for_others: Any = None) -> Any:
+        return self.broadcast(make() if self.rank == 0 or 0 not in self.before else None)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -91,7 +91,7 @@ def test_a_plan_in_memory_is_one_of_all_ranks(size: int, monkeypatch: pytest.Mon
 
     def probed(rank: int, *, said: dict[int, list[Any]]) -> dict[str, str]:
         heard = Heard(rank=rank, size=size, said=said)
-        monkeypatch.setattr(parallel, "Group", lambda _: heard)
+        monkeypatch.setattr(parallel, "ProcessGroupRanks", lambda _: heard)
         with fake_group(size, rank=rank):
             torch.manual_seed(0)
             module, batch = Net(width=8, depth=3), torch.ones(72 if rank else 8, 3)

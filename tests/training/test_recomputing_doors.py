@@ -16,7 +16,7 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
 from baoc.models.switches import is_compiled, recomputed_layers
-from baoc.parallel import ALONE
+from baoc.parallel import SINGLE_PROCESS
 from baoc.training.session import Resharding, Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.classifier import QUIET
@@ -171,7 +171,7 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
 )
 def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exception | None):
     session: Any = Session.__new__(Session)
-    session.settings, session.device, session.ranks = SessionSettings(), torch.device("cpu"), ALONE
+    session.settings, session.device, session.ranks = SessionSettings(), torch.device("cpu"), SINGLE_PROCESS
     session.module, session.layers_told, session.reshards = None, "", None
     session.budget, switched = parse_budget("1mb"), list[bool]()
     plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.5))

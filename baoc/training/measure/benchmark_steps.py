@@ -25,7 +25,7 @@ from baoc.callbacks.steps import StepMonitor
 from baoc.callbacks.trainer_state import accumulating
 from baoc.optim import GradientRelease
 from baoc.optim.shards import is_sharded
-from baoc.parallel import ALONE, Ranks, ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks, ranks
 from baoc.profiling import clear_cache
 from baoc.profiling.footprint import restored
 from baoc.profiling.proxy_blocks import ProxyBlocks
@@ -67,7 +67,7 @@ def rehearse(
         few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
         clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
         releasing = GradientRelease(**clips) if release else None
-        group = ranks() if any(map(is_sharded, params)) else ALONE  # who send each other messages in forward
+        group = ranks() if any(map(is_sharded, params)) else SINGLE_PROCESS  # who send each other messages in forward
         clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
         guard.tell = lambda _: None  # these are no steps of the run
         cuda = device.type == "cuda"
@@ -173,7 +173,7 @@ class _Clock(StepMonitor):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if accumulating(trainer):
             return
-        late = self._group.first_number(perf_counter() - self._began > self._max_s) > 0
+        late = self._group.broadcast_number(perf_counter() - self._began > self._max_s) > 0
         if self._num_seen > self.warmup_steps:
             trainer.should_stop = late
         elif late or self._num_seen == self.warmup_steps:

@@ -96,7 +96,7 @@ class FirstStep:
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
-        (seen,) = self._sessions[0].ranks.most(seen)  # all stay, or all are planned for anew
+        (seen,) = self._sessions[0].ranks.all_reduce_max(seen)  # all stay, or all are planned for anew
         fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
         staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
         clear_cache(device)  # states get memory of their own, not gaps between gradients

@@ -36,7 +36,7 @@ from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import is_compiled, recomputable_layers, recomputed_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local
-from baoc.parallel import ALONE, ranks
+from baoc.parallel import SINGLE_PROCESS, ranks
 from baoc.planning.choice import PROMISED, Choice, Race, choose
 from baoc.planning.microbatch import (
     ALIKE,
@@ -115,7 +115,12 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
-    can = ranks() is ALONE and release is None and config.batch_size in sizes and config.optim.nonfinite != "skip_step"
+    can = (
+        ranks() is SINGLE_PROCESS
+        and release is None
+        and config.batch_size in sizes
+        and config.optim.nonfinite != "skip_step"
+    )
     return Axes(
         micro_batches=sizes,
         recomputed=open_numbers if pinned in (None, "auto") else (num_layers if pinned is True else int(pinned),),
@@ -154,7 +159,7 @@ def decide(
         decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
         with phases("the key"):
             key = decision.key()
-            made, choice = decision.ranks.from_first(lambda: read_decision(key)), None
+            made, choice = decision.ranks.broadcast_result(lambda: read_decision(key)), None
         if made is None or not decision.confirms(made):
             choice = decision.search(began=began, tell=tell)
             made = decision.entry(choice)
@@ -247,7 +252,7 @@ class Decision:
         self.explored: dict[int, tuple[list[Trial], bool]] = {}
         self.where = device_of(device)
         self.sharded = any(map(is_sharded, task.parameters()))
-        self.ranks = ranks() if self.sharded else ALONE
+        self.ranks = ranks() if self.sharded else SINGLE_PROCESS
         self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
@@ -338,7 +343,7 @@ class Decision:
         race = Race(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: self.ranks.first_number(began + DECIDING_S + self.compiling_s() - monotonic()),
+            left_s=lambda: self.ranks.broadcast_number(began + DECIDING_S + self.compiling_s() - monotonic()),
             run_s=partial(run_seconds, self.config),
         )
         choice = choose(self.options(), objective=self.config.objective, race=race)
@@ -413,7 +418,7 @@ class Decision:
         if trial is None:
             return False
         fixed = {name: getattr(before, name) for name in CONSTANT}
-        context = int(self.ranks.most(max(trial.footprint.context_bytes, context_bytes(self.where)))[0])
+        context = int(self.ranks.all_reduce_max(max(trial.footprint.context_bytes, context_bytes(self.where)))[0])
         found = replace(trial.footprint, context_bytes=context, **fixed)
         self.planner.footprint, self.planner.latency = found, kept.latency
         with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
@@ -502,7 +507,7 @@ class Decision:
                 max_s=LIMITED_S if limited else FUSED_S,
                 cache_dir=cache_folder(),
             )
-        table = replace(self.ranks.first(table), device=str(self.where))
+        table = replace(self.ranks.broadcast(table), device=str(self.where))
         tried = self.measurements.tried.items()
         known = [(trial, kind) for kind, trials in tried for trial in trials]
         timed = [(trial, kind) for trial, kind in known if not math.isnan(trial.seconds)] or known
@@ -524,7 +529,7 @@ class Decision:
 
     def made(self) -> list[Option]:
         self.context = int(
-            self.ranks.most(context_bytes(self.where))[0]
+            self.ranks.all_reduce_max(context_bytes(self.where))[0]
         )  # has grown by the kernels of what was tried since
         ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if self.measurements.reaches(way[1])]
         with self.phases("plans of the options"):

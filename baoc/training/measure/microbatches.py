@@ -20,7 +20,7 @@ from torch import Tensor
 from baoc.data.batches import MadeBatch, resized
 from baoc.errors import BadInputError
 from baoc.optim.shards import is_sharded
-from baoc.parallel import ALONE, ranks
+from baoc.parallel import SINGLE_PROCESS, ranks
 from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.bf16_params import as_native
@@ -66,7 +66,7 @@ class Trials:
                 f"{precision}: give a micro_batch, or one of these"
             )
         self.module, self.device, self.phases = module, device, phases or PhaseTimer()
-        self.ranks = ranks() if any(map(is_sharded, module.parameters())) else ALONE  # who try in step
+        self.ranks = ranks() if any(map(is_sharded, module.parameters())) else SINGLE_PROCESS  # who try in step
         self._batch, self._val_batch = batch, val_batch
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
@@ -77,7 +77,7 @@ class Trials:
     @property
     def _buckets(self) -> bool:
         """Whether DistributedDataParallel will keep gradients."""
-        return ranks() is not ALONE and self.ranks is ALONE
+        return ranks() is not SINGLE_PROCESS and self.ranks is SINGLE_PROCESS
 
     @property
     def batches(self) -> tuple[Any, Any]:
@@ -106,9 +106,11 @@ class Trials:
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
         given |= {"validated": (micro_batch, not released, bool(bf16_savings))}
         given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
-        footprint, seconds = self.ranks.agreed(lambda: self._run(micro_batch, **given), in_step=True)
-        if self.ranks is not ALONE:
-            found = self.ranks.gathered((footprint, seconds))
+        footprint, seconds = self.ranks.run_or_raise_on_all(
+            lambda: self._run(micro_batch, **given), has_collectives=True
+        )
+        if self.ranks is not SINGLE_PROCESS:
+            found = self.ranks.all_gather((footprint, seconds))
             most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
             footprint = replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one, _ in found))
             seconds = max(each for _, each in found)
@@ -208,7 +210,7 @@ class Trials:
 
     def _slowest(self, measure: Callable[[], float]) -> float:
         """Seconds of the rank that takes longest."""
-        return self.ranks.most(self.ranks.agreed(measure, in_step=True))[0]
+        return self.ranks.all_reduce_max(self.ranks.run_or_raise_on_all(measure, has_collectives=True))[0]
 
     def _cleared(self, micro_batch: int) -> Any:
         """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
@@ -233,7 +235,7 @@ class Trials:
             once_s = perf_counter() - start
             series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
             given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
-            if self.ranks is not ALONE:  # as often on each
+            if self.ranks is not SINGLE_PROCESS:  # as often on each
                 series, least, given["max_s"] = 1, 2, 0.0
             for _ in range(series):
                 before = allocations(self.device)
