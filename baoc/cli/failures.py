@@ -9,7 +9,7 @@ from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED, is_interrupt, is_unread, system_error
 from baoc.errors import BadInputError, BaocError
 
-BUG = 1
+BUG_EXIT_CODE = 1
 _TERMINATED = "SIGTERMException"  # Lightning's; a SystemExit without a code, which would count as success
 
 
@@ -43,7 +43,7 @@ def failure_of(error: BaseException) -> Failure:
     if own_code.used():
         return Failure(kind=kind, message=_of_own_code(error), exit_code=BadInputError.exit_code, details=details)
     message = f"{kind}: {error}\nthis is a bug in baoc: please report it with the traceback above and the command"
-    return Failure(kind=kind, message=message, exit_code=BUG, details=details)
+    return Failure(kind=kind, message=message, exit_code=BUG_EXIT_CODE, details=details)
 
 
 def _of_own_code(error: BaseException) -> str:

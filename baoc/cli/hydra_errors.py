@@ -10,7 +10,7 @@ from omegaconf.errors import GrammarParseError, InterpolationResolutionError, Mi
 
 from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
-from baoc.config.options import GROUPS, own_keys, registry_of
+from baoc.config.options import GROUPS, own_keys, registry
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import unknown_key
@@ -128,11 +128,11 @@ def _unknown_option(group: str, leaf: str) -> BadInputError:
         if isinstance(below, Mapping):  # as in model.lora.rnk
             return unknown_key(".".join(deeper), allowed=below, path=f"{group}.{option}")
         return BadInputError(f"unknown key {group}.{leaf}: {group}.{option} is a value, not a group of keys")
-    holders = [name for name, row in registry_of(group).items() if option in row.options]
+    holders = [name for name, row in registry(group).items() if option in row.options]
     if holders:
         words = "|".join(holders)
         if group == "task":  # the model sets the task
-            words += f" (model={'|'.join(row.name for row in registry_of('model').values() if row.task in holders)})"
+            words += f" (model={'|'.join(row.name for row in registry('model').values() if row.task in holders)})"
         return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
-    options = dict.fromkeys(key for row in registry_of(group).values() for key in row.options)
+    options = dict.fromkeys(key for row in registry(group).values() for key in row.options)
     return unknown_key(leaf, allowed=[*own_keys(group), *options], path=group)

@@ -32,7 +32,7 @@ from baoc.errors import BadInputError
 
 ERROR_FILE = "error.json"
 RACES = "baoc.sweep.race"  # named, not imported: a stage above this one runs races as studies
-SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
+RACE_SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
 _EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
 
 
@@ -111,9 +111,9 @@ def with_race_folder(words: Sequence[str]) -> list[str]:
     beside it, such as race.workers, takes the place of what that had."""
     given: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
     folder = Path(given.get("resume", "")).expanduser()
-    if given.get("mode") != "race" or "resume" not in given or not (folder / SETUP_FILE).is_file():
+    if given.get("mode") != "race" or "resume" not in given or not (folder / RACE_SETUP_FILE).is_file():
         return list(words)
-    before = json.loads((folder / SETUP_FILE).read_text(encoding="utf-8"))["words"]
+    before = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
     kept = [word for word in before if word.partition("=")[0] not in given]
     own = [word for word in words if not word.startswith(("resume=", "hydra.run.dir="))]
     return [*kept, *own, f"hydra.run.dir={folder}"]
@@ -138,9 +138,9 @@ def failed_jobs(sweep_dir: Path) -> list[Failure]:
 
 
 def _resume_hint(run_dir: Path, *, failure: Failure) -> str:
-    if (run_dir / SETUP_FILE).is_file():
+    if (run_dir / RACE_SETUP_FILE).is_file():
         return f"interrupted; mode=race resume={run_dir} goes on with the race"
-    if (run_dir / "race" / SETUP_FILE).is_file() and not (run_dir / "metrics.jsonl").is_file():
+    if (run_dir / "race" / RACE_SETUP_FILE).is_file() and not (run_dir / "metrics.jsonl").is_file():
         return f"interrupted before training; the same command with resume={run_dir} goes on with its race"
     if any(run_dir.rglob("*.ckpt")):
         why = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
@@ -178,7 +178,7 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
     settled = settle_recipe(config)
     if config.mode == "train" and config.race.first != "off":
         folder = run_dir / "race"
-        if config.resume not in (None, "auto") and (Path(config.resume) / "race" / SETUP_FILE).is_file():
+        if config.resume not in (None, "auto") and (Path(config.resume) / "race" / RACE_SETUP_FILE).is_file():
             folder = Path(config.resume) / "race"
             if not (Path(config.resume) / "metrics.jsonl").is_file():
                 settled = replace(settled, resume=None)  # it had not begun to train

@@ -29,7 +29,7 @@ class DynamicsConfig:
     schedule: tuple[ScheduleEntry, ...] = ()
 
 
-def gather_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
+def split_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
     """Splits `budget` of conf/ into the budget and its DynamicsConfig."""
     if not isinstance(budget, Mapping):
         return budget, {}

@@ -28,7 +28,7 @@ def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str
         "commit": commit(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": versions(),
+        "versions": package_versions(),
         "device": {"asked": device, **_devices()},
         "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         "command": command,
@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 @cache
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Installed versions of the packages that affect a run's numbers; absent ones are left out."""
     found = {}
     for package in PACKAGES:

@@ -10,13 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
-from baoc.config.dynamics import DynamicsConfig, gather_dynamics
+from baoc.config.dynamics import DynamicsConfig, split_dynamics
 from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
-from baoc.config.options import GROUPS, gather, row_of, spread
+from baoc.config.options import GROUPS, flatten_options, row_of, split_options
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
-from baoc.config.validate import REMOVED_KEYS, build, convert, refuse_unwritable, require, unknown_key
+from baoc.config.validate import REMOVED_KEYS, build_settings, refuse_unwritable, require, unknown_key, validate_value
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node
@@ -84,18 +84,20 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
         given["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
     for group in GROUPS:
         if group in given:
-            given[group] = gather(group, given[group], complete=complete)
+            given[group] = split_options(group, given[group], complete=complete)
     if "budget" in given:
-        budget, dynamics = gather_dynamics(given["budget"])
+        budget, dynamics = split_dynamics(given["budget"])
         if not isinstance(budget, str | int | float | Mapping):
             raise BadInputError("a run needs a budget: budget=unlimited is the one without limits")
         parsed = parse_budget(budget)
         given["budget"] = {item.name: getattr(parsed, item.name) for item in fields(Budget)}
-        build(DynamicsConfig, dynamics, path="budget")  # checked here for messages that name keys under `budget`
+        build_settings(
+            DynamicsConfig, dynamics, path="budget"
+        )  # checked here for messages that name keys under `budget`
         given.update({"dynamics": dynamics} if dynamics or complete else {})
     recipe = _recipe(given.get("recipe"))
     given["recipe"] = None if recipe is None else {item.name: getattr(recipe, item.name) for item in fields(Recipe)}
-    run = build(RunConfig, given, complete=complete)
+    run = build_settings(RunConfig, given, complete=complete)
     if recipe is not None and run.allocator.name == "exact":  # which was not chosen: `register` refuses where it was
         run = replace(run, allocator=replace(run.allocator, name="recipe"))
     return run
@@ -104,7 +106,7 @@ def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig
 def to_conf(config: RunConfig) -> dict[str, Any]:
     """Plain values of a RunConfig in the shape of conf/; the inverse of `from_plain`."""
     plain = to_plain(config)
-    plain.update({group: spread(getattr(config, group)) for group in GROUPS})
+    plain.update({group: flatten_options(getattr(config, group)) for group in GROUPS})
     plain["recipe"] = node_of_recipe(config.recipe)
     plain["budget"] = budget_node(config.budget) | plain.pop("dynamics")
     return plain
@@ -174,5 +176,5 @@ def _recipe(given: object) -> Recipe | None:
     if not isinstance(given, Mapping):
         raise BadInputError(f"recipe must be a group of keys, not {given}: choose one with recipe=NAME")
     for key in ("name", "base", "description", "source", "weights"):
-        convert(given.get(key), str | None, key=f"recipe.{key}")
+        validate_value(given.get(key), str | None, key=f"recipe.{key}")
     return recipe_from_node(given)

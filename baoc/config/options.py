@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from baoc.config.schema import DatasetConfig, ModelConfig, RunConfig, TaskConfig
-from baoc.config.validate import convert, plain_text, unknown_key
+from baoc.config.validate import plain_text, unknown_key, validate_value
 from baoc.core import own_code
 from baoc.errors import BadInputError
 from baoc.types import to_plain
@@ -31,7 +31,7 @@ class Row(Protocol):
 GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset": DatasetConfig}
 
 
-def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
+def split_options(group: str, given: object, *, complete: bool) -> dict[str, Any]:
     """Splits the flat node `given` into fields of the group's dataclass and, under `options`, all other keys. Absent
     options take the row's default; with `complete` they are refused. Raises BadInputError for a node that is no
     mapping, an unknown name or key, a wrong type, or a refused absence."""
@@ -51,7 +51,7 @@ def gather(group: str, given: object, *, complete: bool) -> dict[str, Any]:
             continue
         if key not in options:
             raise unknown_key(str(key), allowed=[*own, *options], path=group)
-        options[key] = convert(value, type_of(row, key), key=f"{group}.{key}")
+        options[key] = validate_value(value, type_of(row, key), key=f"{group}.{key}")
     if missing := [key for key in options if complete and key not in given]:
         key = f"{group}.{missing[0]}"
         raise BadInputError(f"{key} is missing: it was removed from the configuration, but {name} has it")
@@ -63,7 +63,7 @@ def own_keys(group: str) -> list[str]:
     return [item.name for item in fields(GROUPS[group]) if item.name != "options"]
 
 
-def spread(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[str, Any]:
+def flatten_options(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[str, Any]:
     """The inverse of `gather`: options as flat keys beside the group's own fields."""
     plain = to_plain(config)
     return {**{key: value for key, value in plain.items() if key != "options"}, **plain["options"]}
@@ -88,7 +88,7 @@ def row_of(group: str, name: str) -> Row:
     return {"task": task_row, "model": family_of, "dataset": dataset_row}[group](name)
 
 
-def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
+def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` with each inner group that has a `_target_` replaced by what Hydra's `instantiate` makes of it."""
     from hydra.utils import instantiate
 
@@ -98,16 +98,16 @@ def instantiated(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def code_of(config: RunConfig) -> dict[str, str]:
+def hash_own_code(config: RunConfig) -> dict[str, str]:
     """Setting, such as `model=NAME` -> SHA-256 of the file with the user's own code."""
     named = {group: getattr(config, group).name for group in own_code.GROUPS}
-    others = {group: name for group, name in named.items() if name not in registry_of(group)}
+    others = {group: name for group, name in named.items() if name not in registry(group)}
     # Other names stand for objects that a program passed in: they have no file to hash.
     own = {g: name for g, name in others.items() if own_code.is_own(name) or name in own_code.declared(f"baoc.{g}s")}
     return {f"{group}={name}": own_code.identity(name, key=group) for group, name in own.items()}
 
 
-def registry_of(group: str) -> Mapping[str, Any]:
+def registry(group: str) -> Mapping[str, Any]:
     from baoc.data import DATASETS
     from baoc.models import MODELS
     from baoc.tasks import TASKS

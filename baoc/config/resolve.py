@@ -18,15 +18,15 @@ class Resolved:
 
     config: RunConfig
     size: ModelSize
-    size_why: str
+    size_reason: str
     reasons: tuple[str, ...]
-    open: bool = False
+    needs_microbatch_search: bool = False
 
 
-STAND_IN = 8  # samples of the example batch while the micro-batch is undecided
+PLACEHOLDER_MICRO_BATCH = 8  # samples of the example batch while the micro-batch is undecided
 
 
-def is_open(config: RunConfig, *, device: str) -> bool:
+def needs_microbatch_search(config: RunConfig, *, device: str) -> bool:
     """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together. It does on request
     (micro_batch or model.checkpointing=auto, or an objective other than quality), and by default on CUDA with limited
     memory and no given micro-batch, but not under fsdp. Released gradients need the whole batch as one micro-batch."""
@@ -49,9 +49,9 @@ def choose_device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def divisor(number: int, *, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest divisor of `number` that is at most `at_most`."""
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
 def resolve(config: RunConfig, *, device: str) -> Resolved:
@@ -75,26 +75,26 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
             f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them "
             "in their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
         )
-    undecided = is_open(config, device=device)
+    undecided = needs_microbatch_search(config, device=device)
     if undecided and not isinstance(micro_batch, int):
         return Resolved(
             config=replace(config, optim=optim, trainer=trainer, model=replace(config.model, size=size.name)),
             size=size,
-            size_why=choice.why,
+            size_reason=choice.why,
             reasons=tuple(reasons),
-            open=True,
+            needs_microbatch_search=True,
         )
     if not isinstance(micro_batch, int):
         micro_batch = of_device = config.batch_size // config.trainer.devices
         accumulates = device == "cuda" and not optim.release_gradients
         if accumulates and size.micro_batch is not None and size.micro_batch < of_device:
-            micro_batch = divisor(of_device, most=size.micro_batch)
+            micro_batch = largest_divisor(of_device, at_most=size.micro_batch)
             reasons.append(f"micro_batch={micro_batch} is meant for {config.model.name} {size.name} in 8 GiB")
     model = replace(config.model, size=size.name)
     return Resolved(
         config=replace(config, optim=optim, trainer=trainer, micro_batch=micro_batch, model=model),
         size=size,
-        size_why=choice.why,
+        size_reason=choice.why,
         reasons=tuple(reasons),
-        open=undecided,
+        needs_microbatch_search=undecided,
     )

@@ -1,7 +1,8 @@
 """The configuration of a run as frozen dataclasses: one per group of conf/, and `RunConfig` with all of them.
 
-Free of Hydra and torch. `validate.build` checks types, ranges and choices by the annotations; `__post_init__` has the
-checks that join several fields. Defaults repeat those of conf/, so that a test can make a RunConfig without composing.
+Free of Hydra and torch. `validate.build_settings` checks types, ranges and choices by the annotations; `__post_init__`
+has the checks that join several fields. Defaults repeat those of conf/, so that a test can make a RunConfig without
+composing.
 """
 
 from collections.abc import Mapping

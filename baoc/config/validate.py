@@ -124,7 +124,7 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise BadInputError(f"{key}={plain_text(value)} is not allowed: it must be {allowed}")
 
 
-def check(settings: object, *, path: str) -> None:
+def check_ranges(settings: object, *, path: str) -> None:
     """Raises BadInputError for a number or a choice that its annotation rules out: of settings made in Python, where
     pydantic need not be installed."""
     for name, hint in _hints(type(settings)).items():
@@ -142,7 +142,7 @@ def _not_a_choice(key: str, value: object, *, hint: Any) -> BadInputError:
     if (told := removed(shown)).startswith(f"{key.partition('.')[0]}="):
         return BadInputError(told)
     near = did_you_mean(shown, [str(item) for item in typing.get_args(_optional(hint))])
-    return BadInputError(f"{key}={shown} is not allowed: choose {key}={describe(hint)}{near}")
+    return BadInputError(f"{key}={shown} is not allowed: choose {key}={type_in_words(hint)}{near}")
 
 
 def plain_text(value: object) -> str:
@@ -153,20 +153,20 @@ def plain_text(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def build(cls: type[T], given: object, *, path: str = "", complete: bool = False) -> T:
+def build_settings(cls: type[T], given: object, *, path: str = "", complete: bool = False) -> T:
     """An instance of the dataclass `cls` from a mapping.
 
     Args:
         path: key of the mapping, as in `optim`.
         complete: absent fields are errors instead of taking their default.
     """
-    made = convert(given, cls, key=path)
+    made = validate_value(given, cls, key=path)
     if complete and (absent := _first_absent(cls, given, path=path)):
         raise BadInputError(f"{absent} is missing: it was removed from the configuration, but every run needs it")
     return made
 
 
-def convert(value: object, hint: Any, *, key: str) -> Any:
+def validate_value(value: object, hint: Any, *, key: str) -> Any:
     """`value` as the type `hint`; raises BadInputError. An int converts to float, a list to a tuple, nothing else."""
     from pydantic import ValidationError
 
@@ -206,7 +206,7 @@ def unknown_key(key: str, *, allowed: Iterable[str], path: str = "") -> BadInput
     return BadInputError(f"unknown key {prefix}{key}{hint}\n{path or 'a run'} has: {', '.join(allowed)}")
 
 
-def describe(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     """A type in words, for messages."""
     names = {
         int: "a whole number",
@@ -223,11 +223,11 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return "|".join(plain_text(item) for item in items)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(item) for item in items))
+        return " or ".join(dict.fromkeys(type_in_words(item) for item in items))
     if origin is tuple:
         if items[-1] is Ellipsis:
-            return f"a list, each entry {describe(items[0])}"
-        return f"a list of {len(items)}: {', '.join(describe(item) for item in items)}"
+            return f"a list, each entry {type_in_words(items[0])}"
+        return f"a list of {len(items)}: {', '.join(type_in_words(item) for item in items)}"
     return "a group of keys"
 
 
@@ -310,7 +310,7 @@ class _Fault:
             return BadInputError(f"{key or 'the configuration'} must be a group of keys, not {shown}")
         if self.kind == "literal_error" and typing.get_origin(_optional(self.hint)) is Literal:
             return _not_a_choice(key, self.value, hint=self.hint)
-        allowed = (_words(self.hint) if self.is_range else None) or describe(self.hint)
+        allowed = (_words(self.hint) if self.is_range else None) or type_in_words(self.hint)
         allowed = "a finite number" if self.kind == "finite_number" else allowed
         return BadInputError(f"{key}={shown} is not allowed: it must be {allowed}")
 

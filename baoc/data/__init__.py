@@ -16,7 +16,7 @@ from baoc.errors import BadInputError, unknown_name
 if TYPE_CHECKING:
     from baoc.data.base import DataModule
 
-__all__ = ["DATASETS", "MODELS_OWN", "Dataset", "build_data", "dataset_row", "require_task"]
+__all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_row", "require_task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Dataset:
     is_own: bool = False
 
 
-MODELS_OWN = "model"  # of `tokenizer`: the one that is stored beside the network that is trained
+MODEL_TOKENIZER = "model"  # of `tokenizer`: the one that is stored beside the network that is trained
 _SPLIT = {"val_fraction": 0.2, "split_seed": 0}
 _IMAGES = {
     **_SPLIT,
@@ -122,7 +122,7 @@ _ROWS = (
     Dataset(
         name="chat", tasks=("language",), module="baoc.data.chat", builder="ChatDataModule", path_row="chat",
         description="your own conversations: dataset.path=FILE.jsonl with messages, or prompt and completion",
-        options={"tokenizer": MODELS_OWN, "sequence_length": 512, **_SMALL_SPLIT, "max_val_sequences": 512},
+        options={"tokenizer": MODEL_TOKENIZER, "sequence_length": 512, **_SMALL_SPLIT, "max_val_sequences": 512},
         option_types=_VAL_TYPES,
     ),
     _latents(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class MadeBatch:
+class BatchFactory:
     """In place of a batch: what makes one of so many samples, in whatever form."""
 
     make: Callable[[int], Any]
@@ -30,9 +30,9 @@ def num_samples(batch: Any) -> int:
     return next((size for tensor in tensors_in(batch) if tensor.ndim and (size := tensor.shape[0])), 0)
 
 
-def resized(batch: Any, size: int) -> Any:
+def resize_batch(batch: Any, size: int) -> Any:
     """The batch with `size` samples, the first ones taken again where there are not enough."""
-    if isinstance(batch, MadeBatch):
+    if isinstance(batch, BatchFactory):
         return batch.make(size)
     held = num_samples(batch)
 

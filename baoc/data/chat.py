@@ -1,7 +1,7 @@
 """Conversations in JSON lines, packed into rows of one length; only the answers are learned.
 
-Batches are `{"tokens", "targets", "positions"}`, int64 (B, T). Targets are the tokens shifted by one, and IGNORED where
-the token is none of an answer. Positions begin at 0 with each conversation, by which attention keeps them apart.
+Batches are `{"tokens", "targets", "positions"}`, int64 (B, T). Targets are the tokens shifted by one; those outside
+of answers are IGNORE_INDEX. Positions begin at 0 with each conversation, by which attention keeps them apart.
 """
 
 import logging
@@ -22,7 +22,7 @@ from baoc.errors import BadInputError
 from baoc.models.chat import ChatTokenizer, Conversation
 from baoc.types import TextDataSpec
 
-IGNORED = -100  # of targets: what torch's cross-entropy leaves out
+IGNORE_INDEX = -100  # of targets: what torch's cross-entropy leaves out
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +116,7 @@ def _packed(conversations: list[Conversation], *, length: int) -> TensorRows:
         room -= size
     made: dict[str, Tensor] = {
         "tokens": torch.zeros(len(rows), length, dtype=torch.int64),
-        "targets": torch.full((len(rows), length), IGNORED, dtype=torch.int64),
+        "targets": torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64),
         "positions": torch.zeros(len(rows), length, dtype=torch.int64),
     }
     for row, members in enumerate(rows):
@@ -127,7 +127,7 @@ def _packed(conversations: list[Conversation], *, length: int) -> TensorRows:
             learned = torch.tensor(list(one.answers[1 : size + 1]))
             part = slice(start, start + size)
             made["tokens"][row, part] = tokens[:-1]
-            made["targets"][row, part] = tokens[1:].where(learned, torch.tensor(IGNORED))
+            made["targets"][row, part] = tokens[1:].where(learned, torch.tensor(IGNORE_INDEX))
             made["positions"][row, part] = torch.arange(size)
             start += size
         made["positions"][row, start:] = torch.arange(length - start)

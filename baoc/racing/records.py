@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from baoc.config.environment import commit, versions
-from baoc.config.options import code_of
+from baoc.config.environment import commit, package_versions
+from baoc.config.options import hash_own_code
 from baoc.config.race import RaceConfig
 from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
@@ -59,7 +59,7 @@ def family_of(config: RunConfig, *, size: str) -> dict[str, Any]:
     dataset: dict[str, Any] = to_plain(config.dataset)
     if config.dataset.name == "pysource":
         dataset["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    own = {"code": code} if (code := code_of(config)) else {}
+    own = {"code": code} if (code := hash_own_code(config)) else {}
     return {"task": config.task.name, "model": model, "dataset": dataset, "budget": _limits_of(config.budget), **own}
 
 
@@ -179,7 +179,7 @@ def record(
         ],
         "seconds": seconds,
         "commit": commit(),
-        "versions": versions(),
+        "versions": package_versions(),
         "command": command,
     }
 

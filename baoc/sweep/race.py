@@ -19,7 +19,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Column
 
-from baoc.cli.jobs import SETUP_FILE
+from baoc.cli.jobs import RACE_SETUP_FILE
 from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, find_recipe, recipe_node
@@ -330,7 +330,7 @@ class RaceRun:
 
     def check_setup(self) -> None:
         """Keeps what the race is made of, or compares it with what the folder's race was made of."""
-        own, file = made_of(to_plain(to_conf(self.config))), self.folder / SETUP_FILE
+        own, file = made_of(to_plain(to_conf(self.config))), self.folder / RACE_SETUP_FILE
         if not file.is_file():
             self.plan_s = time.time() - self.began
             write_json(file, {"schema": 1, "words": self.words, "settings": own, "plan_s": self.plan_s})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from baoc.config.validate import ABOVE_0, FROM_0, Allowed, at_least, build, plain_text, refuse_unwritable
+from baoc.config.validate import ABOVE_0, FROM_0, Allowed, at_least, build_settings, plain_text, refuse_unwritable
 from baoc.errors import BadInputError, unknown_name
 
 OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimize", "samples_per_s": "maximize"}
@@ -160,7 +160,7 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
         if values.get(key) in (None, "", {}, [], ()):
             raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")
     space = _space(values["space"])
-    config = replace(build(StudyConfig, {**values, "space": []}, path=PATH), space=space)
+    config = replace(build_settings(StudyConfig, {**values, "space": []}, path=PATH), space=space)
     listed = [*config.fixed, *(word for words in (*config.baselines, *config.repeats) for word in words)]
     if any(word.startswith(f"{DEVICES}=") for word in listed) or any(param.key == DEVICES for param in space):
         raise BadInputError(
@@ -242,7 +242,7 @@ def _param(key: str, spec: Any) -> Param:
     spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
     if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
         spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}
-    values = build(Values, spec, path=path)
+    values = build_settings(Values, spec, path=path)
     param = Param(key=key, **{name: getattr(values, name) for name in SETTING_KEYS})
     try:
         for value in param.choices or (param.low, param.high):

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from baoc.cli.failures import BUG
+from baoc.cli.failures import BUG_EXIT_CODE
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
 from baoc.frontier.runs import CONFIG, ERROR, RESULT, quote
@@ -67,7 +67,9 @@ class RunOutcome:
     @property
     def should_retry(self) -> bool:
         """Whether the run was killed or failed through a bug, so that another attempt may succeed."""
-        return not self.is_conclusive and (self.exit_code < 0 or self.exit_code in (BUG, INTERRUPTED, SERVER_LOST))
+        return not self.is_conclusive and (
+            self.exit_code < 0 or self.exit_code in (BUG_EXIT_CODE, INTERRUPTED, SERVER_LOST)
+        )
 
 
 class TrialProcess:

@@ -28,7 +28,7 @@ from baoc.config.validate import require
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
 from baoc.data.base import DataModule
-from baoc.data.batches import MadeBatch, tensors_in
+from baoc.data.batches import BatchFactory, tensors_in
 from baoc.errors import BadInputError
 from baoc.models.switches import is_compiled, recomputable_layers, set_recomputed
 from baoc.optim.groups import check_settings, plain
@@ -190,7 +190,7 @@ def advise(
                 "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
                 "told. Where a batch is a fixed number of tokens, let a sample be one row of so many"
             )
-        data = _OneBatch(MadeBatch(made))
+        data = _OneBatch(BatchFactory(made))
         stack.enter_context(_unchanged(model))
         stack.enter_context(_declared(model, found))
         stack.callback(set_recomputed, model, 0)
@@ -245,7 +245,7 @@ class _UserTask(Task):
 class _OneBatch(DataModule):
     """A data module that repeats one batch."""
 
-    def __init__(self, batch: MadeBatch):
+    def __init__(self, batch: BatchFactory):
         super().__init__(batch_size=1)
         self._batch = batch
         self.spec = OwnDataSpec(dataset="own", num_train=1, num_val=0)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc.cache import CACHE, cache_folder, hash_of, read_own, write_own
-from baoc.config.environment import versions
-from baoc.config.options import code_of
+from baoc.config.environment import package_versions
+from baoc.config.options import hash_own_code
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
 from baoc.profiling.latency import machine, source_hash
@@ -68,7 +68,7 @@ def key_of(
     tensors = [*network.named_parameters(), *network.named_buffers()]
     return {
         "config": asked | {"budget": to_plain(replace(budget, name=""))},
-        "code": code_of(config) | _code_of_layers(network),
+        "code": hash_own_code(config) | _code_of_layers(network),
         "batches": [_shapes(batch) for batch in batches],
         "ranks": ranks().size,  # each of several keeps buckets of gradients
         "network": hash_of(
@@ -76,7 +76,7 @@ def key_of(
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
         "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[1]])},
-        "versions": {**versions(), "python": platform.python_version()},
+        "versions": {**package_versions(), "python": platform.python_version()},
         "torch": [
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),

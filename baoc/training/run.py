@@ -17,13 +17,13 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from baoc.config.environment import commit, versions
-from baoc.config.options import code_of, instantiated
-from baoc.config.resolve import STAND_IN, Resolved, choose_device, divisor, resolve
+from baoc.config.environment import commit, package_versions
+from baoc.config.options import hash_own_code, instantiate_targets
+from baoc.config.resolve import PLACEHOLDER_MICRO_BATCH, Resolved, choose_device, largest_divisor, resolve
 from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.budgets import resolve_auto
-from baoc.data import MODELS_OWN, build_data
+from baoc.data import MODEL_TOKENIZER, build_data
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
@@ -81,7 +81,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     decided = None
     if choice:
         write_decision(choice, run_dir=run_dir)
-    elif resolved.open:
+    elif resolved.needs_microbatch_search:
         settings = with_weights(session_settings(config), network=task, pretrained=None)
         given = {"device": device, "settings": settings, "run_dir": run_dir}
         decided = decide_together(config, task=task, data=data, group=group, **given)
@@ -183,18 +183,20 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     config = resolved.config
     if device == "cuda" and config.model.compile is True:
         start_compiler()
-    undecided = resolved.open and not isinstance(config.micro_batch, int)
+    undecided = resolved.needs_microbatch_search and not isinstance(config.micro_batch, int)
     data = build_data(
         config.dataset.name,
         task=config.task.name,
         path=config.dataset.path,
-        batch_size=divisor(config.batch_size, most=STAND_IN) if undecided else config.micro_batch_size,
+        batch_size=largest_divisor(config.batch_size, at_most=PLACEHOLDER_MICRO_BATCH)
+        if undecided
+        else config.micro_batch_size,
         accumulate=config.accumulation,
         seed=config.seed,
-        **own_tokenizer(instantiated(config.dataset.options), config=config),
+        **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
     )
     stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
-    options = {**instantiated(config.model.options), **(stored if family_of(config.model.name).loads else {})}
+    options = {**instantiate_targets(config.model.options), **(stored if family_of(config.model.name).loads else {})}
     model = build_model(config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **options)
     done = prepare(model, config.model, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
@@ -208,13 +210,13 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         spec=data.spec,
         seed=config.seed,
         optimizer=OptimizerSettings(**optim),
-        **instantiated(config.task.options),
+        **instantiate_targets(config.task.options),
     )
     num_params = sum(p.numel() for p in model.parameters())
     count = config.batch_size // config.micro_batch_size  # micro-batches of all devices
     told = {
         "task": config.task.name,
-        "model": f"{config.model.name}, size {resolved.size.name} ({resolved.size_why}), {num_params:,} parameters",
+        "model": f"{config.model.name}, size {resolved.size.name} ({resolved.size_reason}), {num_params:,} parameters",
         "data": str(data.spec),
         "device": device,
         "budget": console.describe_budget(config.budget),
@@ -229,7 +231,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
 
 def sources_of(config: RunConfig, *, data: DataModule) -> dict[str, str]:
     """Hashes of the user's code and of the data, by what they are of."""
-    hashes = {**code_of(config), f"the data of dataset={config.dataset.name}": data.identity}
+    hashes = {**hash_own_code(config), f"the data of dataset={config.dataset.name}": data.identity}
     return {what: sha for what, sha in hashes.items() if sha}
 
 
@@ -241,7 +243,7 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
     """
     given, stored = options.get("tokenizer"), config.model.pretrained
     loads = family_of(config.model.name).loads
-    if given == MODELS_OWN and stored is None:
+    if given == MODEL_TOKENIZER and stored is None:
         raise BadInputError(
             "dataset.tokenizer=model is the one that is stored beside model.pretrained, which is not given: name it, "
             "or a tokenizer"
@@ -251,7 +253,7 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
             f"dataset.tokenizer=bytes cuts text into bytes, and {stored} has a tokenizer of its own: set "
             "dataset.tokenizer=model"
         )
-    if given != MODELS_OWN:
+    if given != MODEL_TOKENIZER:
         return options
     is_folder = Path(str(stored)).expanduser().is_dir()
     return {**options, "tokenizer": stored if is_folder or config.dataset.name == "chat" else f"hub:{stored}"}
@@ -341,12 +343,12 @@ def result_of_run(
         num_steps=trainer.global_step,
         seed=config.seed,
         commit=commit(),
-        versions=versions(),
+        versions=package_versions(),
         command=command,
         step_s_predicted=parts.recorder.step_s_predicted,
         dataset=data.spec.dataset,
         data_sha256=data.identity,
-        code_sha256=code_of(config),
+        code_sha256=hash_own_code(config),
         recomputed_layers=recomputed_layers(task.model),
         num_layers=len(recomputable_layers(task.model)),
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.config.schema import ReallocationConfig
-from baoc.config.validate import check, require
+from baoc.config.validate import check_ranges, require
 from baoc.core.blocks import partition
 from baoc.core.catalogue import on_device
 from baoc.core.measured import AUTO
@@ -78,7 +78,7 @@ class SessionSettings:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        check(self.reallocation, path="reallocation")
+        check_ranges(self.reallocation, path="reallocation")
         number = self.checkpointing
         allowed = number is None or isinstance(number, bool) or number == "auto"
         allowed = allowed or (isinstance(number, int) and number >= 0)

@@ -184,10 +184,10 @@ def forward_flops(task: Any, data: Any) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from baoc.data.batches import resized
+    from baoc.data.batches import resize_batch
     from baoc.training.measure.probe import silent
 
-    batch = task.transfer_batch_to_device(resized(next(iter(data.val_dataloader())), 1), task.device, 0)
+    batch = task.transfer_batch_to_device(resize_batch(next(iter(data.val_dataloader())), 1), task.device, 0)
     autocast = torch.autocast(task.device.type, torch.bfloat16)  # some weights may have 16 bits
     with silent(task), torch.no_grad(), autocast, FlopCounterMode(display=False) as counter:
         task.eval().training_step(batch, 0)

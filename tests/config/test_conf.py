@@ -11,7 +11,7 @@ from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import check_names, from_hydra
 from baoc.config.nodes import job_folder, option_values, options
-from baoc.config.options import own_keys, registry_of
+from baoc.config.options import own_keys, registry
 from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
@@ -27,7 +27,7 @@ OVERLAYS = ("experiments", "sweeps", "debug")  # change other groups, so each of
 GROUPS = sorted({folder.name for folder in assets.conf().iterdir() if folder.is_dir()} - {"hydra", *OVERLAYS})
 # Row n takes the nth option of every group, starting anew in shorter ones: every option once, in few compositions. The
 # model, its task and a data set for it are taken together, each data set with one of the models that it serves.
-MODELS, SETS = registry_of("model"), registry_of("dataset")
+MODELS, SETS = registry("model"), registry("dataset")
 FITTING = [
     {"model": model, "task": MODELS[model].task, "dataset": dataset}
     for at, (dataset, data) in enumerate(SETS.items())
@@ -107,7 +107,7 @@ def test_budgets_of_conf_are_the_presets():
 
 @pytest.mark.parametrize(
     ("group", "registry"),
-    [("allocator", ALLOCATORS), ("risk", RISKS), *((group, registry_of(group)) for group in OPTIONS)],
+    [("allocator", ALLOCATORS), ("risk", RISKS), *((group, registry(group)) for group in OPTIONS)],
 )
 def test_options_of_conf_are_those_of_the_registry(group: str, registry):
     own = [option for option in options(group) if group != "risk" or read(group, option)["name"] == option]
@@ -116,7 +116,7 @@ def test_options_of_conf_are_those_of_the_registry(group: str, registry):
 
 @pytest.mark.parametrize("group", OPTIONS)
 def test_conf_offers_every_option_of_a_row_with_its_default(group: str):
-    for name, row in registry_of(group).items():
+    for name, row in registry(group).items():
         given = read(group, name)
         given = given["model"] if group == "model" else given
         assert {key: value for key, value in given.items() if key not in own_keys(group)} == dict(row.options), name
@@ -194,13 +194,16 @@ def test_auto_means_small_on_a_cpu_and_binding_on_a_gpu():
     on_cpu, on_gpu = (resolve(run_of(), device=device) for device in ("cpu", "cuda"))
     assert (on_cpu.config.model.size, on_cpu.config.optim.lr, on_cpu.config.micro_batch) == ("tiny", 3e-3, 64)
     assert (on_gpu.config.model.size, on_gpu.config.optim.lr, on_gpu.config.micro_batch) == ("large", 2e-4, None)
-    assert (on_cpu.open, on_gpu.open) == (False, True)  # under a memory budget on CUDA the micro-batch is decided
+    assert (on_cpu.needs_microbatch_search, on_gpu.needs_microbatch_search) == (
+        False,
+        True,
+    )  # under a memory budget on CUDA the micro-batch is decided
     assert [on.config.trainer.precision for on in (on_cpu, on_gpu)] == ["32-true", "bf16-mixed"]
     assert on_cpu.reasons == ("optim.lr=0.003 suits vit tiny", "trainer.precision=32-true on cpu")
     by_size = resolve(run_of("budget=state_25"), device="cuda")
-    assert by_size.config.micro_batch == 16 and not by_size.open
+    assert by_size.config.micro_batch == 16 and not by_size.needs_microbatch_search
     assert "micro_batch=16 is meant for vit large in 8 GiB" in by_size.reasons
-    assert on_gpu.size_why == "model.size=auto takes large on cuda: budgets of 4 to 16 GiB bind there"
+    assert on_gpu.size_reason == "model.size=auto takes large on cuda: budgets of 4 to 16 GiB bind there"
     sizes = {
         name: resolve(run_of(f"model={name}"), device="cuda").config.model.size for name in ("llama", "dit", "unet")
     }
@@ -210,7 +213,7 @@ def test_auto_means_small_on_a_cpu_and_binding_on_a_gpu():
 def test_what_the_user_set_is_not_decided_again():
     said = ["model.size=base", "optim.lr=0.1", "micro_batch=32", "trainer.precision=bf16-true"]
     resolved = resolve(run_of(*said), device="cuda")
-    assert resolved.reasons == () and resolved.size_why == "model.size=base was asked for"
+    assert resolved.reasons == () and resolved.size_reason == "model.size=base was asked for"
     run = resolved.config
     assert (run.optim.lr, run.micro_batch, run.trainer.precision) == (0.1, 32, "bf16-true")
 
@@ -245,7 +248,7 @@ def test_a_suitable_micro_batch_divides_the_batch():
     ],
 )
 def test_a_decision_is_taken_where_something_is_left_to_it(overrides: list[str], device: str, undecided: bool):
-    assert resolve(run_of(*overrides), device=device).open is undecided
+    assert resolve(run_of(*overrides), device=device).needs_microbatch_search is undecided
 
 
 def test_conf_offers_every_trainer_argument():

@@ -13,7 +13,7 @@ from baoc.cli.failures import failure_of
 from baoc.cli.main import main
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra, write_config
-from baoc.config.options import instantiated
+from baoc.config.options import instantiate_targets
 from baoc.core import own_code
 from baoc.data import build_data
 from baoc.errors import BadInputError
@@ -47,7 +47,7 @@ def test_a_function_of_a_file_is_a_model_with_the_arguments_that_its_signature_h
     config = from_hydra(compose(["model=net.py:build", "model.width=24", "model.act._target_=torch.nn.Tanh"]))
     assert config.model.name == "net.py:build"
     assert config.name == "net.build_8gb"
-    net = build_model(config.model.name, spec=SPEC, seed=0, **instantiated(config.model.options))
+    net = build_model(config.model.name, spec=SPEC, seed=0, **instantiate_targets(config.model.options))
     assert [p.shape[0] for p in net.parameters()] == [24, 24, 3, 3]
     assert isinstance(net.body[2], torch.nn.Tanh)
     again = build_model(config.model.name, spec=SPEC, seed=0, width=24)

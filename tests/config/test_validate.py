@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from baoc.config.validate import OFF, build
+from baoc.config.validate import OFF, build_settings
 from baoc.errors import BadInputError
 
 
@@ -32,7 +32,7 @@ class Outer:
 
 
 def test_values_arrive_in_the_types_of_the_schema():
-    built = build(
+    built = build_settings(
         Outer,
         {
             "name": "x",
@@ -54,7 +54,7 @@ def test_values_arrive_in_the_types_of_the_schema():
 
 
 def test_a_bare_off_of_yaml_is_taken_as_the_word():
-    assert build(Outer, {"name": "x", "mode": False}).mode == "off"
+    assert build_settings(Outer, {"name": "x", "mode": False}).mode == "off"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_a_bare_off_of_yaml_is_taken_as_the_word():
 )
 def test_a_refusal_names_the_key_and_what_is_allowed(given, message: str):
     with pytest.raises(BadInputError, match=message):
-        build(Outer, given)
+        build_settings(Outer, given)
 
 
 def test_complete_asks_for_every_field_at_every_level():
     whole = {item: getattr(Outer(name="x"), item) for item in Outer.__dataclass_fields__}
     whole["inner"] = {"depth": 1}
-    assert build(Outer, whole, complete=True) == Outer(name="x")
+    assert build_settings(Outer, whole, complete=True) == Outer(name="x")
     with pytest.raises(BadInputError, match=r"inner\.depth is missing: it was removed"):
-        build(Outer, {**whole, "inner": {}}, complete=True)
+        build_settings(Outer, {**whole, "inner": {}}, complete=True)

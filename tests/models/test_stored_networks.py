@@ -9,7 +9,7 @@ import torch
 
 from baoc.cli.main import main
 from baoc.data import build_data
-from baoc.data.chat import IGNORED
+from baoc.data.chat import IGNORE_INDEX
 from baoc.errors import BadInputError
 from baoc.models import build_model
 from baoc.models.chat import ChatTokenizer, Conversation
@@ -175,7 +175,7 @@ def test_the_loss_is_the_mean_over_answers_in_one_piece_and_in_parts(stored):
     data = chat(stored / "chat.jsonl", stored)
     model = build_model("hf", spec=data.spec, pretrained=str(stored / "llama"))
     batch = next(iter(data.make_train_loader(limit=None)))
-    kept = batch["targets"] != IGNORED
+    kept = batch["targets"] != IGNORE_INDEX
     assert 0 < kept.sum() < kept.numel()
     logits = model(batch["tokens"], batch["positions"])
     wanted = torch.nn.functional.cross_entropy(logits[kept].float(), batch["targets"][kept])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baoc.cli.jobs import SETUP_FILE, with_race_folder
+from baoc.cli.jobs import RACE_SETUP_FILE, with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
@@ -106,7 +106,7 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
         return race
 
     assert 30.0 <= begun().spent_s() < 40.0
-    file = tmp_path / SETUP_FILE
+    file = tmp_path / RACE_SETUP_FILE
     kept = json.loads(file.read_text())
     settings = kept["settings"]
     del settings["trainer"]["strategy"]

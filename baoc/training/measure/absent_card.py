@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from baoc.config.resolve import is_open
+from baoc.config.resolve import needs_microbatch_search
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
@@ -156,7 +156,7 @@ def plan_for(
 def planned_axes(config: RunConfig, *, task: Task) -> Axes:
     """What is left open, as it would be in a run on a card: where that decides nothing, neither does its plan."""
     axes = axes_of(config, task=task)
-    if is_open(config, device="cuda"):
+    if needs_microbatch_search(config, device="cuda"):
         return axes
     recomputed = (0,) if config.model.checkpointing is None else axes.recomputed  # auto is always decided
     return replace(axes, recomputed=recomputed, release=(bool(config.optim.release_gradients),))

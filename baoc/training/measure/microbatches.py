@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from baoc.data.batches import MadeBatch, resized
+from baoc.data.batches import BatchFactory, resize_batch
 from baoc.errors import BadInputError
 from baoc.optim.shards import is_sharded
 from baoc.parallel import SINGLE_PROCESS, ranks
@@ -82,7 +82,7 @@ class Trials:
     @property
     def batches(self) -> tuple[Any, Any]:
         """Of training and of validation, as they came; one sample where batches are made."""
-        return resized(self._batch, 1) if isinstance(self._batch, MadeBatch) else self._batch, self._val_batch
+        return resize_batch(self._batch, 1) if isinstance(self._batch, BatchFactory) else self._batch, self._val_batch
 
     def run(
         self,
@@ -132,7 +132,7 @@ class Trials:
     ) -> tuple[Footprint, float]:
         batch, known = self._cleared(micro_batch), self._validated.get(validated)
         looks = self._val_batch is not None and known is None
-        val_batch = self._moved(resized(self._val_batch, micro_batch)) if looks else None
+        val_batch = self._moved(resize_batch(self._val_batch, micro_batch)) if looks else None
         ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
         with silent(self.module), self._flowing(), self.phases("bytes of trials"):
             footprint = probe_footprint(
@@ -216,7 +216,7 @@ class Trials:
         """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
         with self.phases("emptying caches"):
             clear_cache(self.device)
-        return self._moved(resized(self._batch, micro_batch))
+        return self._moved(resize_batch(self._batch, micro_batch))
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
         """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
@@ -246,7 +246,7 @@ class Trials:
 
     def forward(self, micro_batch: int) -> None:
         """A forward without gradients, for whoever counts what it does."""
-        batch = self._moved(resized(self._batch, micro_batch))
+        batch = self._moved(resize_batch(self._batch, micro_batch))
         with silent(self.module), self._restored(), self._flowing(), torch.no_grad():
             self._loss(batch)
 
