@@ -11,12 +11,24 @@ import torch
 
 from baoc.kernels.triton import matrix_kinds as _matrix_kinds  # noqa: F401 (registers its families)
 from baoc.kernels.triton.engine import Engine, capturing
-from baoc.kernels.triton.kinds import FAMILIES, Call, Cut, Family, Kind, RuleKind, Shape, register
+from baoc.kernels.triton.kinds import FAMILIES, Call, Family, Kind, LaunchConfig, RuleKind, Shape, register
 from baoc.kernels.triton.table import FusedTable, fits
 
 __all__ = [
-    "FAMILIES", "Call", "Cut", "Engine", "Family", "FusedTable", "Kind", "RuleKind", "Shape", "available", "capturing",
-    "fits", "interpreting", "register",
+    "FAMILIES",
+    "Call",
+    "Engine",
+    "Family",
+    "FusedTable",
+    "Kind",
+    "LaunchConfig",
+    "RuleKind",
+    "Shape",
+    "available",
+    "capturing",
+    "fits",
+    "interpreting",
+    "register",
 ]  # fmt: skip
 
 

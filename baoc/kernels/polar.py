@@ -20,7 +20,7 @@ def padded(side: int) -> int:
     return -(-side // unit) * unit
 
 
-def room_parts(num: int, lines: int, length: int) -> list[tuple[int, int]]:
+def workspace_spans(num: int, lines: int, length: int) -> list[tuple[int, int]]:
     """Where in the room `orthogonalize` keeps what it has: begin and end in bytes of two stacks of the matrices and of
     three of squares of the shorter side, all of 16-bit numbers. A fourth stack of squares lies in that of the matrices
     which is not in use.
@@ -33,9 +33,9 @@ def room_parts(num: int, lines: int, length: int) -> list[tuple[int, int]]:
     return parts
 
 
-def room_bytes(num: int, lines: int, length: int) -> int:
+def workspace_bytes(num: int, lines: int, length: int) -> int:
     """Bytes that `orthogonalize` of `num` matrices [lines, length] takes, those of the matrices included."""
-    return -(-room_parts(num, lines, length)[-1][1] // _ALIGNED) * _ALIGNED
+    return -(-workspace_spans(num, lines, length)[-1][1] // _ALIGNED) * _ALIGNED
 
 
 def products(lines: int, length: int) -> float:

@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from baoc.kernels import Cut  # noqa: E402
+from baoc.kernels import LaunchConfig  # noqa: E402
 from baoc.optim.codecs import lanes  # noqa: E402
 from tests.support.fused_step import launch, prepare  # noqa: E402
 from tests.support.kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
@@ -26,11 +26,11 @@ CHECK_SIZES = (1, 7, 255, 256, 257, 0, 9991, 200_000)
 MATRICES = (*SHAPES, (768, 1024, False), (515, 1365, False), (300, 9000, False), (9000, 40, False), (1024, 130, True))
 MATRICES += ((60, 5461, False), (5461, 130, False))  # a side of Llama 1.3B that nothing divides
 CUTS = [
-    Cut(chunk=chunk, warps=warps, vector=vector)
+    LaunchConfig(chunk=chunk, warps=warps, vector=vector)
     for vector in (4, 8)
     for chunk, warps in ((256, 1), (256, 2), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4))
 ]
-CUTS += [Cut(chunk=256, warps=1, vector=8, registers=registers) for registers in (64, 80)]
+CUTS += [LaunchConfig(chunk=256, warps=1, vector=8, registers=registers) for registers in (64, 80)]
 SWEPT = [
     ("adamw", "fp32", "native"),
     ("adamw", "int8", "native"),
@@ -38,7 +38,7 @@ SWEPT = [
 ]  # rule, storage, weights
 
 
-def text_of(cut: Cut) -> str:
+def text_of(cut: LaunchConfig) -> str:
     return f"{cut.chunk}/{cut.warps}/{cut.vector}" + (f"/{cut.registers}" if cut.registers else "")
 
 
@@ -66,7 +66,7 @@ def check_elementwise(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -
     for rule, storage, weights in SWEPT:
         dtype = torch.float32 if weights == "native" else torch.bfloat16
         given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype}
-        cases += [Case(**given, device=DEVICE, sizes=CHECK_SIZES, cut=cut) for cut in CUTS]
+        cases += [Case(**given, device=DEVICE, sizes=CHECK_SIZES, config=cut) for cut in CUTS]
     for case in [case for case in cases if case.name.startswith(only)][part::parts]:
         twin, odd = Twin(case), []
         for step, idle in enumerate(((), (3,), ())):
@@ -77,7 +77,7 @@ def check_elementwise(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -
             odd.append(check_equal(twin))
         matched = case.rule != "adamw"
         launch(twin.table, matched=matched, track=matched)  # as timed, for the cache
-        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+        print(f"equal {case.name} {text_of(twin.table.config)} odd codes {max(odd):.1e}", flush=True)
 
 
 def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
@@ -91,7 +91,7 @@ def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> N
                 spoil(twin)
             twin.step(factors=[0.5 + index for index in range(len(twin.params))])
             odd.append(check_close(twin))
-        print(f"equal {case.name} {text_of(twin.table.cut)} odd codes {max(odd):.1e}", flush=True)
+        print(f"equal {case.name} {text_of(twin.table.config)} odd codes {max(odd):.1e}", flush=True)
 
 
 def check_graph() -> None:

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from matrix_step import SPECS, least_bytes, make_engine, name_of  # noqa: E402
 from optimizer_step import MODELS, clean, copy_gbps, events_ms  # noqa: E402
 
-from baoc.kernels import Cut, Engine  # noqa: E402
+from baoc.kernels import Engine, LaunchConfig  # noqa: E402
 from baoc.kernels.triton import means_plan  # noqa: E402
 from baoc.kernels.triton.kinds import codec_bytes  # noqa: E402
 from baoc.kernels.triton.matrix_kinds import whole_lines  # noqa: E402
@@ -54,8 +54,8 @@ def engine_of(spec: str, cut: str, shapes: list[tuple[int, ...]]) -> tuple[Engin
     given = None
     if sizes:
         chunk, warps, vector, registers, repeat = map(int, [*sizes.split("/"), 1][:5])
-        given = Cut(chunk=chunk, warps=warps, vector=vector, registers=registers, repeat=repeat)
-    engine = make_engine(next(row for row in SPECS if name_of(row) == spec), shapes, cut=given)
+        given = LaunchConfig(chunk=chunk, warps=warps, vector=vector, registers=registers, repeat=repeat)
+    engine = make_engine(next(row for row in SPECS if name_of(row) == spec), shapes, config=given)
     options = (Options(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),)
     engine.stage(options, thresholds=kernel_lanes(1), phase=1)
     return engine, any(table.matches[0] is not None for table in engine.tables)

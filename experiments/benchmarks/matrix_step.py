@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import Cut, Engine, FusedTable, Kind, Shape, polar  # noqa: E402
+from baoc.kernels import Engine, FusedTable, Kind, LaunchConfig, Shape, polar  # noqa: E402
 from baoc.optim.backends import Options  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
@@ -59,7 +59,9 @@ def name_of(spec: tuple[str, str, str]) -> str:
     return rule + ("" if storage == "fp32" else f"_{storage}") + ("" if weights == "native" else f"+{weights}")
 
 
-def make_engine(spec: tuple[str, str, str], shapes: Sequence[tuple[int, ...]], *, cut: Cut | None = None) -> Engine:
+def make_engine(
+    spec: tuple[str, str, str], shapes: Sequence[tuple[int, ...]], *, config: LaunchConfig | None = None
+) -> Engine:
     """Matrices by the rule, others by fp32 AdamW; each tensor is a block."""
     rule, storage, weights = spec
     members: dict[Kind, list[tuple[Tensor, ParamInfo]]] = {}
@@ -71,10 +73,14 @@ def make_engine(spec: tuple[str, str, str], shapes: Sequence[tuple[int, ...]], *
         scheme = STORAGES["fp32" if small or not takes_part else storage]
         kind = Kind(rule=rule if takes_part else "adamw", m=scheme.m, v=scheme.v, weights=weights)
         members.setdefault(kind, []).append((param, info))
-    return Engine([make_table(kind, rows, cut=cut if kind.rule == rule else None) for kind, rows in members.items()])
+    return Engine(
+        [make_table(kind, rows, config=config if kind.rule == rule else None) for kind, rows in members.items()]
+    )
 
 
-def make_table(kind: Kind, members: Sequence[tuple[Tensor, ParamInfo]], *, cut: Cut | None = None) -> FusedTable:
+def make_table(
+    kind: Kind, members: Sequence[tuple[Tensor, ParamInfo]], *, config: LaunchConfig | None = None
+) -> FusedTable:
     params = [param for param, _ in members]
     shapes = []
     for param, info in members:
@@ -87,7 +93,7 @@ def make_table(kind: Kind, members: Sequence[tuple[Tensor, ParamInfo]], *, cut: 
         states=[make_state(kind, param, info) for param, info in members],
         matches=[torch.full((2,), DEFAULT_TARGET, device=DEVICE) for _ in params] if matched else None,
         shapes=shapes,
-        cut=cut,
+        config=config,
     )
 
 

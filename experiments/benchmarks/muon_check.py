@@ -131,7 +131,7 @@ def torch_stretches(x: Tensor) -> Tensor:
 
 
 def ours(num: int, lines: int, length: int) -> Callable[[Tensor], Tensor]:
-    room = torch.zeros(polar.room_bytes(num, lines, length), dtype=torch.uint8, device="cuda")
+    room = torch.zeros(polar.workspace_bytes(num, lines, length), dtype=torch.uint8, device="cuda")
 
     def run(x: Tensor) -> Tensor:
         room[: 2 * x.numel()].view(torch.float16).copy_(x.flatten())

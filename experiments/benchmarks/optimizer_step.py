@@ -30,7 +30,7 @@ from kernel_check import CUTS, text_of  # noqa: E402
 from peers import installed  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import Cut, FusedTable, Kind  # noqa: E402
+from baoc.kernels import FusedTable, Kind, LaunchConfig  # noqa: E402
 from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
 from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
 from tests.support.fused_step import fused_step, launch  # noqa: E402
@@ -143,7 +143,7 @@ def make_params(shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
     return params
 
 
-def make_table(spec: Sequence, shapes: Shapes, *, cut: Cut | None) -> FusedTable:
+def make_table(spec: Sequence, shapes: Shapes, *, config: LaunchConfig | None) -> FusedTable:
     _, rule, storage, weights, dtype = spec
     kind = Kind(rule=rule, m=STORAGES[storage].m, v=STORAGES[storage].v, weights=weights)
     params = make_params(shapes, dtype)
@@ -155,7 +155,7 @@ def make_table(spec: Sequence, shapes: Shapes, *, cut: Cut | None) -> FusedTable
             state |= {f"{name}{part}": tensor for part, tensor in parts.items()}
         states.append(state)
     matches = [torch.ones(2, device=DEVICE) for _ in params] if rule != "adamw" else None
-    return FusedTable(params, kind=kind, states=states, matches=matches, cut=cut)
+    return FusedTable(params, kind=kind, states=states, matches=matches, config=config)
 
 
 def bytes_per_element(table: FusedTable) -> float:
@@ -164,9 +164,9 @@ def bytes_per_element(table: FusedTable) -> float:
     return 3 * table.params[0].element_size() + 2 * state / sum(shape.numel for shape in table.shapes)
 
 
-def time_fused(model: str, spec: Sequence, *, gbps: float, cut: Cut | None = None) -> Row:
+def time_fused(model: str, spec: Sequence, *, gbps: float, config: LaunchConfig | None = None) -> Row:
     shapes = MODELS[model]
-    table = make_table(spec, shapes, cut=cut)
+    table = make_table(spec, shapes, config=config)
     options, phase = (Options(lr=1e-3),), iter(range(1, 10_000))
 
     matched = spec[1] != "adamw"
@@ -179,7 +179,7 @@ def time_fused(model: str, spec: Sequence, *, gbps: float, cut: Cut | None = Non
     alone = events_ms(lambda: launch(table, matched=matched, track=matched))
     floor = width * sum(map(prod, shapes)) / gbps / 1e6
     return Row(
-        model=model, optimizer=spec[0], cut=text_of(table.cut), bytes_per_element=round(width, 3), ms=median(times),
+        model=model, optimizer=spec[0], cut=text_of(table.config), bytes_per_element=round(width, 3), ms=median(times),
         min_ms=min(times), launch_ms=median(alone), host_us=host_us(step), floor_ms=floor,
     )  # fmt: skip
 
@@ -258,14 +258,14 @@ def write(rows: Sequence[Row], *, gbps: float) -> Path:
     return path
 
 
-def best_cuts(model: str, *, gbps: float, rows: list[Row]) -> dict[str, Cut]:
+def best_cuts(model: str, *, gbps: float, rows: list[Row]) -> dict[str, LaunchConfig]:
     """Times every cut for the swept specs; the fastest of each."""
     best = {}
     for spec in SPECS:
         if spec[0] in SWEPT:
             timed = []
             for cut in CUTS:
-                timed.append(time_fused(model, spec, gbps=gbps, cut=cut))
+                timed.append(time_fused(model, spec, gbps=gbps, config=cut))
                 clean()
             rows += timed
             best[spec[0]] = CUTS[min(range(len(CUTS)), key=lambda index: timed[index].launch_ms)]
@@ -291,7 +291,7 @@ def main() -> None:
         rows += time_torch(model, gbps=gbps)
         best = {} if args.no_sweep else best_cuts(model, gbps=gbps, rows=swept)
         for spec in SPECS:
-            rows.append(time_fused(model, spec, gbps=gbps, cut=best.get(spec[0])))
+            rows.append(time_fused(model, spec, gbps=gbps, config=best.get(spec[0])))
             clean()
         write([*rows, *swept], gbps=gbps)  # what is measured stays where the next model is cut short
     if args.peers:  # last, for some take a hundred times as long

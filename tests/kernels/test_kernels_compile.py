@@ -49,7 +49,7 @@ else:
         from tests.support.kernel_compiling import recording
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
-        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "cut": None}
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "config": None}
         elementary = rule in ("adamw", "lion")
         twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
         twin.new_gradients()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baoc.kernels import Cut, FusedTable, Kind
+from baoc.kernels import FusedTable, Kind, LaunchConfig
 from baoc.kernels.usable import usable
 from baoc.optim.codecs import lanes
 from tests.support.fused_step import fused_step, launch
@@ -38,7 +38,7 @@ def test_nonfinite_elements_keep_their_own(storage: str):
     states = [{key: tensor.clone() for key, tensor in state.items()} for state in twin.eager[1]]
     twin.step()
     check_equal(twin)
-    assert twin.table.num_bad.tolist() == [1, 1, 0, 1]
+    assert twin.table.num_nonfinite.tolist() == [1, 1, 0, 1]
     assert all(torch.equal(twin.params[i][-1], before[i][-1]) for i in (0, 1, 3))
     assert not torch.equal(twin.params[1][0], before[1][0])
     assert torch.equal(twin.states[0]["m"], states[0]["m"]) and torch.equal(twin.states[0]["v"], states[0]["v"])
@@ -58,7 +58,7 @@ def test_marked_gradients_equal_nonfinite_ones():
     twin.step(marked=True)
     check_equal(twin)
     assert torch.equal(twin.params[3][bad], before[bad]) and (twin.params[3] != before).sum() > 200
-    assert twin.table.num_bad.tolist() == [0, 0, 0, 4]
+    assert twin.table.num_nonfinite.tolist() == [0, 0, 0, 4]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -69,8 +69,8 @@ def test_marking_looks_at_every_gradient(dtype: torch.dtype):
     twin.params[3].grad = torch.full((14,), float("nan"), dtype=dtype)[::2]
     expected = [None if p.grad is None else torch.where(usable(p.grad), p.grad, 0.0) for p in twin.params]
     twin.engine.mark()
-    twin.engine.read_num_bad()
-    assert twin.table.num_bad.tolist() == [0, 4, 0, 7]
+    twin.engine.read_num_nonfinite()
+    assert twin.table.num_nonfinite.tolist() == [0, 4, 0, 7]
     assert all(p.grad is None or torch.equal(p.grad, e) for p, e in zip(twin.params, expected, strict=True))
 
 
@@ -121,7 +121,7 @@ def test_chunks_with_an_odd_element_step_the_others_as_plain_chunks_do(weights: 
     before = odd.params[0].detach().clone()
     for twin in (plain, odd):
         twin.step(track=False)
-    assert odd.table.num_bad.tolist() == [1] and torch.equal(odd.params[0][77], before[77])
+    assert odd.table.num_nonfinite.tolist() == [1] and torch.equal(odd.params[0][77], before[77])
     for own, other in zip(
         (odd.params[0], *odd.states[0].values()), (plain.params[0], *plain.states[0].values()), strict=True
     ):
@@ -181,8 +181,12 @@ def test_positive_v_never_becomes_zero_and_zero_stays():
 
 def test_cuts_agree_bit_for_bit():
     results = []
-    for cut in (Cut(chunk=256, warps=1), Cut(chunk=1024, warps=4), Cut(chunk=512, warps=2, vector=8)):
-        twin = Twin(Case(rule="adamw", storage="int8", sizes=(1, 300, 1025), cut=cut))
+    for config in (
+        LaunchConfig(chunk=256, warps=1),
+        LaunchConfig(chunk=1024, warps=4),
+        LaunchConfig(chunk=512, warps=2, vector=8),
+    ):
+        twin = Twin(Case(rule="adamw", storage="int8", sizes=(1, 300, 1025), config=config))
         twin.new_gradients()
         twin.step()
         results.append([*twin.params, *(t for state in twin.states for t in state.values())])

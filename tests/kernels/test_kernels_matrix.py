@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from baoc.kernels import Cut
+from baoc.kernels import LaunchConfig
 from baoc.kernels.usable import usable
 from tests.support.fused_step import fused_step, launch
 from tests.support.matrix_cases import MEANS, MatrixCase, MatrixTwin, check_close, few_cases
@@ -59,10 +59,10 @@ def test_left_out_elements_count_in_no_mean(rule: str):
     before = [param.detach().clone() for param in twin.eager[0]]
     twin.step(marked=True)
     check_close(twin)
-    assert twin.table.num_bad.tolist() == [1, 1, 1]
+    assert twin.table.num_nonfinite.tolist() == [1, 1, 1]
     lost = [~usable(param.grad) | ((param.grad == 0) & param.grad.signbit()) for param in twin.params]
     assert all(torch.equal(p[left], b[left]) for p, b, left in zip(twin.params, before, lost, strict=True))
-    assert twin.table.left_out.tolist() == [int(left.sum()) for left in lost]
+    assert twin.table.num_skipped.tolist() == [int(left.sum()) for left in lost]
 
 
 def test_means_of_nothing_are_kept():
@@ -115,9 +115,9 @@ def test_a_repair_adds_what_a_factor_lacked(rule: str):
 def test_cuts_agree_bit_for_bit():
     for rule in ("adamw_shared_in", "adamw_shared_out", "foam_l1"):
         results = []
-        for cut in (Cut(chunk=256, warps=1, repeat=3), Cut(chunk=512, warps=2, vector=8)):
+        for config in (LaunchConfig(chunk=256, warps=1, repeat=3), LaunchConfig(chunk=512, warps=2, vector=8)):
             shapes = ((5, 320, False), (9, 7, False))
-            twin = MatrixTwin(MatrixCase(rule=rule, storage="int8", shapes=shapes, cut=cut))
+            twin = MatrixTwin(MatrixCase(rule=rule, storage="int8", shapes=shapes, config=config))
             twin.new_gradients()
             twin.step()
             results.append([*twin.params, *(t for state in twin.states for key, t in state.items() if "m" in key)])

@@ -71,21 +71,21 @@ def test_batches_hold_one_shape_and_no_more_than_there_is_room(monkeypatch: pyte
     shapes = [Shape(numel=r * c, rows=r, cols=c) for r, c in ((8, 16), (16, 8), (8, 16), (64, 64), (8, 16))]
     shapes.append(Shape(numel=128, rows=16, cols=8, transposed=True))  # lies as [8, 16]
     assert list(muon_plan.batches(shapes)) == [[0, 2, 4, 5], [1], [3]]
-    monkeypatch.setattr(muon_plan, "ROOM", 2 * polar.room_bytes(1, 16, 16))  # as they are padded
+    monkeypatch.setattr(muon_plan, "BATCH_BYTES", 2 * polar.workspace_bytes(1, 16, 16))  # as they are padded
     found = list(muon_plan.batches(shapes))
     assert found == [[0, 2], [4, 5], [1], [3]]
-    assert muon_plan.temporary_bytes(shapes) == polar.room_bytes(1, 64, 64)  # one matrix, however large
-    assert muon_plan.temporary_bytes(shapes[:3]) == polar.room_bytes(2, 16, 16)
+    assert muon_plan.temporary_bytes(shapes) == polar.workspace_bytes(1, 64, 64)  # one matrix, however large
+    assert muon_plan.temporary_bytes(shapes[:3]) == polar.workspace_bytes(2, 16, 16)
     assert muon_plan.temporary_bytes([]) == 0
-    monkeypatch.setattr(muon_plan, "ROOM", 3 * polar.room_bytes(1, 16, 16))
+    monkeypatch.setattr(muon_plan, "BATCH_BYTES", 3 * polar.workspace_bytes(1, 16, 16))
     assert list(map(len, muon_plan.batches(shapes[:1] * 4))) == [2, 2]  # not three and one
 
 
 def test_a_room_holds_what_the_products_need_and_no_part_overlaps() -> None:
-    parts = polar.room_parts(3, 16, 48)
+    parts = polar.workspace_spans(3, 16, 48)
     assert [end - begin for begin, end in parts] == [2 * 3 * 16 * 48] * 2 + [2 * 3 * 16 * 16] * 3
     assert all(end <= begin for (_, end), (begin, _) in pairwise(parts))
-    assert parts[-1][1] <= polar.room_bytes(3, 16, 48) < parts[-1][1] + 256
+    assert parts[-1][1] <= polar.workspace_bytes(3, 16, 48) < parts[-1][1] + 256
 
 
 def test_operations_are_those_of_the_products_that_are_made() -> None:
@@ -96,8 +96,8 @@ def test_operations_are_those_of_the_products_that_are_made() -> None:
 
 def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> None:
     params = [torch.empty(64, 3, 8, 8), torch.empty(192, 64), torch.empty(64)]
-    assert fused.temporary_bytes(SPECS["muon_int8"], params=params) == polar.room_bytes(1, 192, 64)
-    assert fused.temporary_bytes(SPECS["muon"], params=[*params, *params]) == polar.room_bytes(2, 192, 64)
+    assert fused.temporary_bytes(SPECS["muon_int8"], params=params) == polar.workspace_bytes(1, 192, 64)
+    assert fused.temporary_bytes(SPECS["muon"], params=[*params, *params]) == polar.workspace_bytes(2, 192, 64)
     assert fused.temporary_bytes(SPECS["adamw_int8"], params=params) == 0
     assert fused.bytes_tell_seconds(SPECS["lion"]) and not fused.bytes_tell_seconds(SPECS["muon"])
 
@@ -111,7 +111,7 @@ def test_a_batch_is_its_matrices_whichever_side_is_shorter(lines: int, length: i
     stack = torch.randn(2, lines, length, generator=random)
     stack[1, lines // 2 :, :] = 0.0  # singular values that are 0
     stack /= torch.linalg.matrix_norm(stack, keepdim=True)
-    room = torch.zeros(polar.room_bytes(2, lines, length), dtype=torch.uint8)
+    room = torch.zeros(polar.workspace_bytes(2, lines, length), dtype=torch.uint8)
     room[: 2 * stack.numel()] = stack.to(torch.float16).flatten().view(torch.uint8)
     out = orthogonalize(room, num=2, lines=lines, length=length)
     for index in range(2):
@@ -129,7 +129,7 @@ def test_small_singular_values_are_not_lost_to_large_ones() -> None:
     left, right = (torch.linalg.qr(torch.randn(64, 64, generator=random))[0] for _ in range(2))
     matrix = (left * torch.logspace(0, -3, 64)) @ right
     matrix /= torch.linalg.matrix_norm(matrix)
-    room = torch.zeros(polar.room_bytes(1, 64, 64), dtype=torch.uint8)
+    room = torch.zeros(polar.workspace_bytes(1, 64, 64), dtype=torch.uint8)
     room[: 2 * 64 * 64] = matrix.to(torch.float16).flatten().view(torch.uint8)
     out, expected = orthogonalize(room, num=1, lines=64, length=64)[0].float(), orthogonalized(matrix)
     assert float((out - expected).square().sum() / expected.square().sum()) < 2 * MUON_FP16.nmse
@@ -138,7 +138,7 @@ def test_small_singular_values_are_not_lost_to_large_ones() -> None:
 @interpreted
 @pytest.mark.parametrize("spec", ["muon_int8", "muon_bf16+split8"])
 def test_it_follows_the_eager_step(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon_plan, "ROOM", polar.room_bytes(1, 16, 48))  # several batches
+    monkeypatch.setattr(muon_plan, "BATCH_BYTES", polar.workspace_bytes(1, 16, 48))  # several batches
     pair = Steps(spec)
     for _ in range(2):
         pair.give()
@@ -214,7 +214,7 @@ def stepped(pair: Steps) -> tuple[Engine, FusedTable]:
 def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Steps("muon")
     engine, table = stepped(pair)
-    assert table.room is None
+    assert table.workspace is None
     taken: list[Tensor] = []
     keys: list[object] = []
     empty = torch.empty
@@ -226,7 +226,7 @@ def test_the_room_is_given_back_and_where_it_lies_tells_graphs_apart(monkeypatch
         pair.give()
         pair.fused.step()
     assert [room.numel() for room in taken] == [muon_plan.temporary_bytes(table.shapes)] * 2
-    assert table.room is None and keys[0] != keys[1]
+    assert table.workspace is None and keys[0] != keys[1]
 
 
 @interpreted
@@ -253,4 +253,6 @@ def test_where_memory_has_gaps_batches_are_halved_for_good(monkeypatch: pytest.M
     pair.give()
     with pytest.raises(torch.OutOfMemoryError, match="no place"):
         pair.fused.step()
-    assert asked[-1] == polar.room_bytes(1, *muon_plan.whole_sides(max(map(muon_plan.stored, table.shapes)), ranks=1))
+    assert asked[-1] == polar.workspace_bytes(
+        1, *muon_plan.whole_sides(max(map(muon_plan.stored, table.shapes)), ranks=1)
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from baoc.kernels import Call, FusedTable
 from baoc.kernels.triton import engine
 from baoc.kernels.triton.engine import Engine
-from baoc.kernels.triton.kinds import Options, lanes_for
+from baoc.kernels.triton.kinds import Options, kernel_thresholds
 
 Mode = Literal["step", "measure", "repair"]
 
@@ -55,7 +55,7 @@ def prepare(
     phase: int = 0,
 ) -> None:
     """Brings addresses and settings up to date, and counts the step."""
-    lanes = None if thresholds is None else lanes_for(torch.tensor([list(thresholds)]))[0].numpy().data
+    lanes = None if thresholds is None else kernel_thresholds(torch.tensor([list(thresholds)]))[0].numpy().data
     engine_of(table).stage(options, thresholds=lanes, phase=phase)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.kernels import Cut, FusedTable, Kind, Shape
+from baoc.kernels import FusedTable, Kind, LaunchConfig, Shape
 from baoc.kernels.triton.kinds import ELEMENTWISE, GROUP, PACKED
 from baoc.kernels.usable import usable
 from baoc.optim.codecs import CODEC_IMPLS, Codec, lanes
@@ -24,7 +24,7 @@ from baoc.types import StateLayout
 from tests.support.fused_step import engine_of, fused_step
 
 SIZES = (1, 7, 255, 256, 257, 0, 1300)
-SMALL_CUT = Cut(chunk=512, warps=1)
+SMALL_CONFIG = LaunchConfig(chunk=512, warps=1)
 RTOL = 1e-6  # fp32 numbers, of the largest in the tensor's step
 CORRECTIONS = {"split8": torch.int8}
 ODD_CODES = 2e-3  # share of codes that may differ by one
@@ -50,7 +50,7 @@ class Case:
     weights: str = "native"
     device: str = "cpu"
     sizes: Sequence[int] = SIZES
-    cut: Cut | None = SMALL_CUT
+    config: LaunchConfig | None = SMALL_CONFIG
     options: Sequence[Options] = (Options(), Options(lr=3e-3, betas=(0.8, 0.999), weight_decay=0.0))
 
     @property
@@ -64,14 +64,16 @@ class Case:
         return Kind(rule=self.rule, m=storage.m, v=storage.v, weights=self.weights)
 
 
-def all_cases(device: str = "cpu", *, sizes: Sequence[int] = SIZES, cut: Cut | None = SMALL_CUT) -> list[Case]:
+def all_cases(
+    device: str = "cpu", *, sizes: Sequence[int] = SIZES, config: LaunchConfig | None = SMALL_CONFIG
+) -> list[Case]:
     """Every rule in every storage, for fp32 and bf16 parameters; mixed gradients and split weights for some."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = []
     for rule in ELEMENTWISE.rules:
         for storage in STORAGES if rule != "sign" else ("fp32",):
             cases += [Case(rule=rule, storage=storage, param=p, grad=p) for p in (float32, bfloat16)]
-    return _finished(cases, device=device, sizes=sizes, cut=cut)
+    return _finished(cases, device=device, sizes=sizes, config=config)
 
 
 def few_elementwise_cases() -> list[Case]:
@@ -90,10 +92,10 @@ def few_elementwise_cases() -> list[Case]:
         for column, storage in enumerate(others.get(rule, STORAGES)):
             dtype = (torch.float32, torch.bfloat16)[column % 2]
             cases.append(Case(rule=rule, storage=storage, param=dtype, grad=dtype))
-    return _finished(cases, device="cpu", sizes=SIZES, cut=SMALL_CUT)
+    return _finished(cases, device="cpu", sizes=SIZES, config=SMALL_CONFIG)
 
 
-def _finished(cases: list[Case], *, device: str, sizes: Sequence[int], cut: Cut | None) -> list[Case]:
+def _finished(cases: list[Case], *, device: str, sizes: Sequence[int], config: LaunchConfig | None) -> list[Case]:
     """With mixed gradients and split weights, for some rules."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     if hasattr(Tensor, "grad_dtype"):  # before it, torch refuses gradients of another type
@@ -102,7 +104,7 @@ def _finished(cases: list[Case], *, device: str, sizes: Sequence[int], cut: Cut 
     cases += [Case(rule=r, storage="int8", param=bfloat16, grad=bfloat16, weights="split8") for r in ("adamw", "lion")]
     cases += [Case(rule="adamw", param=bfloat16, grad=bfloat16, weights=w) for w in ("bf16_sr",)]
     for case in cases:
-        case.device, case.sizes, case.cut = device, sizes, cut
+        case.device, case.sizes, case.config = device, sizes, config
     return cases
 
 
@@ -125,7 +127,7 @@ class Twin:
             matches=self.matches,
             shapes=self.shapes,
             seeds=range(len(self.params)) if case.weights == "bf16_sr" else None,
-            cut=case.cut,
+            config=case.config,
         )
         self.engine = engine_of(self.table)
         self.eager = self.copy()

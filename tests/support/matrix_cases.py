@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.kernels import Cut, Shape
+from baoc.kernels import LaunchConfig, Shape
 from baoc.kernels.triton.matrix_kinds import FOLDS
 from baoc.optim.codecs import CODEC_IMPLS, Codec
 from baoc.optim.rules import RULES, RuleContext
@@ -45,12 +45,12 @@ def check_close(twin: "MatrixTwin") -> float:
 
 @dataclass(slots=True, kw_only=True)
 class MatrixCase(Case):
-    cut: Cut | None = None
+    config: LaunchConfig | None = None
     shapes: Sequence[tuple[int, int, bool]] = SHAPES
 
 
 def matrix_cases(
-    device: str = "cpu", *, shapes: Sequence[tuple[int, int, bool]] = SHAPES, cut: Cut | None = None
+    device: str = "cpu", *, shapes: Sequence[tuple[int, int, bool]] = SHAPES, config: LaunchConfig | None = None
 ) -> list[MatrixCase]:
     """Every rule in every storage that its kernel knows; bf16 parameters and other weights for some."""
     float32, bfloat16 = torch.float32, torch.bfloat16
@@ -65,7 +65,7 @@ def matrix_cases(
     for rule in (*MEANS, "foam_l1", "foam_l2"):
         cases += [MatrixCase(rule=rule, param=bfloat16, grad=bfloat16, weights=w) for w in ("split8", "bf16_sr")]
     for case in cases:
-        case.device, case.shapes, case.cut = device, shapes, cut
+        case.device, case.shapes, case.config = device, shapes, config
     return cases
 
 
@@ -92,7 +92,7 @@ def few_cases() -> list[MatrixCase]:
     cases = [
         MatrixCase(
             rule=rule, storage=storage, param=dtype, grad=dtype, weights=weights,
-            cut=Cut(chunk=512 if rule in FOLDS else 1024, warps=1),  # few programs, for the interpreter's sake
+            config=LaunchConfig(chunk=512 if rule in FOLDS else 1024, warps=1),  # few programs, for the interpreter
         )
         for rule, storage, dtype, weights in chosen
     ]  # fmt: skip

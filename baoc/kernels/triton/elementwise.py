@@ -112,14 +112,14 @@ def keep_finite(raw, MARKED: tl.constexpr):
 
 
 @triton.jit
-def count_left_out(whole, kept, tensor, left_out, bad, TRACK: tl.constexpr, COUNT: tl.constexpr):
+def count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK: tl.constexpr, COUNT: tl.constexpr):
     """Adds up what was not finite, and what was not stepped; what is outside of a tensor was read as 0."""
     if COUNT:
-        num_bad = tl.sum(tl.where(whole, 0, 1))
-        tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")
+        num_nonfinite = tl.sum(tl.where(whole, 0, 1))
+        tl.atomic_add(nonfinite + tensor, num_nonfinite.to(tl.int64), mask=num_nonfinite > 0, sem="relaxed")
     if TRACK:
         num_out = tl.sum(tl.where(kept, 0, 1))
-        tl.atomic_add(left_out + tensor, num_out, mask=num_out > 0, sem="relaxed")
+        tl.atomic_add(skipped + tensor, num_out, mask=num_out > 0, sem="relaxed")
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def facts(tensor, ptrs, settings):
 
 @triton.jit
 def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
-    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, skipped, nonfinite,
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, QUICK: tl.constexpr,
@@ -232,7 +232,7 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
             square = update * update if QUICK else tl.where(kept & inside, update * update, 0.0)
             tl.store(partial + pid, tl.sum(square))
     if not QUICK and MODE != "repair":
-        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
+        count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
     return done
 
 
@@ -244,11 +244,11 @@ def step_kernel(
     ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction, match
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
     settings,  # fp32[tensors, 8]
-    thresholds,  # fp32[132]: see `kinds.lanes_for`
+    thresholds,  # fp32[132]: see `kinds.kernel_thresholds`
     repair,  # fp32[tensors]
     partial,  # fp32[chunks]: sum of squares of the update
-    left_out,  # int32[tensors]: counts elements that are not stepped
-    bad,  # int64[tensors]: counts non-finite elements
+    skipped,  # int32[tensors]: counts elements that are not stepped
+    nonfinite,  # int64[tensors]: counts non-finite elements
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
@@ -265,7 +265,7 @@ def step_kernel(
                 start = (numel * 0 + chunk) * CHUNK  # in 64 bits
                 left = tl.minimum(numel - start, CHUNK).to(tl.int32)
                 _step_chunk(
-                    chunk, pid, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
+                    chunk, pid, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, skipped, nonfinite,
                     RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
                 )  # fmt: skip
     else:
@@ -279,13 +279,14 @@ def step_kernel(
                 is_whole = left == CHUNK
                 if is_whole:
                     done = _step_chunk(
-                        pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                        RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
+                        pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, skipped,
+                        nonfinite, RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
+                        True,
                     )  # fmt: skip
             if not done:
                 _step_chunk(
-                    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, left_out, bad,
-                    RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
+                    pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, skipped,
+                    nonfinite, RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
                 )  # fmt: skip
         elif TRACK:
             tl.store(partial + pid, 0.0)
@@ -305,13 +306,13 @@ def launch_step(
         own: Constants of the family's own.
     """
     repairs = call.mode == "repair"
-    limits = {"maxnreg": table.cut.registers} if table.cut.registers else {}
+    limits = {"maxnreg": table.config.registers} if table.config.registers else {}
     kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
         table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *places,
-        table.thresholds, table.repair, table.partial, table.left_out, table.num_bad,
+        table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
         **own, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype], MODE=call.mode,
         MATCHED=call.matched, TRACK=call.track and not repairs, COUNT=call.count and call.mode == "step",
-        MARKED=call.marked, VEC=table.vector, num_warps=table.cut.warps, **limits,
+        MARKED=call.marked, VEC=table.vector, num_warps=table.config.warps, **limits,
     )  # fmt: skip
 
 
@@ -319,4 +320,4 @@ def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
     kind, traits = table.kind, table.kind.traits
     m, v = kind.m if traits.has_m else "none", kind.v if traits.has_v else "none"
-    launch_step(step_kernel, table, call, sizes=table.numels, RULE=kind.rule, M=m, V=v, CHUNK=table.cut.chunk)
+    launch_step(step_kernel, table, call, sizes=table.numels, RULE=kind.rule, M=m, V=v, CHUNK=table.config.chunk)

@@ -10,7 +10,7 @@ The launch path of a fused step, in order:
 3. `Engine.run` (device): each table is one launch of its family's kernel, whose programs find their tensor by
    `chunk_tensor` and read addresses, settings and thresholds from the buffer; for matched blocks `match_kernel`
    computes what a second, small launch (`repair`) takes off where the factor of this step was too large. Ranks that
-   have parts of the tensors add their sums up before it (`share`).
+   have parts of the tensors add their sums up before it (`all_reduce_sums`).
 4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
    (types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for the step alone
    (Muon's matrix products) is taken before, and where it lies belongs to the variant.
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from baoc.cache import keep_private
-from baoc.kernels.triton.kinds import NUM_LANES, Call, Options
+from baoc.kernels.triton.kinds import NUM_THRESHOLDS, Call, Options
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
 from baoc.kernels.triton.table import WIDTH, FusedTable
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 MOST_GRAPHS = 24  # variants kept: gradients that wander between layouts are launched plainly
 _TRIES = 3  # captures that may fail before steps are launched plainly for good
 _PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
-_NUM_SHARED = NUM_LANES + 4  # numbers for all tensors: lanes, the phase (and padding)
+_NUM_SHARED = NUM_THRESHOLDS + 4  # numbers for all tensors: lanes, the phase (and padding)
 _PER_PHASE = 0x85EBCA77  # as baoc.optim.weights
 _SUM_LANES, _MATCH_LANES = 1024, 64
 
@@ -53,7 +53,7 @@ class Engine:
     """The buffers that tables share and the order of launches. All tables are on one device.
 
     A step is `stage` (the host's part) and `run` (the device's). `mark` comes before both where gradients are looked at
-    first. `num_bad_host` follows `num_bad` without anyone waiting: what it says may be some steps old.
+    first. `num_nonfinite_host` follows `num_nonfinite` without anyone waiting: what it says may be some steps old.
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
@@ -69,13 +69,13 @@ class Engine:
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
         self.graphs = Graphs(self.device, on=graphs)
-        self._roomy = [table for table in self.tables if table.kind.family.takes_room]
+        self._workspace_tables = [table for table in self.tables if table.kind.family.takes_workspace]
         self._allocate()
         self._lay_out_blocks()
         self._bind()
         self._marks: Marks | None = None  # made when gradients are first marked
-        # Where ranks hold parts of the tensors: adds `sums` and `left_out` up over them. All of them call it as often.
-        self.share: Callable[[], None] | None = None
+        # Set where tensors are sharded: all-reduces `sums` and `num_skipped`. Every rank calls it equally often.
+        self.all_reduce_sums: Callable[[], None] | None = None
 
     # -- buffers --------------------------------------------------------------------------------------------------
 
@@ -93,11 +93,11 @@ class Engine:
         shapes = [shape for table in self.tables for shape in table.shapes]
         self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
         self.numels = self._shapes[:, 0].contiguous()
-        self.whole_numels = self.numels  # those that `sums` are over
+        self.unsharded_numels = self.numels  # those that `sums` are over
         self.repair = torch.zeros(size, dtype=torch.float32, device=device)
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
-        self.left_out = torch.zeros(size, dtype=torch.int32, device=device)
-        self.num_bad, self.num_bad_host = self._upload.back, self._upload.received
+        self.num_skipped = torch.zeros(size, dtype=torch.int32, device=device)
+        self.num_nonfinite, self.num_nonfinite_host = self._upload.back, self._upload.received
         self._programs = _padded_ends(table.num_chunks for table in self.tables)
         self.partial = torch.zeros(max(self._programs[-1], 1), dtype=torch.float32, device=device)
 
@@ -139,14 +139,14 @@ class Engine:
             table.ptrs, table.numels = self.ptrs[begin:end], self.numels[begin:end]
             table.shape_tensor, table.grad_ptrs = self._shapes[begin:end], self.grad_ptrs[begin:end]
             table.settings, table.thresholds = self._settings[begin:end], self._thresholds
-            table.repair, table.left_out = self.repair[begin:end], self.left_out[begin:end]
-            table.num_bad, table.steps = self.num_bad[begin:end], self.settings.steps[begin:end]
+            table.repair, table.num_skipped = self.repair[begin:end], self.num_skipped[begin:end]
+            table.num_nonfinite, table.steps = self.num_nonfinite[begin:end], self.settings.steps[begin:end]
             table.partial = self.partial[program : program + max(table.num_chunks, 1)]
 
     @property
     def nbytes(self) -> int:
         """Device bytes held beyond the optimizer's state, the tables' own included."""
-        own = (self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.left_out)
+        own = (self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.num_skipped)
         more = (self.partial, self._spans, self._blocks, self._members)
         total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in (*own, *more))
         return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
@@ -156,7 +156,7 @@ class Engine:
     def stage(self, options: Sequence[Options], *, thresholds: memoryview | None = None, phase: int = 0) -> None:
         """Sends addresses and settings of the coming step, and counts it.
 
-        `phase` is that of the step, `thresholds` what `lanes_for` makes of the codecs' lanes of it.
+        `phase` is that of the step, `thresholds` what `kernel_thresholds` makes of the codecs' lanes of it.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
@@ -165,8 +165,8 @@ class Engine:
         _, settings, shared = self._staging[self._place()]
         self.settings.fill(options, gradients=self.gradients, out=settings)
         if self._needs_thresholds and thresholds is not None:
-            shared[:NUM_LANES] = thresholds
-            struct.pack_into("I", shared, 4 * NUM_LANES, phase * _PER_PHASE % 2**32)
+            shared[:NUM_THRESHOLDS] = thresholds
+            struct.pack_into("I", shared, 4 * NUM_THRESHOLDS, phase * _PER_PHASE % 2**32)
         self._upload.send()
         self._on_device = self.gradients.version
         self.settings.advance()
@@ -187,19 +187,19 @@ class Engine:
         matched: bool,
         marked: bool = False,
         measure: Sequence[FusedTable] = (),
-        others_measure: bool = False,
+        other_ranks_measure: bool = False,
     ) -> None:
         """Kernels, and what they count comes back. `measure`: tables with blocks that have no own RMS yet, which is
-        found before they step; `others_measure`: so have other ranks, who share.
+        found before they step; `other_ranks_measure`: so have other ranks, who share.
         """
-        room = self._take_room()
-        if (measure or others_measure) and matched:
+        workspace = self._take_workspace()
+        if (measure or other_ranks_measure) and matched:
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._add_up()
             self._match(measure=True)
         # Room is taken anew in each step, and as a rule where it was in the last.
-        lies = (0, 0) if room is None else (room.data_ptr(), room.numel())
+        lies = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
         key = (self.gradients.variant_number, matched, marked, *lies)
         for number, launch_part in enumerate(self._parts(matched=matched, marked=marked)):
             if number:
@@ -209,8 +209,8 @@ class Engine:
             else:
                 launch_part()
         self._upload.receive()
-        for table in self._roomy:
-            table.room = None
+        for table in self._workspace_tables:
+            table.workspace = None
 
     def _parts(self, *, matched: bool, marked: bool) -> list[Callable[[], None]]:
         """The launches of a step; in two parts where ranks add their sums up between them."""
@@ -220,30 +220,30 @@ class Engine:
             begin()
             end()
 
-        return [begin, end] if matched and self.share is not None else [whole]
+        return [begin, end] if matched and self.all_reduce_sums is not None else [whole]
 
-    def _take_room(self) -> Tensor | None:
+    def _take_workspace(self) -> Tensor | None:
         """Memory for the step alone, shared by the tables that need some, which step one after the other.
 
         Within a cap there may be the bytes but, between gradients, no place for so many together: then tables take half
         for good, and more launches.
         """
-        if not self._roomy:
+        if not self._workspace_tables:
             return None
-        families = [(table, import_module(table.kind.family.module)) for table in self._roomy]
+        families = [(table, import_module(table.kind.family.module)) for table in self._workspace_tables]
         while True:
-            needs = [family.room_bytes(table) for table, family in families]
+            needs = [family.workspace_bytes(table) for table, family in families]
             try:
-                room = torch.empty(max(needs), dtype=torch.uint8, device=self.device)
+                workspace = torch.empty(max(needs), dtype=torch.uint8, device=self.device)
             except torch.OutOfMemoryError:
                 largest = [one for one, need in zip(families, needs, strict=True) if need == max(needs)]
-                if not all([family.halve_room(table) for table, family in largest]):
+                if not all([family.halve_workspace(table) for table, family in largest]):
                     raise
             else:
                 break
-        for table in self._roomy:
-            table.room = room
-        return room
+        for table in self._workspace_tables:
+            table.workspace = workspace
+        return workspace
 
     def _step(self, *, matched: bool, marked: bool) -> None:
         """Kernels one after the other: a graph of those takes the least to launch. Streams side by side would fill the
@@ -256,7 +256,7 @@ class Engine:
         """Matches updates."""
         matching = [table for table in self.tables if matched and table.matches[0] is not None]
         if matching:
-            if self.share is None:
+            if self.all_reduce_sums is None:
                 self.sum()
             self._match(measure=False)
             for table in matching:
@@ -270,8 +270,8 @@ class Engine:
 
     def _add_up(self) -> None:
         self.sum()
-        if self.share is not None:
-            self.share()
+        if self.all_reduce_sums is not None:
+            self.all_reduce_sums()
 
     def _match(self, *, measure: bool) -> None:
         from baoc.kernels.triton.matching import match_kernel
@@ -281,11 +281,11 @@ class Engine:
         match_kernel[(len(self.matches),)](
             self._blocks,
             self._members,
-            self.whole_numels,
+            self.unsharded_numels,
             self.grad_ptrs,
             self.ptrs,
             self.sums,
-            self.left_out,
+            self.num_skipped,
             self.repair,
             MEASURE=measure,
             LANES=_MATCH_LANES,
@@ -303,11 +303,11 @@ class Engine:
         self.gradients.refresh()
         self._send_addresses()
         self._marks = self._marks or Marks(self.tables, places=self.places, size=self.size)
-        self._marks.mark(self.grad_ptrs, numels=self.numels, num_bad=self.num_bad, first=first)
+        self._marks.mark(self.grad_ptrs, numels=self.numels, num_nonfinite=self.num_nonfinite, first=first)
         for index in self.gradients.copied:
             grad = self.gradients.params[index].grad
             assert grad is not None
-            self.num_bad[self.places[index]] += mark_strided_(grad, first=first)
+            self.num_nonfinite[self.places[index]] += mark_strided_(grad, first=first)
 
     def _send_addresses(self) -> None:
         """Sends the addresses that a kernel may write to, not those of copies; does nothing if the device has them."""
@@ -322,8 +322,8 @@ class Engine:
         self._on_device = self._held[slot]
         self._upload.send(8 * self.size)
 
-    def read_num_bad(self) -> None:
-        """Brings `num_bad_host` up to date, waiting for the device."""
+    def read_num_nonfinite(self) -> None:
+        """Brings `num_nonfinite_host` up to date, waiting for the device."""
         self._upload.receive(wait=True)
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from baoc.kernels.triton.device import differ, load_numbers, reciprocal, tile_of
 from baoc.kernels.triton.elementwise import (
     REPAIRERS,
-    count_left_out,
+    count_skipped,
     facts,
     launch_step,
     lerp,
@@ -155,7 +155,7 @@ def _step_ragged(
 
 @triton.jit
 def _step_anywhere(
-    tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out, bad,
+    tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, skipped, nonfinite,
     M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
@@ -196,13 +196,13 @@ def _step_anywhere(
         store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, 1,
                     False, False)  # fmt: skip
     if MODE != "repair":
-        count_left_out(finite, kept, tensor, left_out, bad, TRACK, COUNT)
+        count_skipped(finite, kept, tensor, skipped, nonfinite, TRACK, COUNT)
     return tl.sum(tl.where(kept & inside, update * update, 0.0)) if TRACK else 0.0
 
 
 @triton.jit
 def _program(
-    tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, left_out, bad,
+    tensor, index, grad_addr, rows, cols, transposed, at, row, thresholds, repair, skipped, nonfinite,
     M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
@@ -235,8 +235,8 @@ def _program(
             )  # fmt: skip
     if (left > 0) & (not done):
         square = _step_anywhere(
-            tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, left_out,
-            bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
+            tensor, grad_addr, first, left, rows, cols, width, transposed, at, row, thresholds, repair, skipped,
+            nonfinite, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
         )  # fmt: skip
     return square
 
@@ -258,8 +258,8 @@ def foam_kernel(
     thresholds,  # fp32[132]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
-    left_out,  # int32[tensors]
-    bad,  # int64[tensors]
+    skipped,  # int32[tensors]
+    nonfinite,  # int64[tensors]
     M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
@@ -278,7 +278,7 @@ def foam_kernel(
             for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
                 _program(
                     tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair,
-                    left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
+                    skipped, nonfinite, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
                     WIDE, VEC,
                 )  # fmt: skip
     else:
@@ -290,7 +290,7 @@ def foam_kernel(
             for part in range(REPEAT):
                 square += _program(
                     tensor, index * REPEAT + part, grad_addr, rows, cols, transposed, at, row, thresholds, repair,
-                    left_out, bad, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
+                    skipped, nonfinite, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, ENTRIES, FOLD,
                     WIDE, VEC,
                 )  # fmt: skip
             if TRACK:
@@ -303,6 +303,7 @@ def launch(table: "FusedTable", call: Call) -> None:
     """The family's launch, see `kinds.Call`."""
     kind = table.kind
     launch_step(
-        foam_kernel, table, call, sizes=table.shape_tensor, M=kind.m, V=kind.v, ENTRIES=entries(kind.rule, table.cut),
-        FOLD=FOLDS[kind.rule], WIDE=any(shape.numel >= 2**31 for shape in table.shapes), REPEAT=table.cut.repeat,
+        foam_kernel, table, call, sizes=table.shape_tensor, M=kind.m, V=kind.v,
+        ENTRIES=entries(kind.rule, table.config), FOLD=FOLDS[kind.rule],
+        WIDE=any(shape.numel >= 2**31 for shape in table.shapes), REPEAT=table.config.repeat,
     )  # fmt: skip

@@ -17,13 +17,13 @@ PHASED = ("sqrt8", "root8v", "root4", "lattice4")  # codecs that round by thresh
 PACKED = ("root4", "lattice4")
 M_CODECS = ("fp32", "bf16", "softsign8", "root8m", "root4")
 V_CODECS = ("fp32", "bf16", "sqrt8", "root8v", "lattice4")
-NUM_LANES = 4 * GROUP  # numbers that `lanes_for` makes
+NUM_THRESHOLDS = 4 * GROUP  # numbers that `kernel_thresholds` makes
 _FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
 _LION_DECAY = 0.99  # as baoc.optim.rules.sign
 Row = tuple[float, float, float, float, float, float, float, float]
 
 
-def lanes_for(thresholds: Tensor) -> Tensor:
+def kernel_thresholds(thresholds: Tensor) -> Tensor:
     """The codecs' lanes, fp32 [n, 32], as kernels take them: fp32 [n, 128] on the CPU.
 
     After the thresholds th come 2 th / 255^2 and th / 255^2, for sqrt8; and 1 - th in steps of 1/256 above the number
@@ -132,7 +132,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LaunchConfig:
     """How a launch is cut: elements that a program steps at once, its warps, elements that a thread loads at once, how
     many registers it may have (0: as many as it likes), and how often a program goes on with the next elements, which
     spares it the tensor's addresses and settings (rules that see a matrix alone).
@@ -163,9 +163,9 @@ class Call:
     gradient and the states that the step left (approximately, where storage rounds them), and no decay.
     `matched`: the update is multiplied by what `elementwise.matched_factor` reads from the tensor's match.
     `track`: each program stores in `table.partial` the sum of squares of the tensor's own update, before factor and
-    size, over the elements that are stepped, and adds the number of elements left out to `table.left_out`.
+    size, over the elements that are stepped, and adds the number of elements left out to `table.num_skipped`.
     `marked`: elements of the gradient that are -0.0 are left out as non-finite ones are (see `kernels.matching`).
-    `count`: adds the number of non-finite elements to `table.num_bad`.
+    `count`: adds the number of non-finite elements to `table.num_nonfinite`.
     """
 
     mode: Literal["step", "measure", "repair"] = "step"
@@ -183,9 +183,9 @@ class Family:
     kernels alone and from buffers of the table that never move, so that it can be captured. `programs` says how many
     programs (places in `table.partial`) a tensor gets. `sizes`: bytes of each state of a tensor, by key. `columns`:
     state key -> column of its address in `table.ptrs` (0 is the parameter, 5 the correction, or
-    the seed of weights rounded at random, 6 the match). `takes_room`: launches need memory while they
-    work, `room_bytes(table)` of the module. The engine takes it: a graph that did would never give it back. Where the
-    device has no place for it, `halve_room(table)` of the module makes it less.
+    the seed of weights rounded at random, 6 the match). `takes_workspace`: launches need temporary memory, of
+    `workspace_bytes(table)` bytes by the module's function. The engine allocates it, because memory allocated during a
+    capture stays with the graph. If that fails, the module's `halve_workspace(table)` lowers the need.
     """
 
     module: str
@@ -194,9 +194,9 @@ class Family:
     v: tuple[str, ...] = ()
     columns: Mapping[str, int]
     sizes: Callable[[Kind, Shape], dict[str, int]]
-    programs: Callable[[Shape, Cut], int]
-    cut: Callable[[Kind, bool], Cut]  # the kind, and whether parameters are fp32
-    takes_room: bool = False
+    programs: Callable[[Shape, LaunchConfig], int]
+    launch_config: Callable[[Kind, bool], LaunchConfig]  # the kind, and whether parameters are fp32
+    takes_workspace: bool = False
 
 
 FAMILIES: dict[str, Family] = {}  # by rule
@@ -225,11 +225,11 @@ def _sizes(kind: Kind, shape: Shape) -> dict[str, int]:
     return sizes
 
 
-def _chunks(shape: Shape, cut: Cut) -> int:
-    return -(-shape.numel // cut.chunk)
+def _chunks(shape: Shape, config: LaunchConfig) -> int:
+    return -(-shape.numel // config.chunk)
 
 
-def _cut(kind: Kind, fp32_params: bool) -> Cut:
+def _launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
     """The cut that did best on an H100 for 1.3 billion elements; see experiments/benchmarks/optimizer_step.py.
 
     Few elements per thread leave registers for more threads, which hide more of the memory's latency; with only 16-bit
@@ -239,11 +239,11 @@ def _cut(kind: Kind, fp32_params: bool) -> Cut:
     states = [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
     if any(state in PACKED for state in states):  # on an H200
         if fp32_params or "fp32" in states:
-            return Cut(chunk=256, warps=1, vector=4, registers=64)
-        return Cut(chunk=256, warps=1, vector=8, registers=64)
+            return LaunchConfig(chunk=256, warps=1, vector=4, registers=64)
+        return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
     if fp32_params or "fp32" in states:
-        return Cut(chunk=512, warps=2) if len(states) == 1 else Cut(chunk=256, warps=2)
-    return Cut(chunk=256, warps=1, vector=8, registers=64)
+        return LaunchConfig(chunk=512, warps=2) if len(states) == 1 else LaunchConfig(chunk=256, warps=2)
+    return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
 
 
 ELEMENTWISE = register(
@@ -260,6 +260,6 @@ ELEMENTWISE = register(
         columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
         sizes=_sizes,
         programs=_chunks,
-        cut=_cut,
+        launch_config=_launch_config,
     )
 )

@@ -59,7 +59,7 @@ def match_kernel(
     grad_ptrs,  # int64[tensors]
     ptrs,  # int64[tensors, 8]
     sums,  # fp32[tensors]
-    left_out,  # int32[tensors]: read and set back to 0
+    skipped,  # int32[tensors]: read and set back to 0
     repair,  # fp32[tensors]: what the factor lacked
     MEASURE: tl.constexpr,  # only own RMS, of blocks that have none yet
     LANES: tl.constexpr,
@@ -80,7 +80,7 @@ def match_kernel(
         tensor = tl.load(members + begin + lanes, mask=inside, other=0)
         there = tl.load(grad_ptrs + tensor, mask=inside, other=0) != 0
         total = tl.load(sums + tensor, mask=there, other=0.0)
-        num = (tl.load(numels + tensor, mask=there, other=0) - tl.load(left_out + tensor, mask=there, other=0)).to(
+        num = (tl.load(numels + tensor, mask=there, other=0) - tl.load(skipped + tensor, mask=there, other=0)).to(
             tl.float32
         )
         rms = tl.maximum(tl.sqrt(total / tl.maximum(num, 1.0)), _TINY)
@@ -90,7 +90,7 @@ def match_kernel(
         own_square += total
         count += num
         stepped += there.to(tl.int32)
-        tl.store(left_out + tensor, 0, mask=there)
+        tl.store(skipped + tensor, 0, mask=there)
         if not MEASURE:
             tl.store(repair + tensor, tl.where(there, factor - used, 0.0), mask=inside)
     if tl.sum(stepped) > 0:
@@ -106,7 +106,7 @@ def mark_kernel(
     numels,  # int64[tensors]
     grad_ptrs,  # int64[tensors]
     codes,  # int32[tensors]: which type its gradient has
-    bad,  # int64[tensors]: counts non-finite elements
+    nonfinite,  # int64[tensors]: counts non-finite elements
     CODE: tl.constexpr,  # of the type that this launch looks at
     BITS: tl.constexpr,  # integers as wide as it
     LIMIT: tl.constexpr,  # bits of the size from which on elements count as non-finite
@@ -129,8 +129,8 @@ def mark_kernel(
         if FIRST:
             change = change | (bits == MARK)
         tl.store(pointer, tl.where(finite, 0, MARK).to(BITS), mask=inside & change)
-        num_bad = tl.sum(tl.where(finite, 0, 1))
-        tl.atomic_add(bad + tensor, num_bad.to(tl.int64), mask=num_bad > 0, sem="relaxed")
+        num_nonfinite = tl.sum(tl.where(finite, 0, 1))
+        tl.atomic_add(nonfinite + tensor, num_nonfinite.to(tl.int64), mask=num_nonfinite > 0, sem="relaxed")
 
 
 class Marks:
@@ -157,7 +157,7 @@ class Marks:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._owner, self._first, self._codes))
 
-    def mark(self, grad_ptrs: Tensor, *, numels: Tensor, num_bad: Tensor, first: bool) -> None:
+    def mark(self, grad_ptrs: Tensor, *, numels: Tensor, num_nonfinite: Tensor, first: bool) -> None:
         """One launch per type of gradients, of which there is usually one."""
         dtypes = [table.grad_dtype for table in self._tables]
         if dtypes != self._dtypes:
@@ -170,7 +170,7 @@ class Marks:
                     numels,
                     grad_ptrs,
                     self._codes,
-                    num_bad,
+                    num_nonfinite,
                     CODE=code,
                     BITS=tl.int32 if dtype.itemsize == 4 else tl.int16,
                     LIMIT=limit,
@@ -192,8 +192,8 @@ class Marks:
 
 def mark_strided_(grad: Tensor, *, first: bool) -> Tensor:
     """Marks a strided gradient, which no kernel reads in place. Returns its non-finite elements, on its device."""
-    bad = ~usable(grad)
+    nonfinite = ~usable(grad)
     if first:
         grad.masked_fill_(grad == 0, 0.0)
-    grad.masked_fill_(bad, -0.0)
-    return bad.sum()
+    grad.masked_fill_(nonfinite, -0.0)
+    return nonfinite.sum()

@@ -18,7 +18,7 @@ from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, til
 from baoc.kernels.triton.elementwise import (
     REPAIRERS,
     average,
-    count_left_out,
+    count_skipped,
     facts,
     is_plain,
     launch_step,
@@ -115,7 +115,7 @@ def _places(rest, width, CHUNK: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
-    tensor, grad_addr, start, left, inside, factor, at, row, thresholds, repair, left_out, bad,
+    tensor, grad_addr, start, left, inside, factor, at, row, thresholds, repair, skipped, nonfinite,
     M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr,
     MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr,
     VEC: tl.constexpr, QUICK: tl.constexpr,
@@ -167,7 +167,7 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
             square = tl.where(done, tl.sum(update * update), 0.0)
     else:
         if MODE != "repair":
-            count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
+            count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
         if TRACK:
             square = tl.sum(tl.where(kept & inside, update * update, 0.0))
     return done, square
@@ -222,7 +222,7 @@ def _line_factor(
 
 @triton.jit
 def _step_line(
-    tensor, index, grad_addr, width, at, row, thresholds, repair, left_out, bad,
+    tensor, index, grad_addr, width, at, row, thresholds, repair, skipped, nonfinite,
     NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     CHUNK: tl.constexpr, VEC: tl.constexpr,
@@ -241,14 +241,14 @@ def _step_line(
             if is_whole:
                 done, part = _step_tile(
                     tensor, grad_addr, first + begin, left, inside, factor, at, row, thresholds,
-                    repair, left_out, bad, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
-                    True,
+                    repair, skipped, nonfinite, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK,
+                    VEC, True,
                 )  # fmt: skip
                 square += part
         if not done:
             _, part = _step_tile(
                 tensor, grad_addr, first + begin, left, inside, factor, at, row, thresholds, repair,
-                left_out, bad, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
+                skipped, nonfinite, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
             )  # fmt: skip
             square += part
     return square
@@ -257,7 +257,7 @@ def _step_line(
 @triton.jit
 def _step_part(
     tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row, thresholds,
-    repair, left_out, bad,
+    repair, skipped, nonfinite,
     ADAFACTOR: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr,
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     CHUNK: tl.constexpr, VEC: tl.constexpr,
@@ -277,28 +277,28 @@ def _step_part(
         if groups & wide:
             factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "aligned")
             done, part = _step_tile(
-                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
+                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, skipped, nonfinite,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
         elif wide:
             factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "two")
             done, part = _step_tile(
-                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
+                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, skipped, nonfinite,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
         elif groups:
             factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "groups")
             done, part = _step_tile(
-                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad,
+                tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, skipped, nonfinite,
                 M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, True,
             )  # fmt: skip
             square += part
     if not done:
         factors = _factors_of(line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR, CHUNK, "any")
         _, part = _step_tile(
-            tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, left_out, bad, M,
+            tensor, grad_addr, start, left, inside, factors, at, row, thresholds, repair, skipped, nonfinite, M,
             WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
         )  # fmt: skip
         square += part
@@ -308,7 +308,7 @@ def _step_part(
 @triton.jit
 def _program(
     tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors, thresholds,
-    repair, left_out, bad,
+    repair, skipped, nonfinite,
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
@@ -321,7 +321,7 @@ def _program(
         is_line = line_at == _WHOLE if KINDS == "both" else there
         if is_line & (index < lines if GUARDED else there):
             square = _step_line(
-                tensor, index, grad_addr, length.to(tl.int32), at, row, thresholds, repair, left_out, bad, NORM, M,
+                tensor, index, grad_addr, length.to(tl.int32), at, row, thresholds, repair, skipped, nonfinite, NORM, M,
                 WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
             )  # fmt: skip
     if KINDS != "lines":
@@ -329,7 +329,7 @@ def _program(
         if is_part & (index * CHUNK < lines * length if GUARDED else there):
             square = _step_part(
                 tensor, index, first_line, rest, grad_addr, lines, length, line_at, column_at, scale, vectors, at, row,
-                thresholds, repair, left_out, bad, ADAFACTOR, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT,
+                thresholds, repair, skipped, nonfinite, ADAFACTOR, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT,
                 MARKED, CHUNK, VEC,
             )  # fmt: skip
     return square
@@ -349,8 +349,8 @@ def apply_kernel(
     thresholds,  # fp32[132]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
-    left_out,  # int32[tensors]
-    bad,  # int64[tensors]
+    skipped,  # int32[tensors]
+    nonfinite,  # int64[tensors]
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
@@ -374,8 +374,8 @@ def apply_kernel(
                 line, rest = _position(index * CHUNK, length, WIDE)
                 _program(
                     tensor, index, line, rest, grad_addr, lines, length, line_at, column_at, at, row, scale, vectors,
-                    thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK,
-                    COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
+                    thresholds, repair, skipped, nonfinite, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED,
+                    TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
                 )  # fmt: skip
     else:
         index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
@@ -395,8 +395,8 @@ def apply_kernel(
                     line, rest = _further(first_line, first_rest, part, length.to(tl.int32), CHUNK, REPEAT)
                 square += _program(
                     tensor, index * REPEAT + part, line, rest, grad_addr, lines, length, line_at, column_at, at, row,
-                    scale, vectors, thresholds, repair, left_out, bad, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD, MODE,
-                    MATCHED, TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
+                    scale, vectors, thresholds, repair, skipped, nonfinite, ADAFACTOR, NORM, M, WEIGHTS, PARAM, GRAD,
+                    MODE, MATCHED, TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
                 )  # fmt: skip
             if TRACK:
                 tl.store(partial + pid, square)
@@ -412,6 +412,6 @@ def launch(table: "FusedTable", call: Call) -> None:
     launch_step(
         apply_kernel, table, call, sizes=table.shape_tensor, places=(plan.places, plan.vectors, plan.scales),
         ADAFACTOR=plan.adafactor, NORM=plan.norm, M=table.kind.m if table.kind.traits.has_m else "none",
-        WIDE=any(shape.numel >= 2**31 for shape in table.shapes), KINDS=plan.kinds, REPEAT=table.cut.repeat,
-        CHUNK=table.cut.chunk,
+        WIDE=any(shape.numel >= 2**31 for shape in table.shapes), KINDS=plan.kinds, REPEAT=table.config.repeat,
+        CHUNK=table.config.chunk,
     )  # fmt: skip

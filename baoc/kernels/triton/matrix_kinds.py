@@ -13,9 +13,9 @@ from baoc.kernels.triton.kinds import (
     PACKED,
     PACKED_GROUP,
     V_CODECS,
-    Cut,
     Family,
     Kind,
+    LaunchConfig,
     Options,
     Row,
     RuleKind,
@@ -72,35 +72,37 @@ def _adafactor_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
     return _m_sizes(kind, shape) | {"v_row": 4 * shape.rows, "v_col": 4 * shape.cols}
 
 
-def _cut(kind: Kind, fp32_params: bool) -> Cut:
+def _launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
     """The cuts that did best on an H100; see experiments/benchmarks/matrix_step.py."""
     if kind.traits.has_m and kind.m in ("fp32", "root4"):
-        return Cut(chunk=512, warps=4, vector=4)
-    return Cut(chunk=1024, warps=4, vector=4) if fp32_params else Cut(chunk=256, warps=1, vector=8)
+        return LaunchConfig(chunk=512, warps=4, vector=4)
+    return LaunchConfig(chunk=1024, warps=4, vector=4) if fp32_params else LaunchConfig(chunk=256, warps=1, vector=8)
 
 
-def _parts_cut(kind: Kind, fp32_params: bool) -> Cut:
+def _parts_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
     """Likewise on an H200, of matrices that are stepped in parts: one warp, as warps that wait for each other cost more
     than they share, so few registers that many fit, and four parts, which share what is asked of a tensor."""
     if fp32_params or (kind.traits.has_m and kind.m == "fp32"):
         packed = kind.traits.has_m and kind.m == "root4"
-        return Cut(chunk=256, warps=1, vector=4, registers=80 if packed else 64, repeat=4)
-    return Cut(chunk=256, warps=1, vector=8, registers=64, repeat=4)
+        return LaunchConfig(chunk=256, warps=1, vector=4, registers=80 if packed else 64, repeat=4)
+    return LaunchConfig(chunk=256, warps=1, vector=8, registers=64, repeat=4)
 
 
-def _lines_cut(kind: Kind, fp32_params: bool) -> Cut:
+def _lines_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
     """Likewise, of matrices that are mostly stepped by whole lines."""
     if not fp32_params and not (kind.traits.has_m and kind.m in ("fp32", "root4")):
-        return Cut(chunk=256, warps=1, vector=8, registers=64)
-    return _cut(kind, fp32_params)
+        return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
+    return _launch_config(kind, fp32_params)
 
 
-def _chunks(shape: Shape, cut: Cut) -> int:
-    return -(-shape.numel // (cut.chunk * cut.repeat))
+def _chunks(shape: Shape, config: LaunchConfig) -> int:
+    return -(-shape.numel // (config.chunk * config.repeat))
 
 
-def _programs(rule: str) -> Callable[[Shape, Cut], int]:
-    return lambda shape, cut: -(-stored(shape)[0] // cut.repeat) if whole_lines(rule, shape) else _chunks(shape, cut)
+def _programs(rule: str) -> Callable[[Shape, LaunchConfig], int]:
+    return lambda shape, config: (
+        -(-stored(shape)[0] // config.repeat) if whole_lines(rule, shape) else _chunks(shape, config)
+    )
 
 
 for _rule in ("adamw_shared_in", "adamw_shared_out"):
@@ -111,7 +113,7 @@ for _rule in ("adamw_shared_in", "adamw_shared_out"):
             columns={"m": 1, "m.scale": 2, "v": 3},
             sizes=_shared_sizes,
             programs=_programs(_rule),
-            cut=_lines_cut if _rule == "adamw_shared_in" else _parts_cut,
+            launch_config=_lines_launch_config if _rule == "adamw_shared_in" else _parts_launch_config,
         )
     )
 
@@ -122,7 +124,7 @@ register(
         columns={},
         sizes=_m_sizes,
         programs=_programs("column_norm"),
-        cut=_cut,
+        launch_config=_launch_config,
     )
 )
 
@@ -136,7 +138,7 @@ register(
         columns={"m": 1, "m.scale": 2, "v_row": 3, "v_col": 4},
         sizes=_adafactor_sizes,
         programs=_chunks,
-        cut=_parts_cut,
+        launch_config=_parts_launch_config,
     )
 )
 
@@ -147,8 +149,8 @@ register(
         columns={"m": 1, "m.scale": 2},
         sizes=_m_sizes,
         programs=_chunks,
-        cut=_cut,
-        takes_room=True,
+        launch_config=_launch_config,
+        takes_workspace=True,
     )
 )
 
@@ -164,9 +166,9 @@ def folded(rule: str, shape: Shape) -> tuple[int, int]:
     return shape.rows, -(-shape.cols // FOLDS[rule])
 
 
-def entries(rule: str, cut: Cut) -> int:
+def entries(rule: str, config: LaunchConfig) -> int:
     """Folded numbers of a program."""
-    return max(FOLD_TILE, cut.chunk // FOLDS[rule])
+    return max(FOLD_TILE, config.chunk // FOLDS[rule])
 
 
 def foam_row(options: Options, step: int) -> Row:
@@ -181,18 +183,18 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
     return codec_bytes(kind.m, rows * cols, name="m") | codec_bytes(kind.v, rows * cols, name="v")
 
 
-def _foam_cut(kind: Kind, fp32_params: bool) -> Cut:
+def _foam_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
     """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
     fold = FOLDS[kind.rule]
     if not fp32_params:
-        return Cut(chunk=256, warps=1, vector=8, registers=64)
+        return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
     if kind.m in ("fp32", "bf16"):
-        return Cut(chunk=256, warps=1, vector=4, registers=64)
-    return Cut(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64, repeat=1 if fold == 2 else 4)
+        return LaunchConfig(chunk=256, warps=1, vector=4, registers=64)
+    return LaunchConfig(chunk=256, warps=1, vector=4, registers=80 if fold == 2 else 64, repeat=1 if fold == 2 else 4)
 
 
-def _foam_programs(rule: str) -> Callable[[Shape, Cut], int]:
-    return lambda shape, cut: -(-prod(folded(rule, shape)) // (entries(rule, cut) * cut.repeat))
+def _foam_programs(rule: str) -> Callable[[Shape, LaunchConfig], int]:
+    return lambda shape, config: -(-prod(folded(rule, shape)) // (entries(rule, config) * config.repeat))
 
 
 for _rule in FOLDS:
@@ -205,6 +207,6 @@ for _rule in FOLDS:
             columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
             sizes=_foam_sizes,
             programs=_foam_programs(_rule),
-            cut=_foam_cut,
+            launch_config=_foam_launch_config,
         )
     )

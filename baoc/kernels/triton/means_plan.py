@@ -144,7 +144,7 @@ class Plan:
     def _whole_programs(self) -> dict[tuple[int, bool, bool], Programs]:
         """Programs that sum lines and columns at once, by the width they are compiled for, if it is aligned, and if
         lines are whole groups of an 8-bit m."""
-        shapes, vector, kind = self._table.shapes, self._table.cut.vector, self._table.kind
+        shapes, vector, kind = self._table.shapes, self._table.config.vector, self._table.kind
         grouped = kind.traits.has_m and kind.m not in ("fp32", "bf16", *PACKED)
         keys = [
             (_width(shape), length % vector == 0, grouped and length % GROUP == 0) if self._at_once(shape) else None

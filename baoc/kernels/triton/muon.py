@@ -1,11 +1,11 @@
 """The Muon step: momentum, a batch of matrices orthogonalized on tensor cores, and the update, by batches.
 
-Matrices of one shape lie stacked in a room that is taken for the step and given back after it. The eager twin is
+Matrices of one shape lie stacked in a workspace that is taken for the step and given back after it. The eager twin is
 `optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
 update is: nothing is left to repair.
 
 Where ranks have some lines of each matrix (`FusedTable.shards`), each orthogonalizes its share of a batch, whole: norms
-are added up once, and a batch's stack goes there and back, which the stacks of the room hold.
+are added up once, and a batch's stack goes there and back, which the stacks of the workspace hold.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baoc.kernels.polar import room_parts
+from baoc.kernels.polar import workspace_spans
 from baoc.kernels.triton import muon_plan
 from baoc.kernels.triton.device import tile_of
 from baoc.kernels.triton.elementwise import (
@@ -34,7 +34,7 @@ from baoc.kernels.triton.elementwise import (
     W1,
     WIDTH,
     average,
-    count_left_out,
+    count_skipped,
     lerp,
     load_grad,
     matched_factor,
@@ -44,7 +44,7 @@ from baoc.kernels.triton.orthogonal import orthogonalize
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
-    from baoc.kernels.triton.table import FusedTable, Sharing
+    from baoc.kernels.triton.table import FusedTable, ShardGroup
 
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.muon and baoc.optim.matching
 _LANES = 1024
@@ -136,7 +136,7 @@ def gather_kernel(
     slots,  # int32[tensors]: place in the stack
     scales,  # fp32[tensors, 2]
     stack,  # fp16 [num, lines, length]: takes the matrices over their norms
-    left_out, bad, lines, length, own_length,
+    skipped, nonfinite, lines, length, own_length,
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def gather_kernel(
         if MODE == "step":
             m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
             store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
-        count_left_out(whole, kept, tensor, left_out, bad, TRACK, COUNT)
+        count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
     else:
         tl.store(target, tl.zeros([CHUNK // 32, 32], dtype=tl.float16), mask=inside)
 
@@ -166,12 +166,12 @@ def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own
 
 
 @triton.jit
-def _kept(tensor, grad_addr, start, tile, inside, left_out, TRACK: tl.constexpr, GRAD: tl.constexpr,
+def _kept(tensor, grad_addr, start, tile, inside, skipped, TRACK: tl.constexpr, GRAD: tl.constexpr,
           MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
     """Which elements are stepped; gradients are read again only where some may have been left out."""
     kept = inside
     if TRACK:
-        if tl.load(left_out + tensor) != 0:
+        if tl.load(skipped + tensor) != 0:
             _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     else:
         _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
@@ -184,7 +184,7 @@ def square_kernel(
     sizes,  # fp32[tensors]: what the polar factor is multiplied by
     stack,  # fp16: the polar factors
     partial,  # fp32[table's programs]
-    left_out, lines, length, own_length,
+    skipped, lines, length, own_length,
     GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -195,14 +195,14 @@ def square_kernel(
     if grad_addr != 0:
         tile, _groups = tile_of(CHUNK)
         inside = tile < left
-        kept = _kept(tensor, grad_addr, start, tile, inside, left_out, True, GRAD, MARKED, VEC)
+        kept = _kept(tensor, grad_addr, start, tile, inside, skipped, True, GRAD, MARKED, VEC)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
         square = tl.sum(tl.where(kept & inside, update * update, 0.0))
     tl.store(partial + place, square)
 
 
 @triton.jit
-def total_kernel(members, first_chunk, numels, partial, left_out, totals, LANES: tl.constexpr):
+def total_kernel(members, first_chunk, numels, partial, skipped, totals, LANES: tl.constexpr):
     """totals[place in the batch] = sum of squares of the update, and elements that are stepped."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
@@ -212,7 +212,7 @@ def total_kernel(members, first_chunk, numels, partial, left_out, totals, LANES:
     for at in range(begin, end, LANES):
         total += tl.load(partial + at + lanes, mask=at + lanes < end, other=0.0)
     tl.store(totals + 2 * place, tl.sum(total))
-    tl.store(totals + 2 * place + 1, (tl.load(numels + tensor) - tl.load(left_out + tensor)).to(tl.float32))
+    tl.store(totals + 2 * place + 1, (tl.load(numels + tensor) - tl.load(skipped + tensor)).to(tl.float32))
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def factor_kernel(members, ptrs, totals, factors):
 def apply_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
     factors,  # fp32[tensors]
-    left_out, lines, length, own_length,
+    skipped, lines, length, own_length,
     WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def apply_kernel(
         size = tl.load(row + SIZE)
         if MATCHED:
             size *= tl.load(factors + tensor)
-        kept = _kept(tensor, grad_addr, start, tile, inside, left_out, TRACK, GRAD, MARKED, VEC)
+        kept = _kept(tensor, grad_addr, start, tile, inside, skipped, TRACK, GRAD, MARKED, VEC)
         p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
@@ -258,23 +258,23 @@ def apply_kernel(
         )  # fmt: skip
 
 
-def room_bytes(table: "FusedTable") -> int:
-    return muon_plan.plan_of(table).room_bytes
+def workspace_bytes(table: "FusedTable") -> int:
+    return muon_plan.plan_of(table).workspace_bytes
 
 
-halve_room = muon_plan.halve_room
+halve_workspace = muon_plan.halve_workspace
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`, in the table's room or, outside of an engine's step, in its own."""
+    """The family's launch, see `kinds.Call`, in the table's workspace or, outside of an engine's step, in its own."""
     if call.mode == "repair":  # the step used the very factor
         return
-    plan, room = muon_plan.plan_of(table), table.room
-    if room is None:
-        room = torch.empty(plan.room_bytes, dtype=torch.uint8, device=table.device)
+    plan, workspace = muon_plan.plan_of(table), table.workspace
+    if workspace is None:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=table.device)
     read: dict[str, Any] = {
-        "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.cut.chunk, "VEC": table.vector,
-        "num_warps": table.cut.warps,
+        "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.config.chunk, "VEC": table.vector,
+        "num_warps": table.config.warps,
     }  # fmt: skip
     for batch in plan.batches:
         where = (batch.owner, plan.first, table.first_chunk, table.numels)
@@ -286,11 +286,16 @@ def launch(table: "FusedTable", call: Call) -> None:
         plan.scales[:, 0] = table.shards.total_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
         plan.scales[:, 1] = 1.0
     for batch in plan.batches:
-        _step(table, plan, batch, room, call, read)
+        _step(table, plan, batch, workspace, call, read)
 
 
 def _step(
-    table: "FusedTable", plan: muon_plan.Plan, batch: muon_plan.Batch, room: Tensor, call: Call, read: dict[str, Any]
+    table: "FusedTable",
+    plan: muon_plan.Plan,
+    batch: muon_plan.Batch,
+    workspace: Tensor,
+    call: Call,
+    read: dict[str, Any],
 ) -> None:
     where = (batch.owner, plan.first, table.first_chunk, table.numels)
     lies: dict[str, Any] = {
@@ -301,43 +306,47 @@ def _step(
     programs, shards = (len(batch.owner),), table.shards
     share = batch.num if shards is None else -(-batch.num // shards.size)
     num = batch.num if shards is None else share * shards.size
-    stack = room.view(torch.float16)[: num * batch.lines * batch.length]
+    stack = workspace.view(torch.float16)[: num * batch.lines * batch.length]
     if lies["PADDED"] or num > batch.num:
         stack.zero_()
     gather_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
-        table.left_out, table.num_bad, M=table.kind.m, MODE=call.mode, TRACK=call.track,
+        table.num_skipped, table.num_nonfinite, M=table.kind.m, MODE=call.mode, TRACK=call.track,
         COUNT=call.count and call.mode == "step", **read, **lies,
     )  # fmt: skip
     if shards is None:
-        update = orthogonalize(room, num=share, lines=batch.lines, length=batch.length)
+        update = orthogonalize(workspace, num=share, lines=batch.lines, length=batch.length)
     else:
-        update = _orthogonalized_apart(room, batch=batch, share=share, shards=shards)
+        update = _orthogonalized_apart(workspace, batch=batch, share=share, shards=shards)
     if call.track or call.matched:
         square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
-                                table.left_out, **read, **lies)  # fmt: skip
+                                table.num_skipped, **read, **lies)  # fmt: skip
     if call.mode == "measure":
         return
     if call.matched:
         totals = plan.totals[: batch.num]
         total_kernel[(batch.num,)](
-            batch.members, table.first_chunk, table.numels, table.partial, table.left_out, totals, LANES=_LANES
+            batch.members, table.first_chunk, table.numels, table.partial, table.num_skipped, totals, LANES=_LANES
         )
         if shards is not None:
             shards.total_(totals)
         factor_kernel[(batch.num,)](batch.members, table.ptrs, totals, plan.factors)
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
-        plan.factors, table.left_out, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
+        plan.factors, table.num_skipped, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
         TRACK=call.track, **read, **lies,
     )  # fmt: skip
 
 
-def _orthogonalized_apart(room: Tensor, *, batch: muon_plan.Batch, share: int, shards: "Sharing") -> Tensor:
-    """What lies first in the room, of lines of all of the batch's matrices, orthogonalized by those who have a share of
-    the matrices: in the room, in the same order."""
+def _orthogonalized_apart(workspace: Tensor, *, batch: muon_plan.Batch, share: int, shards: "ShardGroup") -> Tensor:
+    """Orthogonalizes a sharded batch: all-to-all by matrix, orthogonalize this rank's share of the matrices, all-to-all
+    back by rows. The workspace begins with this rank's rows of every matrix; the result lies in it in the same order.
+    """
     size, lines = shards.size, shards.size * batch.lines
-    parts = [room[begin:end].view(torch.float16) for begin, end in room_parts(share, batch.whole_lines, batch.length)]
+    parts = [
+        workspace[begin:end].view(torch.float16)
+        for begin, end in workspace_spans(share, batch.whole_lines, batch.length)
+    ]
 
     def by_rank(part: Tensor) -> Tensor:
         return part[: share * lines * batch.length].view(size, share, batch.lines, batch.length)
@@ -350,7 +359,7 @@ def _orthogonalized_apart(room: Tensor, *, batch: muon_plan.Batch, share: int, s
     came = shards.exchange(by_rank(x), into=by_rank(other))
     x.view(share, batch.whole_lines, batch.length)[:, lines:].zero_()
     by_matrix(x).copy_(came)
-    done = orthogonalize(room, num=share, lines=batch.whole_lines, length=batch.length).view(-1)
+    done = orthogonalize(workspace, num=share, lines=batch.whole_lines, length=batch.length).view(-1)
     free = other if done.data_ptr() == x.data_ptr() else x
     by_rank(free).copy_(by_matrix(done))
     return shards.exchange(by_rank(free), into=by_rank(done))

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baoc.kernels.polar import STRETCHES, A, B, C, room_parts
+from baoc.kernels.polar import STRETCHES, A, B, C, workspace_spans
 
 
 @triton.jit
@@ -97,12 +97,13 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, symmetric: bool, c: Tensor | N
     )
 
 
-def orthogonalize(room: Tensor, *, num: int, lines: int, length: int) -> Tensor:
-    """The matrices that lie first in `room` (fp16 [num, lines, length], norms at most 1), orthogonalized, in `room`.
+def orthogonalize(workspace: Tensor, *, num: int, lines: int, length: int) -> Tensor:
+    """Orthogonalizes the matrices at the beginning of `workspace`; the result is a view of `workspace` too.
 
-    `room` is uint8 of at least `polar.room_bytes`. Takes no memory of its own and waits for nothing.
+    `workspace` is uint8 of at least `polar.workspace_bytes`; the matrices are fp16 [num, lines, length] with norms of
+    at most 1. Allocates nothing and does not synchronize.
     """
-    parts = [room[begin:end].view(torch.float16) for begin, end in room_parts(num, lines, length)]
+    parts = [workspace[begin:end].view(torch.float16) for begin, end in workspace_spans(num, lines, length)]
     short, wide = min(lines, length), lines <= length
     x, other = (part.view(num, lines, length) for part in parts[:2])
     squares = [part.view(num, short, short) for part in parts[2:]]

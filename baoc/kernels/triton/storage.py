@@ -39,7 +39,7 @@ from baoc.kernels.triton.device import (
 _LEAST_ROOT = tl.constexpr(1e-30)  # below every positive sqrt of an fp32; 255 times its reciprocal is finite
 _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite
 _KEEP_SCALE = tl.constexpr(0.87)
-# Where the parts of the engine's lanes begin, 32 each: see `kinds.lanes_for`.
+# Where the parts of the engine's lanes begin, 32 each: see `kinds.kernel_thresholds`.
 _SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96))
 PHASE_AT = tl.constexpr(128)
 _LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves

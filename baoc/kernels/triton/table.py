@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from baoc.kernels.triton.kinds import PHASED, Cut, Kind, Shape
+from baoc.kernels.triton.kinds import PHASED, Kind, LaunchConfig, Shape
 
 WIDTH = 8  # columns of addresses and of settings
 PARAM_AT, CORRECTION_AT, MATCH_AT = 0, 5, 6
@@ -24,7 +24,7 @@ def fits(param: Tensor) -> bool:
     return param.dtype in _DTYPES and param.is_contiguous() and not param.is_sparse
 
 
-class Sharing(Protocol):
+class ShardGroup(Protocol):
     """The ranks that have parts of a table's tensors."""
 
     @property
@@ -46,7 +46,7 @@ class FusedTable:
     on; it is stepped in place. `groups[i]` indexes the settings given to each step (all 0 if left out). `matches[i]` is
     the fp32[2] (target, own RMS) of the tensor's block, the same tensor for all of a block, which must follow each
     other. `shapes` are needed by rules that see matrices, `seeds` by weights that are rounded at random. Where a rule
-    needs whole matrices, and each rank of `shards` has some rows of them, `wholes` are their shapes.
+    needs whole matrices, and each rank of `shards` has some rows of them, `unsharded_shapes` are their shapes.
 
     Addresses are taken once: whoever replaces a state tensor or moves a parameter's data drops the table. Until then it
     keeps both alive, so that a step never writes to memory that was given back.
@@ -58,14 +58,20 @@ class FusedTable:
     shape_tensor: Tensor  # int64 [tensors, 4]: numel, rows, cols, transposed
     grad_ptrs: Tensor  # int64, 0 without a gradient
     settings: Tensor  # fp32 [tensors, 8]
-    thresholds: Tensor  # fp32 [132], for all: the codecs' lanes (`kinds.lanes_for`), and int32 bits of the phase
+    thresholds: (
+        Tensor  # fp32 [132], for all: the codecs' lanes (`kinds.kernel_thresholds`), and int32 bits of the phase
+    )
     repair: Tensor  # fp32
-    left_out: Tensor  # int32
-    num_bad: Tensor  # int64
+    num_skipped: Tensor  # int32
+    num_nonfinite: Tensor  # int64
     partial: Tensor  # fp32 [programs]
     steps: Tensor  # fp32, on the CPU
-    room: Tensor | None = None  # uint8, shared with other tables, while a step runs of a family that takes room
-    most_room: int | None = None  # bytes that it may have, where the device had no place for what it takes at best
+    workspace: Tensor | None = (
+        None  # uint8, shared with other tables, while a step runs of a family that takes workspace
+    )
+    max_workspace_bytes: int | None = (
+        None  # bytes that it may have, where the device had no place for what it takes at best
+    )
 
     def __init__(
         self,
@@ -77,18 +83,21 @@ class FusedTable:
         matches: Sequence[Tensor | None] | None = None,
         shapes: Sequence[Shape] | None = None,
         seeds: Sequence[int] | None = None,
-        cut: Cut | None = None,
-        shards: Sharing | None = None,
-        wholes: Sequence[Shape] | None = None,
+        config: LaunchConfig | None = None,
+        shards: ShardGroup | None = None,
+        unsharded_shapes: Sequence[Shape] | None = None,
     ):
         num = len(params)
         self.kind, self.params = kind, list(params)
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
-        self.cut = cut or kind.family.cut(kind, self.dtype is torch.float32)
+        self.config = config or kind.family.launch_config(kind, self.dtype is torch.float32)
         self.groups = list(groups) if groups is not None else [0] * num
         self.matches = list(matches) if matches is not None else [None] * num
         self.shapes = list(shapes) if shapes is not None else [Shape(numel=p.numel()) for p in self.params]
-        self.shards, self.wholes = shards, list(wholes) if wholes is not None else self.shapes
+        self.shards, self.unsharded_shapes = (
+            shards,
+            list(unsharded_shapes) if unsharded_shapes is not None else self.shapes,
+        )
         self.first_steps = [float(state["step"]) if "step" in state else 0.0 for state in states]
         self.aligned = True  # all tensors, to the vector that the cut asks for
         self.grads_aligned = True
@@ -127,11 +136,11 @@ class FusedTable:
     @property
     def vector(self) -> int:
         """Elements that a lane reads at once: as the cut has it where all tensors and gradients are aligned to it."""
-        return self.cut.vector if self.aligned and self.grads_aligned else 1
+        return self.config.vector if self.aligned and self.grads_aligned else 1
 
     def _lay_out(self) -> None:
         """Which tensor each program steps, on the device."""
-        programs = [self.kind.family.programs(shape, self.cut) for shape in self.shapes]
+        programs = [self.kind.family.programs(shape, self.config) for shape in self.shapes]
         counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
         first = torch.zeros(len(programs) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=first[1:])
@@ -143,7 +152,7 @@ class FusedTable:
 
     def is_aligned(self, address: int, size: int) -> bool:
         """True if a thread may load its whole vector of elements of `size` bytes at once."""
-        return address % (self.cut.vector * size) == 0
+        return address % (self.config.vector * size) == 0
 
     def extra(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """A buffer of the family's own, made when it is first asked for and kept."""

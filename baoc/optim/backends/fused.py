@@ -26,7 +26,7 @@ from baoc.core.catalogue import NEAREST, STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits
 from baoc.kernels.triton import muon_plan
-from baoc.kernels.triton.kinds import NUM_LANES, lanes_for
+from baoc.kernels.triton.kinds import NUM_THRESHOLDS, kernel_thresholds
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
@@ -66,12 +66,12 @@ def has_kernel(spec: OptimizerSpec) -> bool:
 
 def bytes_tell_seconds(spec: OptimizerSpec) -> bool:
     """Whether a kernel steps the spec whose time is that of the bytes it moves."""
-    return has_kernel(spec) and not FAMILIES[spec.rule].takes_room
+    return has_kernel(spec) and not FAMILIES[spec.rule].takes_workspace
 
 
 def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
     """The most that a fused step of the spec takes beside states, tables and buffers, if all of `params` run it."""
-    if not FAMILIES[spec.rule].takes_room:
+    if not FAMILIES[spec.rule].takes_workspace:
         return 0
     matrices = [param for param in params if param.ndim > 1 and param.numel()]
     return muon_plan.temporary_bytes(
@@ -156,7 +156,11 @@ class FusedBackend(Backend):
         units, fresh = self.units, self._sums.fresh() if inputs.matching else ()
         for unit in units:
             with unit.device_context():
-                unit.step(inputs, thresholds=thresholds, others_measure=bool(fresh) and unit.engine.share is not None)
+                unit.step(
+                    inputs,
+                    thresholds=thresholds,
+                    other_ranks_measure=bool(fresh) and unit.engine.all_reduce_sums is not None,
+                )
         if inputs.matching:
             self._sums.join(times=1 + bool(fresh))
         for block in fresh:
@@ -238,20 +242,20 @@ class _SumsOverRanks:
         places, at = [place for place, _ in mine], [self.slots[id(slot)] for _, slot in mine]
         index, where = (torch.tensor(each, dtype=torch.int64, device="cpu").to(engine.device) for each in (places, at))
         whole = torch.tensor([slot.owner.numel() for _, slot in mine], dtype=torch.int64, device="cpu")
-        engine.whole_numels = engine.numels.clone()
-        engine.whole_numels[index] = whole.to(engine.device)
+        engine.unsharded_numels = engine.numels.clone()
+        engine.unsharded_numels[index] = whole.to(engine.device)
         held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=engine.device)
         shards = self._shard.shards
 
         def share() -> None:
             held.zero_()
             held[0, where] = engine.sums[index].to(torch.float64)
-            held[1, where] = engine.left_out[index].to(torch.float64)
+            held[1, where] = engine.num_skipped[index].to(torch.float64)
             shards.total_(held)
             engine.sums[index] = held[0, where].to(torch.float32)
-            engine.left_out[index] = held[1, where].to(torch.int32)
+            engine.num_skipped[index] = held[1, where].to(torch.int32)
 
-        engine.share = share
+        engine.all_reduce_sums = share
 
     def join(self, *, times: int) -> None:
         """On a rank without a part of any of the tensors: takes part in the sums of the other ranks."""
@@ -275,7 +279,7 @@ class _Unit:
         self.slots = [slot for _, slot in members]
         self.names = [slot.name for _, slot in members]
         self.mark_of: TensorWeakRef | None = None  # one of the gradients that were marked
-        self._read = self.engine.num_bad_host.tobytes()  # counts of non-finite elements when last asked for
+        self._read = self.engine.num_nonfinite_host.tobytes()  # counts of non-finite elements when last asked for
         self._params = [slot.param for _, slot in members]
         self._addresses = [row[0] for table in self.tables for row in table.addresses]
         self._look = 0
@@ -303,7 +307,7 @@ class _Unit:
             return _NOTHING
         return torch.cuda.device(self._index)
 
-    def step(self, inputs: StepInputs, *, thresholds: memoryview, others_measure: bool = False) -> None:
+    def step(self, inputs: StepInputs, *, thresholds: memoryview, other_ranks_measure: bool = False) -> None:
         try:
             self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
         except (RuntimeError, NotImplementedError):
@@ -312,7 +316,7 @@ class _Unit:
         measure: list[FusedTable] = []
         if self._fresh and inputs.matching:
             measure = self._first_steps()
-        given = {"measure": measure, "others_measure": others_measure}
+        given = {"measure": measure, "other_ranks_measure": other_ranks_measure}
         self.engine.run(matched=inputs.matching, marked=self.marked, **given)
         self.mark_of = None
         # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
@@ -375,8 +379,8 @@ class _Unit:
 
     def new_bad(self, *, wait: bool) -> dict[str, int]:
         if wait:
-            self.engine.read_num_bad()
-        now = self.engine.num_bad_host.tobytes()
+            self.engine.read_num_nonfinite()
+        now = self.engine.num_nonfinite_host.tobytes()
         if now == self._read:
             return {}
         before, self._read = memoryview(self._read).cast("q"), now
@@ -391,12 +395,14 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
     for slot in slots:
         rows, cols = slot.matrix or (0, 0)
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
-    shards, wholes = slots[0].shard, None
-    if shards is not None and kind.family.takes_room and shards.shards.size > 1:
-        wholes = []
+    shards, unsharded_shapes = slots[0].shard, None
+    if shards is not None and kind.family.takes_workspace and shards.shards.size > 1:
+        unsharded_shapes = []
         for slot in slots:  # of which this rank has some rows
             rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
-            wholes.append(Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
+            unsharded_shapes.append(
+                Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
+            )
     return FusedTable(
         [slot.param for slot in slots],
         kind=kind,
@@ -405,18 +411,18 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         matches=[block.match for block, _ in members],
         shapes=shapes,
         seeds=[rounding_seed(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
-        shards=shards.shards if shards is not None and wholes is not None else None,
-        wholes=wholes,
+        shards=shards.shards if shards is not None and unsharded_shapes is not None else None,
+        unsharded_shapes=unsharded_shapes,
     )
 
 
 @lru_cache(maxsize=4)  # of as many optimizers at different steps
 def _many_kernel_lanes(first: int) -> list[memoryview]:
-    flat = lanes_for(lanes_of(first, _AHEAD)).flatten().numpy().data
-    return [flat[begin : begin + NUM_LANES] for begin in range(0, len(flat), NUM_LANES)]
+    flat = kernel_thresholds(lanes_of(first, _AHEAD)).flatten().numpy().data
+    return [flat[begin : begin + NUM_THRESHOLDS] for begin in range(0, len(flat), NUM_THRESHOLDS)]
 
 
 def kernel_lanes(phase: int) -> memoryview:
-    """The lanes of a step's phase as kernels take them, see `baoc.kernels.triton.kinds.lanes_for`."""
+    """The lanes of a step's phase as kernels take them, see `baoc.kernels.triton.kinds.kernel_thresholds`."""
     index = phase % _AHEAD
     return _many_kernel_lanes(phase - index)[index]
