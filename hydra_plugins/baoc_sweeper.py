@@ -29,13 +29,13 @@ class BaocSweeper(Sweeper):
         from baoc.frontier.runs import STUDY_FILE
         from baoc.sweep.launch import launch_workers
         from baoc.sweep.space_check import check_space
-        from baoc.sweep.study import refuse_all_failed, run_study, with_extra
+        from baoc.sweep.study import add_overrides, refuse_all_failed, run_study
 
         assert self.config is not None and self.hydra_context is not None
         study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
         folder = self.config.hydra.sweep.dir
         if not (Path(folder) / STUDY_FILE).is_file():  # what goes on began with the same space
-            check_space(with_extra(study, arguments), compose=self._compose)
+            check_space(add_overrides(study, arguments), compose=self._compose)
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
             done = run_study(study, folder=folder, extra=arguments)
             refuse_all_failed(done)

@@ -168,21 +168,21 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
 
     command = shlex.join(["python", "run.py", *overrides])  # which repeats this job
     import_torchmetrics()
-    from baoc.racing.records import settle_recipe
+    from baoc.racing.records import resolve_raced_recipe
     from baoc.training.run import run
 
     write_environment(run_dir / "env.json", baoc=__version__, command=command, argv=STATE.argv, device=config.device)
     if config.mode == "race":
-        import_module(RACES).race_command(config, words=overrides, folder=run_dir, command=command)
+        import_module(RACES).race_command(config, overrides=overrides, folder=run_dir, command=command)
         return
-    settled = settle_recipe(config)
+    settled = resolve_raced_recipe(config)
     if config.mode == "train" and config.race.first != "off":
         folder = run_dir / "race"
         if config.resume not in (None, "auto") and (Path(config.resume) / "race" / RACE_SETUP_FILE).is_file():
             folder = Path(config.resume) / "race"
             if not (Path(config.resume) / "metrics.jsonl").is_file():
                 settled = replace(settled, resume=None)  # it had not begun to train
-        settled = import_module(RACES).race_before(settled, words=overrides, folder=folder, command=command)
+        settled = import_module(RACES).race_before_run(settled, overrides=overrides, folder=folder, command=command)
     if settled != config:
         write_config(settled, path=run_dir / "config.yaml")
     with together(settled, command=command) as of_all:

@@ -119,23 +119,23 @@ def _finish(code: int) -> int:
 
 def _report_frontier(sweep_dir: Path) -> None:
     if any(sweep_dir.glob("*/plan.json")):
-        from baoc.frontier.planned import planned_frontier
+        from baoc.frontier.planned import write_planned_frontier
 
-        print(f"compare them in {planned_frontier(sweep_dir)}")
+        print(f"compare them in {write_planned_frontier(sweep_dir)}")
         return
     results = [*sweep_dir.glob("*/result.json"), *sweep_dir.glob("*/*/result.json")]  # the latter: repeats of a trial
     if not results:
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
     try:
-        from baoc.frontier.build import frontier_of
-        from baoc.frontier.picture import picture_of
+        from baoc.frontier.build import write_frontier
+        from baoc.frontier.picture import render_picture
         from baoc.frontier.wandb_frontier import log_frontier
 
-        found = frontier_of(sweep_dir)
+        found = write_frontier(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")
         if (sweep_dir / "study.lock").exists():  # studies run unattended, and their picture is sent around
-            picture_of(sweep_dir / "frontier.html")
+            render_picture(sweep_dir / "frontier.html")
         log_frontier(sweep_dir, found)
     except Exception as error:
         report(failure_of(error), where="frontier: ")

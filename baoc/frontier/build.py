@@ -37,7 +37,7 @@ class SweepFrontier:
     failed: tuple[FailedRun, ...]
 
 
-def frontier_of(sweep_dir: str | Path, *, show: bool = True, page: bool = True) -> SweepFrontier:
+def write_frontier(sweep_dir: str | Path, *, show: bool = True, page: bool = True) -> SweepFrontier:
     """Builds the frontier of one folder in that folder; see `build_report`."""
     return build_report([Path(sweep_dir)], out=Path(sweep_dir), show=show, page=page)
 

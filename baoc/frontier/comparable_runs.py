@@ -15,13 +15,13 @@ RunLabels = Mapping[Path, str]  # run folder -> label
 Grouping = Callable[[RunFolder], str]  # run -> name of its group
 
 
-def family_of(allocator: str) -> str:
+def allocator_family(allocator: str) -> str:
     """The family of an allocator: BAOC's own choice, a uniform baseline, or a random feasible allocation."""
     return "uniform" if allocator.startswith("uniform_") else FAMILIES.get(allocator, allocator)
 
 
 def by_family(run: RunFolder) -> str:
-    return family_of(result_of(run)["allocator"])
+    return allocator_family(result_of(run)["allocator"])
 
 
 def by_study(run: RunFolder) -> str:

@@ -16,7 +16,7 @@ def browser() -> str | None:
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
-def picture_of(page: Path) -> Path | None:
+def render_picture(page: Path) -> Path | None:
     """Renders `page` into a PNG of the same name; None if there is no browser, or it fails or times out."""
     program = browser()
     if program is None:

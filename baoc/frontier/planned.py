@@ -9,7 +9,7 @@ from baoc.frontier.runs import find_runs, setting_labels
 from baoc.tracking import console, files
 
 
-def plans_of(folder: Path) -> list[dict[str, Any]]:
+def read_plans(folder: Path) -> list[dict[str, Any]]:
     """The plan.json of every job of a multirun, ordered by peak, with `dominated` and the `settings` it differs in.
 
     A plan is dominated if another one for the same device is at least as good in peak, risk and samples/s, and better
@@ -29,9 +29,9 @@ def plans_of(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda plan: (plan["name"].rpartition("_")[0], plan["peak_bytes"]))
 
 
-def planned_frontier(folder: Path) -> Path:
+def write_planned_frontier(folder: Path) -> Path:
     """Prints the plans as a table, writes planned.csv and returns its path."""
-    plans = plans_of(folder)
+    plans = read_plans(folder)
     console.print_planned(plans)
     path = folder / "planned.csv"
     files.write_csv(path, plans)

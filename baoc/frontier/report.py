@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baoc.core.commands import Arguments, command
 from baoc.frontier.build import build_report
-from baoc.frontier.picture import BROWSERS, picture_of
+from baoc.frontier.picture import BROWSERS, render_picture
 from baoc.tracking.console import say
 
 
@@ -24,7 +24,7 @@ def main(argv: Arguments = None) -> None:
     out = given.out or given.folders[0]
     build_report(given.folders, out=out)
     if given.picture:
-        png = picture_of(out / "frontier.html")
+        png = render_picture(out / "frontier.html")
         say(f"drawn in {png}" if png else f"no picture: none of {', '.join(BROWSERS)} is there and draws it")
 
 

@@ -28,7 +28,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunEnd:
     """How a run ended. `score`: lower is better, infinite where it diverged, NaN where there is none."""
 
     status: str
@@ -37,7 +37,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class RaceSettings:
     """What a race is made of. `steps` of the last rung by entrant: the same for all, or those of equal seconds."""
 
     rates: tuple[float, ...]
@@ -50,46 +50,46 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RaceOutcome:
     """What a race found.
 
     Args:
         verdict: by the scores of the last stage that ended.
         rung: of that stage's steps, as a share of the last rung's.
         rates: each entrant's best multiple of the learning rate.
-        left: why each entrant that is no longer in the race has left.
+        dropped: why each entrant that is no longer in the race has left.
         scores: by stage, entrant and seed, at the entrant's best rate.
-        cut: the race ended before its last stage, because its time was over.
+        ran_out_of_time: the race ended before its last stage, because its time was over.
     """
 
     verdict: Verdict
     rung: float
     rates: Mapping[str, float]
-    left: Mapping[str, str]
+    dropped: Mapping[str, str]
     scores: Mapping[float | str, Mapping[str, Mapping[int, float]]]
-    cut: bool = False
+    ran_out_of_time: bool = False
 
 
 class OutOfTimeError(Exception):
     """Thrown into a course instead of scores: the runs that it asked for are too expensive."""
 
 
-Course = Generator[list[Run], Mapping[Run, Ended], Outcome]
+Course = Generator[list[Run], Mapping[Run, RunEnd], RaceOutcome]
 
 
 @dataclass(slots=True)
 class _State:
     entrants: Sequence[Entrant]
-    settings: Settings
+    settings: RaceSettings
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    left: dict[str, str] = field(default_factory=dict[str, str])
+    dropped: dict[str, str] = field(default_factory=dict[str, str])
     scores: dict[float | str, dict[str, dict[int, float]]] = field(
         default_factory=dict[float | str, dict[str, dict[int, float]]]
     )
 
     @property
     def racing(self) -> list[Entrant]:
-        return [entrant for entrant in self.entrants if entrant.name not in self.left]
+        return [entrant for entrant in self.entrants if entrant.name not in self.dropped]
 
     def runs(
         self, names: Sequence[str], *, rates: Sequence[float], seeds: Sequence[int], stage: float | str
@@ -103,19 +103,19 @@ class _State:
             for rate in (rates or (self.rates[name],))
         ]
 
-    def drop_unfit(self, ended: Mapping[Run, Ended]) -> None:
+    def drop_unfit(self, ended: Mapping[Run, RunEnd]) -> None:
         """Entrants with a run that has no score leave: it did not fit the budget, or failed."""
         for run, end in ended.items():
-            if end.status in (NO_FIT, FAILED) and run.entrant not in self.left:
+            if end.status in (NO_FIT, FAILED) and run.entrant not in self.dropped:
                 text = f" ({end.message.splitlines()[0]})" if end.message else ""
-                self.left[run.entrant] = f"{end.status}{text}"
+                self.dropped[run.entrant] = f"{end.status}{text}"
 
     def check(self) -> None:
         """Raises unless a uniform is still in the race."""
         if any(entrant.uniform for entrant in self.racing):
             return
-        told = "; ".join(f"{name}: {why}" for name, why in self.left.items()) or "there is none"
-        if self.left and all(why.startswith(NO_FIT) for why in self.left.values()):
+        told = "; ".join(f"{name}: {why}" for name, why in self.dropped.items()) or "there is none"
+        if self.dropped and all(why.startswith(NO_FIT) for why in self.dropped.values()):
             raise BadInputError(f"no candidate fits the budget ({told}): give a larger one, or other race.recipes")
         raise TrainingFailedError(
             f"no uniform recipe is left in the race, which its choice is held against ({told}): lower race.rates, or "
@@ -126,14 +126,14 @@ class _State:
         scores = self.scores[stage]
         best = incumbent(self.racing, scores)
         if not math.isfinite(sum(scores[best].values())):
-            self.left |= {entrant.name: "it diverged" for entrant in self.racing if entrant.uniform}
+            self.dropped |= {entrant.name: "it diverged" for entrant in self.racing if entrant.uniform}
             self.check()
-        self.left |= clearly_behind(
+        self.dropped |= clearly_behind(
             self.racing, scores, last_rung=stage == self.settings.rungs[-1], level=self.settings.level
         )
 
 
-def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
+def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
     """The course of a race between `entrants`, by the rules of `baoc.racing.rules`.
 
     Raises:
@@ -143,7 +143,7 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
     """
     state = _State(entrants, settings)
     state.check()
-    reached, cut = 0.0, False
+    reached, ran_out_of_time = 0.0, False
     for rung in settings.rungs:
         names = [one.name for one in state.racing]
         asked = state.runs(names, rates=() if state.rates else settings.rates, seeds=settings.seeds, stage=rung)
@@ -152,7 +152,7 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
         except OutOfTimeError:
             if not reached:
                 raise
-            cut = True
+            ran_out_of_time = True
             break
         state.drop_unfit(ended)
         state.check()
@@ -175,21 +175,28 @@ def course(entrants: Sequence[Entrant], *, settings: Settings) -> Course:
         if len([one for one in state.racing if not one.control]) == 1:
             break  # nothing is left to tell
     pilot = state.scores[reached]
-    if not cut and settings.fresh_seeds:
+    if not ran_out_of_time and settings.fresh_seeds:
         mixed = challenger(state.racing, pilot)
         names = [one.name for one in state.racing if one.uniform or one.name == mixed]
         if len(names) > 1:
             try:
                 ended = yield state.runs(names, rates=(), seeds=settings.fresh_seeds, stage=FRESH)
                 state.drop_unfit(ended)
-                state.left |= {run.entrant: "it diverged" for run, end in ended.items() if end.status == DIVERGED}
+                state.dropped |= {run.entrant: "it diverged" for run, end in ended.items() if end.status == DIVERGED}
                 state.check()
-                names = [name for name in names if name not in state.left]
+                names = [name for name in names if name not in state.dropped]
                 state.scores[FRESH] = {
                     name: {run.seed: end.score for run, end in ended.items() if run.entrant == name} for name in names
                 }
             except OutOfTimeError:
-                cut = True
+                ran_out_of_time = True
     fresh = state.scores.get(FRESH, {})
     found = verdict(state.racing, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level)
-    return Outcome(verdict=found, rung=reached, rates=state.rates, left=state.left, scores=state.scores, cut=cut)
+    return RaceOutcome(
+        verdict=found,
+        rung=reached,
+        rates=state.rates,
+        dropped=state.dropped,
+        scores=state.scores,
+        ran_out_of_time=ran_out_of_time,
+    )

@@ -19,7 +19,7 @@ from baoc.tracking import console, files
 from baoc.types import DataSpec
 from baoc.units import format_bytes
 
-FILE = "entrants.json"
+ENTRANTS_FILE = "entrants.json"
 SCHEMA = 1
 _ENTRANT = tuple(field.name for field in fields(Entrant))
 
@@ -37,7 +37,7 @@ class Racer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class RaceTarget:
     """The entrants at a budget, and what a race needs to know of the network and its data.
 
     Args:
@@ -61,7 +61,7 @@ class Field:
     higher_is_better: bool
 
 
-def leave_entrants(
+def write_entrants(
     planner: Planner, *, config: RunConfig, data: DataSpec, num_params: int, quality: tuple[str, bool], run_dir: Path
 ) -> None:
     """Writes the entrants at the planner's budget into the run folder, and says who they are.
@@ -102,7 +102,7 @@ def leave_entrants(
         "quality": quality[0],
         "higher_is_better": quality[1],
     }
-    files.write_json(run_dir / FILE, content)
+    files.write_json(run_dir / ENTRANTS_FILE, content)
     console.say(f"a race would try {', '.join(one.name for one in found)}")
 
 
@@ -139,8 +139,8 @@ def _nothing_fits(planner: Planner, *, asked: Sequence[Recipe]) -> InfeasibleBud
     )
 
 
-def read_field(path: Path) -> Field:
-    """The entrants that `leave_entrants` wrote. Raises CheckpointError if the file is damaged or of a later version."""
+def read_target(path: Path) -> RaceTarget:
+    """The entrants that `write_entrants` wrote. Raises CheckpointError if the file is damaged or of a later version."""
     content: dict[str, Any] = files.read_json(path)
     if content.get("schema") != SCHEMA:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
@@ -148,5 +148,5 @@ def read_field(path: Path) -> Field:
     for row in content["racers"]:
         entrant = Entrant(**{key: row[key] for key in _ENTRANT})
         racers.append(Racer(entrant=entrant, recipe=recipe_from_node(row["recipe"])))
-    own = [field.name for field in fields(Field) if field.name != "racers"]
-    return Field(racers=tuple(racers), **{key: content[key] for key in own})
+    own = [field.name for field in fields(RaceTarget) if field.name != "racers"]
+    return RaceTarget(racers=tuple(racers), **{key: content[key] for key in own})

@@ -18,8 +18,8 @@ from baoc.core.own_code import short
 from baoc.core.recipes import BY_RACE, RACED, Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
-from baoc.racing.course import FRESH, Outcome
-from baoc.racing.entrants import Field
+from baoc.racing.course import FRESH, RaceOutcome
+from baoc.racing.entrants import RaceTarget
 from baoc.tracking import console, files
 from baoc.types import Budget, to_plain
 
@@ -29,7 +29,7 @@ EPOCHS_APART = 2.0  # a run that sees its data so many times more often than the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RaceScale:
     """The network and the horizon that a race was run at; `field` is that of the target."""
 
     size: str
@@ -39,17 +39,17 @@ class Measured:
     one_rate: bool = False  # for all entrants
 
 
-def epochs(steps: int, field: Field) -> float:
+def epochs(steps: int, field: RaceTarget) -> float:
     """How often a run of these steps sees its data; 0 for a stream."""
     return steps * field.batch_size / field.num_train if field.num_train else 0.0
 
 
-def is_asked(recipe: Recipe | None) -> bool:
+def is_raced_recipe(recipe: Recipe | None) -> bool:
     """Whether `recipe=raced` was given: the name alone, which a file of that name would not be."""
     return recipe is not None and recipe.name == RACED and not recipe.specs and not recipe.blocks
 
 
-def family_of(config: RunConfig, *, size: str) -> dict[str, Any]:
+def race_family(config: RunConfig, *, size: str) -> dict[str, Any]:
     """What a race's result holds for: the network up to its seed, its data, the user's own code, and the budget.
 
     The data set that is made of the interpreter's own library differs between versions of Python.
@@ -72,7 +72,7 @@ def _limits_of(budget: Budget) -> dict[str, Any]:
     return limits
 
 
-def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
+def claim(outcome: RaceOutcome, *, field: RaceTarget, measured: RaceScale) -> str:
     """What may be said of the choice, in one sentence, with probability, size and horizon."""
     found = outcome.verdict
     steps = round(outcome.rung * measured.steps)
@@ -84,14 +84,14 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     if (measured.size, steps) != (field.size, field.steps):
         seen = f" ({epochs(field.steps, field):.1f} epochs)" if field.num_train else ""
         beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps{seen}, which the run has"
-    gone = {found.choice, *outcome.left, *(one.name for one in field.racers if one.entrant.control)}
+    gone = {found.choice, *outcome.dropped, *(one.name for one in field.racers if one.entrant.control)}
     beside = [name for name in outcome.scores.get(outcome.rung, {}) if name not in gone]
     if found.rival is None and beside:
         return (
             f"{found.choice} was the only uniform left at {where}, and {', '.join(beside)} is not shown to beat it on "
             f"fresh seeds; nothing more is claimed{beyond}"
         )
-    if found.rival is None and outcome.left:
+    if found.rival is None and outcome.dropped:
         return (
             f"{found.choice} alone was left at {where}: the others were clearly behind, diverged or did not fit{beyond}"
         )
@@ -107,7 +107,7 @@ def claim(outcome: Outcome, *, field: Field, measured: Measured) -> str:
     )
 
 
-def told(outcome: Outcome, *, field: Field) -> str:
+def told(outcome: RaceOutcome, *, field: RaceTarget) -> str:
     """The choice beside the best other uniform: share of state, means, difference, n."""
     found = outcome.verdict
     stages = [outcome.scores.get(stage, {}) for stage in (outcome.rung, FRESH)]  # the last rung's seeds, and fresh ones
@@ -127,7 +127,7 @@ def told(outcome: Outcome, *, field: Field) -> str:
 
 
 def record(
-    outcome: Outcome, *, config: RunConfig, field: Field, measured: Measured, seconds: float, command: str
+    outcome: RaceOutcome, *, config: RunConfig, field: RaceTarget, measured: RaceScale, seconds: float, command: str
 ) -> dict[str, Any]:
     """The content of race.json."""
     found, racers = outcome.verdict, {one.name: one for one in field.racers}
@@ -147,8 +147,8 @@ def record(
         "told": said,
         "claim": claimed,
         "verdict": to_plain(found) | {"is_certain": found.is_certain},
-        "cut": outcome.cut,
-        "family": family_of(config, size=field.size),
+        "cut": outcome.ran_out_of_time,
+        "family": race_family(config, size=field.size),
         "budget": config.budget.name,
         "quality": field.quality,
         "higher_is_better": field.higher_is_better,
@@ -168,7 +168,7 @@ def record(
                 "uniform": one.entrant.uniform,
                 "control": one.entrant.control,
                 "rate": outcome.rates.get(one.name),
-                "left": outcome.left.get(one.name, ""),
+                "left": outcome.dropped.get(one.name, ""),
                 "stages": {
                     stage_name(stage): _summary(scores[one.name].values(), sign=sign)
                     for stage, scores in outcome.scores.items()
@@ -207,9 +207,9 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
     files.write_json(library / f"{name}_{folder.resolve().parent.name}_{folder.name}.json", content)
 
 
-def find_raced(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
+def find_race(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
     """The newest race of this family at this budget. Raises BadInputError, which names what there is."""
-    wanted = to_plain(family_of(config, size=size))
+    wanted = to_plain(race_family(config, size=size))
     newest_last = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
     kept = [content for file in newest_last if (content := files.read_json(file)).get("schema") == SCHEMA]
     found = [content for content in kept if content["family"] == wanted]
@@ -237,7 +237,7 @@ def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> st
     return f"{name} ({', '.join(differs[:3])})" if differs else name
 
 
-def with_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
+def apply_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     """`config` with what a race chose: its recipe, and its learning rate unless one was given. It races no more."""
     config, lr = replace(config, race=RaceConfig()), config.optim.lr
     if lr is None:
@@ -250,11 +250,11 @@ def with_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     return replace(config, recipe=recipe_from_node(node), allocator=replace(config.allocator, name="recipe"))
 
 
-def settle_recipe(config: RunConfig) -> RunConfig:
+def resolve_raced_recipe(config: RunConfig) -> RunConfig:
     """`config` with the recipe of an earlier race where recipe=raced was given. Raises BadInputError if none fits."""
-    if not is_asked(config.recipe):
+    if not is_raced_recipe(config.recipe):
         return config
     size = choose_size(config.model.name, size=config.model.size, device=choose_device(config.device)).size.name
-    content = find_raced(config, size=size, library=Path(config.race.library))
+    content = find_race(config, size=size, library=Path(config.race.library))
     console.say(f"recipe=raced takes {content['told']}\n{content['claim']}")
-    return with_choice(config, content)
+    return apply_choice(config, content)

@@ -76,7 +76,7 @@ def filter_visible(gpus: Sequence[Gpu], asked: str | None) -> tuple[Gpu, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class GpuLease:
     """The GPUs of one trial, by name; the locks of `files` are its slots, and go with this process."""
 
     names: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class GpuSlots:
         self.gpus, self.per_gpu, self.per_trial = tuple(gpus), per_gpu, per_trial
         self.folder = folder or Path(tempfile.gettempdir()) / f"baoc_cards_{os.getuid()}"
 
-    def acquire(self, budget_bytes: int | None) -> Held | None:
+    def acquire(self, budget_bytes: int | None) -> GpuLease | None:
         """Locks a slot of each of the GPUs with the fewest used slots that have room; None if too few have it. Without
         GPUs there is nothing to hold.
 
@@ -111,7 +111,7 @@ class GpuSlots:
             budget_bytes: the trial's memory budget of each GPU; None if it has none, which takes the whole of them.
         """
         if not self.gpus:
-            return Held()
+            return GpuLease()
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -122,7 +122,7 @@ class GpuSlots:
                 return None
             chosen = sorted(fitting, key=lambda gpu: len(held[gpu.name]))[: self.per_trial]
             files = [self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes) for gpu in chosen]
-            return Held(names=tuple(gpu.name for gpu in chosen), files=tuple(files))
+            return GpuLease(names=tuple(gpu.name for gpu in chosen), files=tuple(files))
         finally:
             os.close(lock)
 

@@ -36,15 +36,15 @@ from baoc.racing.course import (
     FAILED,
     NO_FIT,
     Course,
-    Ended,
-    Outcome,
     OutOfTimeError,
+    RaceOutcome,
+    RaceSettings,
     Run,
-    Settings,
+    RunEnd,
     course,
 )
-from baoc.racing.entrants import FILE, Field, Racer, read_field
-from baoc.racing.records import EPOCHS_APART, Measured, epochs, stage_name
+from baoc.racing.entrants import ENTRANTS_FILE, Racer, RaceTarget, read_target
+from baoc.racing.records import EPOCHS_APART, RaceScale, epochs, stage_name
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.storage import differences, setting_text
@@ -85,7 +85,7 @@ def _sets_budget(word: str) -> bool:
 def run_race(
     config: RunConfig,
     *,
-    words: Sequence[str],
+    overrides: Sequence[str],
     folder: Path,
     command: str,
     code: str = COMMAND,
@@ -95,7 +95,7 @@ def run_race(
     time does not suffice.
 
     Args:
-        words: overrides of the command.
+        overrides: of the command.
         cap_s: seconds that the race may take; None where nothing limits it.
 
     Raises:
@@ -104,31 +104,31 @@ def run_race(
         TrainingFailedError: no uniform has trained to a finite score.
     """
     refuse_several_processes("race")
-    return RaceRun(config, words=words, folder=study_folder(folder), command=command, code=code).run(cap_s)
+    return RaceRun(config, overrides=overrides, folder=study_folder(folder), command=command, code=code).run(cap_s)
 
 
-def race_command(config: RunConfig, *, words: Sequence[str], folder: Path, command: str) -> None:
+def race_command(config: RunConfig, *, overrides: Sequence[str], folder: Path, command: str) -> None:
     """mode=race."""
-    if run_race(config, words=words, folder=folder, command=command, cap_s=config.race.cap_s) is None:
+    if run_race(config, overrides=overrides, folder=folder, command=command, cap_s=config.race.cap_s) is None:
         raise BadInputError(
             f"nothing was raced within race={config.race.cap_s:g}, and the lines above say why: where time is short, "
             "give race=SECONDS more, or leave it out, which is without a cap"
         )
 
 
-def race_before(
-    config: RunConfig, *, words: Sequence[str], folder: Path, command: str, code: str = COMMAND
+def race_before_run(
+    config: RunConfig, *, overrides: Sequence[str], folder: Path, command: str, code: str = COMMAND
 ) -> RunConfig:
     """`race=auto|SECONDS`: the configuration with what a race within its cap has chosen, or the measured recipe of the
     library where there is no time for one; as it was where there is neither. What it cost is said."""
-    result = run_race(config, words=words, folder=folder, command=command, code=code, cap_s=config.race.cap_s)
+    result = run_race(config, overrides=overrides, folder=folder, command=command, code=code, cap_s=config.race.cap_s)
     if result is not None:
-        return records.with_choice(config, result)
+        return records.apply_choice(config, result)
     kept = folder / TAKEN_FILE
     if not kept.is_file():  # a resumed run takes what it took before, whatever was raced since
-        size = read_field(folder / FILE).size
+        size = read_target(folder / ENTRANTS_FILE).size
         try:
-            found = records.find_raced(config, size=size, library=Path(config.race.library))
+            found = records.find_race(config, size=size, library=Path(config.race.library))
         except BadInputError:
             found = None
         write_json(kept, {"schema": 1, "race": found})
@@ -137,13 +137,13 @@ def race_before(
         say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
         return config
     say(f"taken from an earlier race: {found['told']}")
-    return records.with_choice(config, found)
+    return records.apply_choice(config, found)
 
 
-def kept_words(words: Sequence[str]) -> list[str]:
+def inherited_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides of a command that hold for the runs of its race."""
     kept = []
-    for word in words:
+    for word in overrides:
         key = word.lstrip("+~").partition("=")[0]
         if not word.startswith("hydra") and not any(key == own or key.startswith(f"{own}.") for own in _OWN):
             kept.append(word)
@@ -153,16 +153,16 @@ def kept_words(words: Sequence[str]) -> list[str]:
 class RaceRun:
     """One race: `asked` are its runs and their overrides by trial number."""
 
-    def __init__(self, config: RunConfig, *, words: Sequence[str], folder: Path, command: str, code: str):
-        self.config, self.words, self.folder = config, list(words), folder
+    def __init__(self, config: RunConfig, *, overrides: Sequence[str], folder: Path, command: str, code: str):
+        self.config, self.overrides, self.folder = config, list(overrides), folder
         self.command, self.code = command, code
         self.asked: list[tuple[Run, tuple[str, ...]]] = []
         self.study: optuna.Study | None = None
-        self.field: Field
+        self.field: RaceTarget
         self.pace = (0.0, 0.0)  # seconds of a step, and of a run's start and end
         self.began, self.plan_s = time.time(), 0.0  # seconds of the plan that found the entrants
         self._earlier_s = 0.0  # of them those of a process that was killed
-        self._fixed = (*_QUIET, *(word for word in kept_words(words) if not _sets_budget(word)))
+        self._fixed = (*_QUIET, *(word for word in inherited_overrides(overrides) if not _sets_budget(word)))
 
     # -- the course ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class RaceRun:
             say(f"warning: the race {told}; what is best in few epochs is often what overfits first in many")
         steps = self._equal_seconds(racers, measured) if self.config.objective == "throughput" else {}
         measured = replace(measured, equal_seconds=bool(steps), one_rate=len(rates) == 1)
-        settings = Settings(
+        settings = RaceSettings(
             rates=rates,
             rungs=race.rungs if cap_s is None else self._rungs(len(racers), rates=len(rates)),
             seeds=tuple(self.config.seed + SEEDS + i for i in range(race.seeds)),
@@ -230,7 +230,7 @@ class RaceRun:
         self._page(outcome, content)
         return content
 
-    def drive(self, going: Course, measured: Measured, racers: Sequence[Racer], cap_s: float | None) -> Outcome:
+    def drive(self, going: Course, measured: RaceScale, racers: Sequence[Racer], cap_s: float | None) -> RaceOutcome:
         """Lets the course go, stage by stage, until it ends or a stage would not end within the cap."""
         by_name = {one.name: one for one in racers}
         try:
@@ -257,7 +257,7 @@ class RaceRun:
         except StopIteration as ended:
             return ended.value
 
-    def _train(self, runs: Sequence[tuple[Run, tuple[str, ...]]]) -> dict[Run, Ended]:
+    def _train(self, runs: Sequence[tuple[Run, tuple[str, ...]]]) -> dict[Run, RunEnd]:
         """Trains runs as the next trials of the study; returns how each of them ended."""
         first = len(self.asked)
         self.asked += runs
@@ -282,30 +282,30 @@ class RaceRun:
         trials = self.study.get_trials(deepcopy=False)[first : len(self.asked)]  # a resumed study may have later ones
         return {run: self._ended(trial) for (run, _), trial in zip(runs, trials, strict=True)}
 
-    def _ended(self, trial: FrozenTrial) -> Ended:
+    def _ended(self, trial: FrozenTrial) -> RunEnd:
         text = str(trial.user_attrs.get("text", ""))
         if trial.state is not TrialState.COMPLETE:
-            return Ended(status=FAILED, message=text.removeprefix("failed: "))
+            return RunEnd(status=FAILED, message=text.removeprefix("failed: "))
         if trial.constraints.get("budget", 0.0) > 0:
-            return Ended(status=NO_FIT, message=text)
+            return RunEnd(status=NO_FIT, message=text)
         if violates_constraint(trial):
-            return Ended(status=DIVERGED, score=math.inf, message=text)
-        return Ended(status=DONE, score=trial.values[0] * (-1 if self.field.higher_is_better else 1))
+            return RunEnd(status=DIVERGED, score=math.inf, message=text)
+        return RunEnd(status=DONE, score=trial.values[0] * (-1 if self.field.higher_is_better else 1))
 
     # -- who races, and where -----------------------------------------------------------------------------------------
 
-    def _find_field(self) -> Field:
+    def _find_field(self) -> RaceTarget:
         """The entrants at the budget, by a process that plans on the device and ends, so that its memory is free."""
-        file = self.folder / FILE
+        file = self.folder / ENTRANTS_FILE
         if not file.is_file():
             race = self.config.race
             for name in race.recipes:
                 find_recipe(name)  # what is typed wrong is told before a plan is made
             own = [f"race.recipes=[{','.join(map(quote, race.recipes))}]"] if race.recipes else []
-            own += [word for word in self.words if word.startswith(("model.size=", "optim.lr=", "trainer.max_"))]
+            own += [word for word in self.overrides if word.startswith(("model.size=", "optim.lr=", "trainer.max_"))]
             preload(self._fixed)  # the first process starts the server
             process = TrialProcess(
-                [*kept_words(self.words), *own, "mode=plan", "race=auto", f"seed={self.config.seed}"],
+                [*inherited_overrides(self.overrides), *own, "mode=plan", "race=auto", f"seed={self.config.seed}"],
                 folder=self.folder / "plan",
                 threads=1,
             )
@@ -319,8 +319,8 @@ class RaceRun:
                 if outcome.exit_code == InfeasibleBudgetError.exit_code:
                     raise InfeasibleBudgetError(outcome.message, budget_bytes=0, least_feasible_bytes=0)
                 raise kind(outcome.message)
-            write_json(file, read_json(self.folder / "plan" / FILE))
-        found = read_field(file)
+            write_json(file, read_json(self.folder / "plan" / ENTRANTS_FILE))
+        found = read_target(file)
         for one in found.racers:
             known = RECIPES.get(one.name)
             if known is None or replace(one.recipe, share=None) != replace(known, share=None):
@@ -333,7 +333,7 @@ class RaceRun:
         own, file = made_of(to_plain(to_conf(self.config))), self.folder / RACE_SETUP_FILE
         if not file.is_file():
             self.plan_s = time.time() - self.began
-            write_json(file, {"schema": 1, "words": self.words, "settings": own, "plan_s": self.plan_s})
+            write_json(file, {"schema": 1, "words": self.overrides, "settings": own, "plan_s": self.plan_s})
             return
         kept = read_json(file)
         self.plan_s = self._earlier_s = kept.get("plan_s", 0.0)
@@ -351,12 +351,12 @@ class RaceRun:
                 "has, or another folder (hydra.run.dir=PATH)"
             )
 
-    def _own_size(self) -> Measured:
+    def _own_size(self) -> RaceScale:
         """The network and the horizon that were asked for: the run's own, or `race.size` at as many samples a
         parameter."""
         race, found = self.config.race, self.field
         size = race.size or found.size
-        own = Measured(size=size, num_params=found.num_params, steps=race.steps or found.steps)
+        own = RaceScale(size=size, num_params=found.num_params, steps=race.steps or found.steps)
         if size == found.size:
             return own
         sizes = family_of(self.config.model.name).sizes
@@ -364,7 +364,7 @@ class RaceRun:
             raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
         return self.sibling_of(size)[0]
 
-    def sibling_of(self, size: str) -> tuple[Measured, tuple[float, float]]:
+    def sibling_of(self, size: str) -> tuple[RaceScale, tuple[float, float]]:
         """A named size at the run's number of samples a parameter, with the seconds of a step and of a run's start."""
         if self.config.objective == "throughput":
             raise BadInputError(
@@ -373,9 +373,9 @@ class RaceRun:
             )
         number, result = self._timed(size)
         steps = self.config.race.steps or max(round(self.field.steps * result["num_params"] / self.field.num_params), 4)
-        return Measured(size=size, num_params=result["num_params"], steps=steps), self._pace(number, result)
+        return RaceScale(size=size, num_params=result["num_params"], steps=steps), self._pace(number, result)
 
-    def _repeats_more(self, measured: Measured) -> str:
+    def _repeats_more(self, measured: RaceScale) -> str:
         """How much more often the run sees its data than the race would; empty where it does not, or by little."""
         run, raced = epochs(self.field.steps, self.field), epochs(measured.steps, self.field)
         if run <= 1 or run <= raced * EPOCHS_APART:
@@ -384,7 +384,7 @@ class RaceRun:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def within(self, cap_s: float | None) -> tuple[Measured, Sequence[Racer], tuple[float, ...], float] | None:
+    def within(self, cap_s: float | None) -> tuple[RaceScale, Sequence[Racer], tuple[float, ...], float] | None:
         """The largest network and horizon, and the most entrants and rates, with which a race is predicted to end
         within the cap; None where there is none, which is said."""
         race, found = self.config.race, self.field
@@ -400,16 +400,18 @@ class RaceRun:
                 return None
             cap_s = race.share * run_s
         least = math.inf
-        races: Iterable[tuple[Measured, tuple[float, float]]] = self._smaller_races(pace, cap_s=cap_s)
+        races: Iterable[tuple[RaceScale, tuple[float, float]]] = self._smaller_races(pace, cap_s=cap_s)
         middle = race.rates[len(race.rates) // 2]  # of rising ones: for all entrants, where time allows no more
         for rates in (race.rates, (middle,)):
-            seen: list[tuple[Measured, tuple[float, float]]] = []
+            seen: list[tuple[RaceScale, tuple[float, float]]] = []
             for measured, (step_s, start_s) in races:
                 seen.append((measured, (step_s, start_s)))
                 for racers in self._smaller_fields():
                     runs = self._runs(len(racers), rates=len(rates))
                     predicted = sum(
-                        predicted_s([round(share * measured.steps)] * n, pace=(step_s, start_s), workers=race.workers)
+                        predict_seconds(
+                            [round(share * measured.steps)] * n, pace=(step_s, start_s), workers=race.workers
+                        )
                         for share, n in runs
                     )
                     least = min(least, predicted)
@@ -424,11 +426,11 @@ class RaceRun:
 
     def _smaller_races(
         self, pace: tuple[float, float], *, cap_s: float
-    ) -> Iterator[tuple[Measured, tuple[float, float]]]:
+    ) -> Iterator[tuple[RaceScale, tuple[float, float]]]:
         """Networks and horizons in order of worth, with seconds of a step and of a run's start: the run's own, narrower
         networks of the family, then the network itself at half the steps and half again. `pace`: of the run's own."""
         race, found = self.config.race, self.field
-        own = Measured(size=found.size, num_params=found.num_params, steps=race.steps or found.steps)
+        own = RaceScale(size=found.size, num_params=found.num_params, steps=race.steps or found.steps)
         names = list(family_of(self.config.model.name).sizes)
         narrower = names[: names.index(found.size)][::-1] if found.size in names else []
         sizes = [found.size, *narrower] if race.size is None else [race.size]
@@ -471,7 +473,7 @@ class RaceRun:
         """Seconds of a stage."""
         raced = [(run.steps, self._seconds(at)) for at, (run, _) in enumerate(self.asked) if not is_timed(run)]
         steps, workers = [run.steps for run in runs], self.config.race.workers
-        return predicted_s(steps, pace=self.pace, ran=raced, workers=workers)
+        return predict_seconds(steps, pace=self.pace, ran=raced, workers=workers)
 
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
         """Whether what is left of a stage ends within the cap, or the next runs of it had ended before a kill."""
@@ -506,7 +508,7 @@ class RaceRun:
         return min(self._time([uniform], size=size, seeds=2), key=lambda timed: self._seconds(timed[0]))
 
     def _time(self, racers: Sequence[Racer], *, size: str, seeds: int = 1) -> list[tuple[int, Mapping[str, Any]]]:
-        measured, first = Measured(size=size, num_params=0, steps=TIMED_STEPS), self.config.seed + SEEDS
+        measured, first = RaceScale(size=size, num_params=0, steps=TIMED_STEPS), self.config.seed + SEEDS
         runs = {
             Run(entrant=one.name, rate=1.0, seed=seed, stage=f"{TIMED} {size}", steps=TIMED_STEPS): one
             for one in racers
@@ -525,7 +527,7 @@ class RaceRun:
         step_s = float(result["step_ms"]) / 1e3 if result["step_ms"] else self._seconds(number) / TIMED_STEPS
         return step_s, max(self._seconds(number) - TIMED_STEPS * step_s, 0.0)
 
-    def _equal_seconds(self, racers: Sequence[Racer], measured: Measured) -> dict[str, int]:
+    def _equal_seconds(self, racers: Sequence[Racer], measured: RaceScale) -> dict[str, int]:
         """Steps of each entrant in the seconds that the fastest one's steps take."""
         say(f"objective=throughput: {len(racers)} recipes are timed, and judged at equal seconds")
         timed = self._time(racers, size=measured.size)
@@ -535,10 +537,10 @@ class RaceRun:
 
     # -- overrides and results ----------------------------------------------------------------------------------------
 
-    def words_of(self, racer: Racer, run: Run, measured: Measured) -> tuple[str, ...]:
+    def words_of(self, racer: Racer, run: Run, measured: RaceScale) -> tuple[str, ...]:
         """The overrides of one run, which repeat it by themselves."""
         same = measured.size == self.field.size
-        budget = [word for word in kept_words(self.words) if _sets_budget(word)]
+        budget = [word for word in inherited_overrides(self.overrides) if _sets_budget(word)]
         if not same:  # its own budget says nothing of a narrower network; who fits was found on the target
             budget = ["budget=unlimited"]
         gpus = find_gpus("auto") if self.config.race.per_gpu > 1 and self.config.budget.memory_bytes is None else ()
@@ -574,7 +576,7 @@ class RaceRun:
             )  # fmt: skip
         return rows
 
-    def _page(self, outcome: Outcome, content: Mapping[str, Any]) -> None:
+    def _page(self, outcome: RaceOutcome, content: Mapping[str, Any]) -> None:
         """frontier.html of the race's last runs, each entrant at its best rate."""
         last = {outcome.rung, *(stage for stage in outcome.scores if isinstance(stage, str))}
         runs = [
@@ -604,7 +606,7 @@ def is_timed(run: Run) -> bool:
     return str(run.stage).startswith(TIMED)
 
 
-def predicted_s(
+def predict_seconds(
     steps: Sequence[int], *, pace: tuple[float, float], ran: Sequence[tuple[int, float]] = (), workers: int = 1
 ) -> float:
     """Seconds of runs of about equal lengths, `workers` at once, wave by wave: by `pace`, seconds of a step and of a

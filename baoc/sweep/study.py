@@ -22,7 +22,7 @@ from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.frontier.runs import ERROR
 from baoc.parallel import refuse_several_processes
 from baoc.sweep.early_stopping import EarlyStopping
-from baoc.sweep.gpu_slots import GpuSlots, Held, find_gpus
+from baoc.sweep.gpu_slots import GpuLease, GpuSlots, find_gpus
 from baoc.sweep.progress import Progress
 from baoc.sweep.sampling import suggest
 from baoc.sweep.signals import POLL_S, SignalHandler
@@ -72,7 +72,7 @@ def run_study(
     """
     refuse_several_processes("study")
     folder = study_folder(folder)
-    config = with_extra(config, extra)
+    config = add_overrides(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
     preload(_words_of(config), code=code)
@@ -112,7 +112,7 @@ def refuse_all_failed(study: optuna.Study) -> None:
         raise TrainingFailedError(f"all {len(ended)} ended trials of study {study.study_name} failed; the last {last}")
 
 
-def with_extra(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
+def add_overrides(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
     """`config` with the command line's overrides appended to `fixed`. Raises BadInputError for an override with several
     values, which belongs in the space, for one that every trial or a baseline overrules, and for a mode that does not
     train."""
@@ -156,7 +156,7 @@ class _RunningTrial:
 
     trial: FrozenTrial
     overrides: list[str]
-    gpus: Held
+    gpus: GpuLease
     early_stopping: EarlyStopping
     process: TrialProcess = field(init=False)
     outcomes: list[RunOutcome] = field(default_factory=list)

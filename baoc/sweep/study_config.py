@@ -16,7 +16,7 @@ _LISTS = ("fixed", "baselines", "repeats", "early_stop")  # which null empties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Values:
+class Domain:
     """Choices, or a range of numbers. `format` turns a value into the text of an override. `when` maps earlier settings
     of the space to the values with which this one is active."""
 
@@ -50,14 +50,14 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Param(Values):
+class Param(Domain):
     """One searched setting."""
 
     key: str
 
     def plain(self) -> dict[str, Any]:
         """What is stored of it."""
-        return {name: _plain(getattr(self, name)) for name in SETTING_KEYS if name != "when" or self.when}
+        return {name: _plain(getattr(self, name)) for name in DOMAIN_KEYS if name != "when" or self.when}
 
     def override(self, value: Any) -> str:
         """The override `key=value` of a value."""
@@ -216,7 +216,7 @@ def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     replace each other."""
     found: dict[str, Any] = {}
     for key, spec in given.items():
-        nested = isinstance(spec, Mapping) and spec and not set(SETTING_KEYS) & set(spec)
+        nested = isinstance(spec, Mapping) and spec and not set(DOMAIN_KEYS) & set(spec)
         if nested and all(isinstance(value, Mapping) for value in spec.values()):
             own = _dotted(spec, prefix=f"{prefix}{key}.")
         else:
@@ -242,8 +242,8 @@ def _param(key: str, spec: Any) -> Param:
     spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
     if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
         spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}
-    values = build_settings(Values, spec, path=path)
-    param = Param(key=key, **{name: getattr(values, name) for name in SETTING_KEYS})
+    values = build_settings(Domain, spec, path=path)
+    param = Param(key=key, **{name: getattr(values, name) for name in DOMAIN_KEYS})
     try:
         for value in param.choices or (param.low, param.high):
             param.override(value)
@@ -261,4 +261,4 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-SETTING_KEYS = tuple(item.name for item in fields(Values))
+DOMAIN_KEYS = tuple(item.name for item in fields(Domain))

@@ -103,7 +103,7 @@ class _PartsReader(pickle.Unpickler):
         raise _NamesCodeError(f"it names {module_name}.{global_name}")
 
 
-def check_parts(folder: Path) -> None:
+def check_shard_metadata(folder: Path) -> None:
     """Raises CheckpointError where the `.metadata` of a folder of parts, which torch unpickles, may run code."""
     path = folder / ".metadata"
     try:

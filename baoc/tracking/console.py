@@ -85,7 +85,7 @@ def say(text: str) -> None:
     make_console().print(text, markup=False, soft_wrap=True)
 
 
-def print_pairs(title: str, pairs: Mapping[str, str | None], *, run_dir: str | Path | None) -> None:
+def print_key_values(title: str, pairs: Mapping[str, str | None], *, run_dir: str | Path | None) -> None:
     """Prints keys and values, without those of None. The run folder comes last and is not wrapped, to be copied."""
     table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
@@ -276,7 +276,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
     rows = {
         "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
         "metrics": others or None,
-        "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes){by_rank(result.peak_by_rank)}, "
+        "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes){rank_peaks_text(result.peak_by_rank)}, "
         f"predicted {format_bytes(result.peak_bytes_predicted)}",
         "budget": _budget_verdict(result),
         "state": f"{format_bytes(result.state_bytes)} ({result.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
@@ -287,10 +287,10 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "layers": f"recomputed layers {result.recomputed_layers} of {result.num_layers}" if result.num_layers else None,
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
-    print_pairs(f"{result.name}, done", rows, run_dir=run_dir)
+    print_key_values(f"{result.name}, done", rows, run_dir=run_dir)
 
 
-def by_rank(peaks: Sequence[int]) -> str:
+def rank_peaks_text(peaks: Sequence[int]) -> str:
     """` (rank 0 11.97 GiB, rank 1 11.90 GiB)`, or nothing for one process."""
     told = ", ".join(f"rank {rank} {format_bytes(held)}" for rank, held in enumerate(peaks))
     return f" ({told})" if told else ""
@@ -314,13 +314,13 @@ def _budget_verdict(result: RunResult) -> str | None:
     is_memory = result.budget.get("kind") == "memory"
     held = result.peak_bytes if is_memory else result.state_bytes
     return budget_verdict(
-        result.budget_bytes, held_bytes=held, met=result.budget_met, memory=is_memory, binding=result.binding
+        result.budget_bytes, used_bytes=held, met=result.budget_met, memory=is_memory, binding=result.binding
     )
 
 
-def budget_verdict(limit_bytes: int, *, held_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
+def budget_verdict(limit_bytes: int, *, used_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
     """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; not `memory`: of optimizer state."""
-    slack = limit_bytes - held_bytes
+    slack = limit_bytes - used_bytes
     verdict = f"met, {format_bytes(slack)} to spare" if met else f"NOT met, {format_bytes(-slack)} over"
     binds = "binds" if binding else "does not bind"
     what = "of device memory" if memory else "of optimizer state"

@@ -32,7 +32,7 @@ from baoc.parallel import SINGLE_PROCESS, Ranks, check_equal_on_ranks, ranks, re
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
-from baoc.tracking.checkpoints import check_parts
+from baoc.tracking.checkpoints import check_shard_metadata
 from baoc.training.arriving_weights import (
     MIXED,
     ArrivedWeights,
@@ -479,7 +479,7 @@ class BudgetedStrategy(Strategy):
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         if weights_only is not False:
-            check_parts(Path(checkpoint_path))
+            check_shard_metadata(Path(checkpoint_path))
         content: dict[str, Any] = _load_distributed_checkpoint(Path(checkpoint_path))
         parts = sorted((key for key in content if key.startswith("optimizer_")), key=lambda key: (len(key), key))
         return {"optimizer_states": [content.pop(key) for key in parts], **content}

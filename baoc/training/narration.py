@@ -11,7 +11,7 @@ import torch
 
 from baoc.parallel import SINGLE_PROCESS, current_rank
 from baoc.profiling import device_peak
-from baoc.tracking.console import budget_verdict, by_rank, print_reallocation, say, summary_text
+from baoc.tracking.console import budget_verdict, print_reallocation, rank_peaks_text, say, summary_text
 from baoc.training.reallocator import Reallocator
 from baoc.types import Plan, Profile, Reallocation
 from baoc.units import format_bytes, gib
@@ -126,7 +126,7 @@ class Narrator:
         memory = plan.budget.memory_bytes is not None
         if self.reallocator.planner.footprint is not None and (memory or peak is not None):
             measured = "not measured" if peak is None else format_bytes(peak)
-            each = by_rank(self.by_rank if any(self.by_rank) else ())
+            each = rank_peaks_text(self.by_rank if any(self.by_rank) else ())
             lines.append(f"peak {measured}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
         if self.reallocator.awaited is not None:
@@ -139,7 +139,7 @@ class Narrator:
                 why = "not judged, because no peak of this and the other optimizer together is measured"
             lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, {why}")
         else:
-            told = budget_verdict(limit, held_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
+            told = budget_verdict(limit, used_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
             lines.append(f"budget {plan.budget.name}: {told}")
         return lines
 

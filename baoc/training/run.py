@@ -32,7 +32,7 @@ from baoc.models.switches import recomputable_layers, recomputed_layers, start_c
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes
 from baoc.profiling import free_bytes
-from baoc.racing.entrants import leave_entrants
+from baoc.racing.entrants import write_entrants
 from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
@@ -160,7 +160,7 @@ def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModu
     write_plan_line(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
     if config.race.first != "off":
         num_params = sum(p.numel() for p in task.parameters())
-        leave_entrants(
+        write_entrants(
             planner, config=config, data=data.spec, num_params=num_params, quality=task.quality, run_dir=run_dir
         )
 
@@ -225,7 +225,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         "seed": f"{config.seed}",
         "chosen": "; ".join((*resolved.reasons, *done)) or None,
     }
-    console.print_pairs(config.name, told, run_dir=run_dir)
+    console.print_key_values(config.name, told, run_dir=run_dir)
     return task, data
 
 
@@ -377,9 +377,9 @@ def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
     """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)
-    from baoc.frontier.build import frontier_of
+    from baoc.frontier.build import write_frontier
 
-    frontier_of(run_dir, show=False, page=False)
+    write_frontier(run_dir, show=False, page=False)
     log_summary(parts.loggers, result=result)
     console.print_result(result, run_dir=run_dir)
     if result.budget_met is False:

@@ -1,6 +1,6 @@
 """Races replayed on recorded runs: how often the choice is worse than the best uniform by more than what is claimed.
 
-    python -m experiments.analysis.race_replay [--races 1000] [--csv FILE]
+    python -m experiments.analysis.race_replay [--races 1000] [--csv ENTRANTS_FILE]
 
 The course is that of `mode=race` (`baoc.racing.course`), and scores are looked up instead of trained. Two sets
 of raw rows serve, which differ in what they can show:
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from baoc.racing.course import DONE, Ended, Outcome, Run, Settings, course
+from baoc.racing.course import DONE, RaceOutcome, RaceSettings, Run, RunEnd, course
 from baoc.racing.rules import Entrant
 from baoc.tracking.files import write_csv
 
@@ -102,13 +102,13 @@ def confirmed(rows: Sequence[Mapping[str, str]], *, task: str) -> Recorded:
     )
 
 
-def replay(recorded: Recorded, *, rng: np.random.Generator) -> tuple[Outcome, bool, bool, float]:
+def replay(recorded: Recorded, *, rng: np.random.Generator) -> tuple[RaceOutcome, bool, bool, float]:
     """One race: its outcome, whether the claim is wrong, whether a plan was wrongly taken, and what it gained over the
     best uniform, as a share of its score."""
     fresh_seeds = 6 if len(recorded.seeds) > 6 else 0
     drawn = [int(seed) for seed in rng.choice(recorded.seeds, size=3 + fresh_seeds)]
     at = {100 + index: seed for index, seed in enumerate(drawn)}  # one that is drawn again is a seed of its own
-    settings = Settings(
+    settings = RaceSettings(
         rates=recorded.rates,
         rungs=recorded.rungs,
         seeds=tuple(at)[:3],
@@ -118,9 +118,9 @@ def replay(recorded: Recorded, *, rng: np.random.Generator) -> tuple[Outcome, bo
         level=LEVEL,
     )
 
-    def score(run: Run) -> Ended:
+    def score(run: Run) -> RunEnd:
         stage = 1.0 if isinstance(run.stage, str) else run.stage
-        return Ended(status=DONE, score=recorded.scores[run.entrant, stage, run.rate][at[run.seed]])
+        return RunEnd(status=DONE, score=recorded.scores[run.entrant, stage, run.rate][at[run.seed]])
 
     going, sent = course(recorded.entrants, settings=settings), None
     try:
@@ -128,7 +128,7 @@ def replay(recorded: Recorded, *, rng: np.random.Generator) -> tuple[Outcome, bo
             asked = going.send(sent) if sent is not None else next(going)
             sent = {run: score(run) for run in asked}
     except StopIteration as ended:
-        outcome: Outcome = ended.value
+        outcome: RaceOutcome = ended.value
     best = min(
         recorded.truth(entrant.name, rate)
         for entrant in recorded.entrants

@@ -41,7 +41,7 @@ from baoc.config.compose import compose  # noqa: E402
 from baoc.config.environment import commit  # noqa: E402
 from baoc.config.from_hydra import from_hydra  # noqa: E402
 from baoc.errors import BaocError  # noqa: E402
-from baoc.frontier.build import frontier_of  # noqa: E402
+from baoc.frontier.build import write_frontier  # noqa: E402
 from baoc.sweep.study import run_study  # noqa: E402
 from baoc.sweep.study_config import StudyConfig, read_study  # noqa: E402
 from baoc.tracking.checkpoints import load_checked  # noqa: E402
@@ -151,7 +151,7 @@ def damaged(number: int, *, draw: random.Random, folder: Path, whole: Path) -> R
         "resume": lambda: find_checkpoint(asked, run_dir=run_dir),
         "decision": lambda: saved_decision(asked, checkpoint=run_dir / "checkpoints" / "last.ckpt"),
         "metrics": lambda: read_metrics(run_dir),
-        "frontier": lambda: frontier_of(run_dir, show=False),
+        "frontier": lambda: write_frontier(run_dir, show=False),
         "study": lambda: run_study(given, folder=day / "study", code=STUB),
     }
     outcomes, faults = [], []

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from baoc.frontier.comparable_runs import family_of
+from baoc.frontier.comparable_runs import allocator_family
 from baoc.frontier.pareto import doublings, hypervolume, pareto
 from baoc.frontier.runs import RunFolder, find_runs
 from baoc.sweep.study import run_study
@@ -102,7 +102,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         result = run.result
         if result is None or result["quality"]["value"] is None:
             continue
-        family = family_of(result["allocator"])
+        family = allocator_family(result["allocator"])
         risk = _risk_of(run)
         if family == "BAOC" and risk != "statistics":
             family = f"BAOC, {risk}"

@@ -45,8 +45,8 @@ from baoc.config.from_hydra import from_hydra, to_conf  # noqa: E402
 from baoc.config.nodes import register  # noqa: E402
 from baoc.config.options import GROUPS  # noqa: E402
 from baoc.sweep.space_check import check_space  # noqa: E402
-from baoc.sweep.study import with_extra  # noqa: E402
-from baoc.sweep.study_config import EarlyStop, StudyConfig, Values, read_study  # noqa: E402
+from baoc.sweep.study import add_overrides  # noqa: E402
+from baoc.sweep.study_config import Domain, EarlyStop, StudyConfig, read_study  # noqa: E402
 
 WORDS = ("a", "no", "off", "''", "''''", "'a,b'", "'1'", "../x", "x=y", "ä", "\\", "*", "8gb", "auto", "state_10")
 NUMBERS = ("0", "-1", "1", "2", "3", "7", "64", "0.1", "1.0", "1e-3", "10000", "0.5", "-0.0")
@@ -93,7 +93,7 @@ def study_keys() -> list[str]:
     own = [item.name for item in fields(StudyConfig)]
     own += [f"early_stop.{item.name}" for item in fields(EarlyStop)]
     own += [f"objectives.{name}" for name in ("quality", "state_bytes", "speed")]
-    own += [f"space.{key}.{item.name}" for key in ("optim.lr", "budget", "risk") for item in fields(Values)]
+    own += [f"space.{key}.{item.name}" for key in ("optim.lr", "budget", "risk") for item in fields(Domain)]
     return [f"hydra.sweeper.{key}" for key in own]
 
 
@@ -192,7 +192,7 @@ def study_of(words: list[str]) -> None:
     with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
         config = compose_hydra(config_name="config", overrides=words, return_hydra_config=True)
     study = read_study(OmegaConf.to_container(config.hydra.sweeper, resolve=True))  # pyright: ignore
-    study = with_extra(study, [word for word in words if not word.lstrip("+~").startswith("hydra.")])
+    study = add_overrides(study, [word for word in words if not word.lstrip("+~").startswith("hydra.")])
     calls: list[int] = []
 
     def composed(overrides: list[str]) -> Any:

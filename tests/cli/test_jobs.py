@@ -47,7 +47,7 @@ def training(monkeypatch, tmp_path: Path) -> Callable[[Train], list[str]]:
 def frontiers(monkeypatch) -> list[Path]:
     """Folders that a frontier was asked of."""
     asked: list[Path] = []
-    monkeypatch.setattr("baoc.frontier.build.frontier_of", asked.append)
+    monkeypatch.setattr("baoc.frontier.build.write_frontier", asked.append)
     return asked
 
 

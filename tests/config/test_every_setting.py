@@ -11,7 +11,7 @@ from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.options import GROUPS
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
-from baoc.sweep.study_config import EarlyStop, StudyConfig, Values, read_study
+from baoc.sweep.study_config import Domain, EarlyStop, StudyConfig, read_study
 
 HUGE = int("9" * 400)
 VALUES: Mapping[str, Any] = {
@@ -107,11 +107,11 @@ def test_a_setting_of_a_run(key: str) -> None:
     [
         *(item.name for item in fields(StudyConfig)),
         *(f"early_stop.{item.name}" for item in fields(EarlyStop)),
-        *(f"space.x.{item.name}" for item in fields(Values)),
+        *(f"space.x.{item.name}" for item in fields(Domain)),
     ],
 )
 def test_a_setting_of_a_study(key: str) -> None:
-    cls = Values if key.startswith("space.") else StudyConfig
+    cls = Domain if key.startswith("space.") else StudyConfig
     hint = hint_of(cls, key.removeprefix("space.x."))
     for name, value in VALUES.items():
         given = {**STUDY, "space": {"x": dict(STUDY["space"]["x"])}}  # type: ignore[index]

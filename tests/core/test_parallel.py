@@ -93,7 +93,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         r"a study was started as .* Start it once per worker",
     ),
     "race": (
-        lambda: run_race(from_plain({}), words=[], folder=Path("nowhere"), command=""),
+        lambda: run_race(from_plain({}), overrides=[], folder=Path("nowhere"), command=""),
         r"a race was started as .*: each would hold it alone. Race in one process .*, then train with recipe=raced",
     ),
     "strategy, devices=auto": (lambda: strategy("auto"), "BaocStrategy was built in .* trains on one device, and"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baoc.frontier import picture
-from baoc.frontier.build import frontier_of
+from baoc.frontier.build import write_frontier
 from baoc.frontier.report import main
 from tests.support.sweep_jobs import config, error, job, three_families
 from tests.support.waiting import PATIENCE_S
@@ -229,7 +229,7 @@ def told_in(body: str) -> dict[str, Any]:
 
 def body_of(folder: Path, *flags: str, act: str, framed: bool = False) -> str:
     """The body of the folder's page after `act`, a script, as a Chromium has it; or of one that has it in a frame."""
-    frontier_of(folder, show=False)
+    write_frontier(folder, show=False)
     script = f"""<script>(async () => {{
         const told = {{}}, wait = (ms) => new Promise((done) => setTimeout(done, ms));
         await wait(500);

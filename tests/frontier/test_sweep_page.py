@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from baoc.frontier.build import build_report, frontier_of
-from baoc.frontier.comparable_runs import family_of
+from baoc.frontier.build import build_report, write_frontier
+from baoc.frontier.comparable_runs import allocator_family
 from baoc.frontier.page import MAX_CURVE_POINTS, page_data, race_table
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
@@ -29,12 +29,12 @@ def data_in(page: Path) -> dict[str, Any]:
 
 def test_families():
     names = ["exact", "lagrangian", "greedy", "random", "uniform_foam8bit_matched", "least_state"]
-    assert [family_of(name) for name in names] == ["BAOC"] * 3 + ["random feasible", "uniform", "least_state"]
+    assert [allocator_family(name) for name in names] == ["BAOC"] * 3 + ["random feasible", "uniform", "least_state"]
 
 
 def test_a_page_compares_families_on_one_reference(tmp_path: Path):
     three_families(tmp_path)
-    frontier_of(tmp_path, show=False)
+    write_frontier(tmp_path, show=False)
     (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
     points = {point["allocator"]: point for point in kind["points"]}
     assert points["exact"]["quality"] == pytest.approx(0.15) and points["exact"]["seeds"] == 2
@@ -50,7 +50,7 @@ def test_a_page_compares_families_on_one_reference(tmp_path: Path):
 def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path):
     job(tmp_path / "0", loss=0.1, command="python run.py name='</script><b>'")
     error(tmp_path / "1", exit_code=4, message="</script> out of memory")
-    frontier_of(tmp_path, show=False)
+    write_frontier(tmp_path, show=False)
     text = (tmp_path / "frontier.html").read_text()
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
     data = data_in(tmp_path / "frontier.html")
@@ -65,7 +65,7 @@ def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path
 def test_no_text_of_a_run_means_anything_to_a_browser(tmp_path: Path, text: str):
     job(tmp_path / "0", loss=0.1, command=f"python run.py name='{text}'")
     error(tmp_path / "1", exit_code=4, message=text)
-    frontier_of(tmp_path, show=False)
+    write_frontier(tmp_path, show=False)
     page = (tmp_path / "frontier.html").read_text()
     scripts = ScriptReader()
     scripts.feed(page)
@@ -128,7 +128,7 @@ def test_the_page_says_what_each_plan_rests_on(tmp_path: Path):
     for number, (name, basis) in enumerate(bases.items()):
         job(tmp_path / name, loss=0.1 + number, state_bytes=100 - number, budget=f"state_{10 + number}")
         write_json(tmp_path / name / "allocation.json", {"choices": {"head": "adamw"}, "basis": basis})
-    frontier_of(tmp_path, show=False)
+    write_frontier(tmp_path, show=False)
     told = {
         "state_10": f"measured: {measured}",
         "state_11": "prior: risk=prior: argued for",
@@ -161,7 +161,7 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
     job(tmp_path / "2_first", loss=0.50, budget="state_10", state_bytes=10)
     job(tmp_path / "10_then", loss=0.10, budget="state_40", state_bytes=40, allocator="random")
     job(tmp_path / "11_last", loss=0.09, budget="state_50", state_bytes=80)
-    frontier_of(tmp_path, show=False)
+    write_frontier(tmp_path, show=False)
     (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
     assert kind["runs"] == ["2_first", "10_then", "11_last"]
     lines = {(line["axis"], line["family"]): line for line in kind["histories"]}

@@ -11,7 +11,7 @@ from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.racing.entrants import FILE, leave_entrants, read_field
+from baoc.racing.entrants import ENTRANTS_FILE, read_target, write_entrants
 from baoc.types import ImageDataSpec, ParamInfo, Role
 
 DATA = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=1438, num_val=359)
@@ -31,12 +31,12 @@ def planner(budget: str) -> Planner:
 def left(folder: Path, *, budget: str = "state_25", words: tuple[str, ...] = ()) -> None:
     config = from_hydra(compose(["model=vit", "optim.lr=0.003", f"budget={budget}", "race=auto", *words]))
     own = planner(budget)
-    leave_entrants(own, config=config, data=DATA, num_params=1000, quality=("val/loss", False), run_dir=folder)
+    write_entrants(own, config=config, data=DATA, num_params=1000, quality=("val/loss", False), run_dir=folder)
 
 
 def test_entrants_are_read_as_they_were_left(tmp_path: Path):
     left(tmp_path)
-    found = read_field(tmp_path / FILE)
+    found = read_target(tmp_path / ENTRANTS_FILE)
     names = [one.name for one in found.racers]
     assert {"muon8_lean", "plan"} <= set(names) and "adamw" not in names  # which does not fit
     assert (found.steps, found.lr, found.num_train, found.quality) == (400, 0.003, 1438, "val/loss")
@@ -51,7 +51,7 @@ def test_entrants_are_read_as_they_were_left(tmp_path: Path):
 
 def test_only_the_recipes_that_were_named_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     left(tmp_path, words=("race.recipes=[foam8_lean,adamw]",))
-    assert [one.name for one in read_field(tmp_path / FILE).racers] == ["foam8_lean"]
+    assert [one.name for one in read_target(tmp_path / ENTRANTS_FILE).racers] == ["foam8_lean"]
     assert (
         "not raced, as the budget does not hold it or catalogue.specs lacks what it runs: adamw"
         in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_a_run_without_an_end_cannot_be_raced_for(tmp_path: Path):
     with pytest.raises(BadInputError, match=r"a race needs to know how long the run is: give trainer.max_steps"):
         left(tmp_path, words=("trainer.max_steps=-1",))
     left(tmp_path, words=("trainer.max_steps=-1", "trainer.max_epochs=3"))
-    assert read_field(tmp_path / FILE).steps == 3 * (1438 // 64)
+    assert read_target(tmp_path / ENTRANTS_FILE).steps == 3 * (1438 // 64)
 
 
 def test_a_recipe_by_block_is_of_one_network():

@@ -19,7 +19,7 @@ from baoc.core.recipes import RECIPES, recipe_node
 from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models import build_model
-from baoc.racing.records import family_of, settle_recipe
+from baoc.racing.records import race_family, resolve_raced_recipe
 from baoc.tracking.files import write_json
 from tests.support.tiny import tiny_trainer
 
@@ -56,14 +56,14 @@ def leave_race(name: str = "vit_tiny.json", *words: str, recipe: Any = NODE) -> 
     """The file of a race of this network, of which those who look it up read this."""
     content = {
         "schema": 1, "choice": CHOSEN, "lr": 6e-3, "recipe": recipe, "told": f"{CHOSEN}: told", "claim": "the claim",
-        "verdict": {}, "family": family_of(given(*words), size="tiny"), "budget": "state_25",
+        "verdict": {}, "family": race_family(given(*words), size="tiny"), "budget": "state_25",
     }  # fmt: skip
     write_json(LIBRARY / name, content)
     return str(LIBRARY / name)
 
 
 def by_command(recipe: str) -> Any:
-    return settle_recipe(given(f"recipe={recipe}")).recipe
+    return resolve_raced_recipe(given(f"recipe={recipe}")).recipe
 
 
 def by_optimizer(recipe: str) -> Any:

@@ -9,7 +9,7 @@ from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.config.schema import RunConfig
 from baoc.core.recipes import RECIPES, Recipe, recipe_node
-from baoc.racing.entrants import FILE
+from baoc.racing.entrants import ENTRANTS_FILE
 
 # A run in milliseconds: recipe, rate, seed and steps decide its score, and each attempt leaves a line.
 STUB = """
@@ -47,7 +47,7 @@ def config(folder: Path, *words: str) -> RunConfig:
     return from_hydra(compose([*WORDS, f"race.library={folder / 'library'}", *words]))
 
 
-def leave_field(folder: Path, *, names: tuple[str, ...] = NAMES, **changes: Any) -> None:
+def write_target(folder: Path, *, names: tuple[str, ...] = NAMES, **changes: Any) -> None:
     """The entrants that a plan on the device would have left."""
     racers = [
         {
@@ -64,7 +64,7 @@ def leave_field(folder: Path, *, names: tuple[str, ...] = NAMES, **changes: Any)
         "batch_size": 64, "steps": 400, "lr": 3e-3, "quality": "val/loss", "higher_is_better": False,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps({"schema": 1, "racers": racers, **about, **changes}))
+    (folder / ENTRANTS_FILE).write_text(json.dumps({"schema": 1, "racers": racers, **about, **changes}))
 
 
 def _recipe(name: str) -> Recipe:

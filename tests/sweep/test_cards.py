@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baoc.errors import BadInputError
-from baoc.sweep.gpu_slots import Gpu, GpuSlots, Held, filter_visible, parse_gpus
+from baoc.sweep.gpu_slots import Gpu, GpuLease, GpuSlots, filter_visible, parse_gpus
 from baoc.sweep.study import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, config
@@ -28,7 +28,7 @@ def test_nvidia_smi_is_read_and_visible_devices_are_kept_to():
     assert filter_visible(TWO, "") == ()
 
 
-def names(held: Held | None) -> tuple[str, ...] | None:
+def names(held: GpuLease | None) -> tuple[str, ...] | None:
     return None if held is None else held.names
 
 
@@ -67,7 +67,7 @@ def test_other_processes_places_count_until_they_are_killed(tmp_path: Path):
 
 
 def test_without_cards_there_is_nothing_to_take(tmp_path: Path):
-    assert GpuSlots(gpus=(), folder=tmp_path).acquire(1) == Held()
+    assert GpuSlots(gpus=(), folder=tmp_path).acquire(1) == GpuLease()
 
 
 FOUR = tuple(Gpu(name=str(index), total_bytes=80 * GIB, uuid=f"GPU-{index}") for index in range(4))
@@ -80,7 +80,7 @@ def test_a_trial_has_all_of_its_cards_or_none(tmp_path: Path):
     first.release()
     assert names(slots.acquire(None)) == ("0", "1")
     assert names(GpuSlots(gpus=FOUR, per_trial=2, folder=tmp_path).acquire(8 * GIB)) == ("2", "3")
-    assert GpuSlots(gpus=(), per_trial=2, folder=tmp_path).acquire(1) == Held()
+    assert GpuSlots(gpus=(), per_trial=2, folder=tmp_path).acquire(1) == GpuLease()
     with pytest.raises(
         BadInputError, match=r"gpus_per_trial=3, and the study may use 2 GPU\(s\) \(0, 1\): choose at most"
     ):

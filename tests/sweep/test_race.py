@@ -20,16 +20,16 @@ from baoc.cli.jobs import RACE_SETUP_FILE, with_race_folder
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.racing.course import DONE, FAILED, Ended, Settings, course
-from baoc.racing.entrants import FILE, read_field
-from baoc.racing.records import RACE_FILE, Measured, family_of, find_raced, settle_recipe
+from baoc.racing.course import DONE, FAILED, RaceSettings, RunEnd, course
+from baoc.racing.entrants import ENTRANTS_FILE, read_target
+from baoc.racing.records import RACE_FILE, RaceScale, find_race, race_family, resolve_raced_recipe
 from baoc.racing.rules import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
-from baoc.sweep.race import kept_words, predicted_s, race_before, race_command, run_race
+from baoc.sweep.race import inherited_overrides, predict_seconds, race_before_run, race_command, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
-from tests.support.races import NAMES, STUB, WORDS, attempts, config, leave_field
+from tests.support.races import NAMES, STUB, WORDS, attempts, config, write_target
 from tests.support.waiting import wait_until
 
 MOST_KILLS = int(os.environ.get("BAOC_KILLS", "3"))
@@ -44,12 +44,14 @@ def without_page(monkeypatch: pytest.MonkeyPatch):
 
 def raced(folder: Path, *words: str, cap_s: float | None = None, stages: tuple[str, ...] = ONE_STAGE):
     words = (*stages, *words)
-    return run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=STUB, cap_s=cap_s)
+    return run_race(
+        config(folder, *words), overrides=[*WORDS, *words], folder=folder, command="c", code=STUB, cap_s=cap_s
+    )
 
 
 @pytest.mark.slow
 def test_a_race_leaves_a_table_a_record_and_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    leave_field(tmp_path)
+    write_target(tmp_path)
     result = raced(tmp_path, stages=QUICK)
     assert result is not None
     record = json.loads((tmp_path / RACE_FILE).read_text())
@@ -77,7 +79,7 @@ def test_a_race_leaves_a_table_a_record_and_its_rows(tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"))
     first = raced(tmp_path)
     before = attempts(tmp_path)
     again = raced(tmp_path, "race.workers=1")
@@ -99,7 +101,7 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
 
     def begun(*more: str) -> race_module.RaceRun:
         given = (*words, *more)
-        race = race_module.RaceRun(config(tmp_path, *given), words=given, folder=tmp_path, command="c", code="")
+        race = race_module.RaceRun(config(tmp_path, *given), overrides=given, folder=tmp_path, command="c", code="")
         race.study = SimpleNamespace(get_trials=lambda **_: [])  # pyright: ignore[reportAttributeAccessIssue]
         race.began -= 30.0
         race.check_setup()
@@ -129,10 +131,10 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
 def test_no_sibling_is_timed_where_the_plan_has_taken_a_quarter_of_the_cap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="small")
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"), size="small")
     stub_timing(monkeypatch)
-    race = race_module.RaceRun(config(tmp_path), words=[], folder=tmp_path, command="c", code="")
-    race.field = read_field(tmp_path / FILE)
+    race = race_module.RaceRun(config(tmp_path), overrides=[], folder=tmp_path, command="c", code="")
+    race.field = read_target(tmp_path / ENTRANTS_FILE)
     timed: list[str] = []
     sibling = race.sibling_of
     monkeypatch.setattr(race, "sibling_of", lambda size: (timed.append(size), sibling(size))[1])
@@ -151,7 +153,7 @@ from tests.support.races import STUB, WORDS, config
 race.build_report = lambda *_, **__: None
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 code = STUB.replace('words.get("task.sleep", 0)', "0.05")
-race.run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=code)
+race.run_race(config(folder, *words), overrides=[*WORDS, *words], folder=folder, command="c", code=code)
 """
 
 
@@ -160,7 +162,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     """Kills of the race and of its runs: the result is that of a race without any. BAOC_KILLS=20 has 20 of them."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
-        leave_field(folder, names=("muon8_lean", "foam8_lean", "plan"))
+        write_target(folder, names=("muon8_lean", "foam8_lean", "plan"))
     command, words = [sys.executable, "-c", SCRIPT], [*ONE_STAGE, "race.rungs=[0.5,1]"]
     rng, kills, process = random.Random(3), 0, None
     for number in range(MOST_KILLS):
@@ -180,7 +182,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     assert process is not None
     process.wait()
     for folder in (killed, whole):
-        run_race(config(folder, *words), words=[*WORDS, *words], folder=folder, command="c", code=STUB)
+        run_race(config(folder, *words), overrides=[*WORDS, *words], folder=folder, command="c", code=STUB)
     assert kills >= 2
     one, other = (json.loads((folder / RACE_FILE).read_text()) for folder in (killed, whole))
     for changing in ("seconds", "commit", "command"):
@@ -190,7 +192,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_cap_ends_a_race_before_the_stage_that_would_exceed_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
     assert raced(tmp_path, cap_s=1.0) is None  # 40 steps of 10 ms; a race of 400 takes minutes
     said = capsys.readouterr().out
     assert "nothing is raced within 1 s: planning and timing took" in said
@@ -202,7 +204,7 @@ def test_a_cap_ends_a_race_before_the_stage_that_would_exceed_it(tmp_path: Path,
 def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean", "plan"))
     study, calls = race_module.run_study, list[str]()
 
     def counted(*args: Any, **settings: Any):
@@ -222,20 +224,20 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
 
 
 def test_a_stage_is_predicted_by_starts_and_steps_apart():
-    assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[]) == 12.0
-    assert predicted_s([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
-    assert predicted_s([100] * 6, pace=(0.01, 5.0), workers=4) == 12.0, "two waves"
+    assert predict_seconds([100, 100], pace=(0.01, 5.0), ran=[]) == 12.0
+    assert predict_seconds([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
+    assert predict_seconds([100] * 6, pace=(0.01, 5.0), workers=4) == 12.0, "two waves"
 
 
 @pytest.mark.parametrize("mode", ["race", "train"])
 def test_a_recipe_that_alone_fits_is_raced_for_its_rate_only_where_a_race_was_asked_for(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean",))
+    write_target(tmp_path, names=("muon8_lean",))
     stub_timing(monkeypatch)
     words = [f"mode={mode}", "race=1000", "race.workers=1"]
-    race = race_module.RaceRun(config(tmp_path, *words), words=words, folder=tmp_path, command="c", code="")
-    race.field = read_field(tmp_path / FILE)
+    race = race_module.RaceRun(config(tmp_path, *words), overrides=words, folder=tmp_path, command="c", code="")
+    race.field = read_target(tmp_path / ENTRANTS_FILE)
     planned = race.within(1000.0)
     said = "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
     assert (planned is None) == said == (mode == "train")
@@ -249,11 +251,11 @@ def test_a_recipe_that_alone_fits_is_raced_for_its_rate_only_where_a_race_was_as
 def test_a_race_under_a_cap_that_races_nothing_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"))
     stub_timing(monkeypatch)
     words = ("race=1", "race.workers=1")
     with pytest.raises(BadInputError, match=r"nothing was raced within race=1, and the lines above say why"):
-        race_command(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c")
+        race_command(config(tmp_path, *words), overrides=[*WORDS, *words], folder=tmp_path, command="c")
     assert (
         "nothing is raced within 1 s: planning and timing took 0 s, and the smallest race is predicted"
         in capsys.readouterr().out
@@ -272,17 +274,21 @@ def test_before_a_run_the_choice_and_its_rate_are_trained_with(
 ):
     monkeypatch.setattr(race_module, "find_spec", lambda _: None)  # a page that cannot be drawn ends no run
     words = ["model=vit", "budget=state_25", "race=1000", *ONE_STAGE, f"race.library={tmp_path / 'library'}"]
-    leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
-    settled = race_before(from_hydra(compose(words)), words=words, folder=tmp_path / "race", command="c", code=STUB)
+    write_target(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
+    settled = race_before_run(
+        from_hydra(compose(words)), overrides=words, folder=tmp_path / "race", command="c", code=STUB
+    )
     assert settled.recipe is not None and settled.recipe.name == "foam8_lean"  # the fewest bytes within the margin
     assert "frontier.html needs plotly" in capsys.readouterr().out and not list(tmp_path.rglob("frontier.html"))
     assert settled.allocator.name == "recipe" and settled.optim.lr == pytest.approx(3e-3)
     assert settled.recipe.source.startswith("race: foam8_lean: 8.8% of AdamW's state; ")  # which its plan tells
-    later = settle_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))
+    later = resolve_raced_recipe(from_hydra(compose(["model=vit", "budget=state_25", "recipe=raced", words[-1]])))
     assert later.recipe == settled.recipe and "recipe=raced takes foam8_lean" in capsys.readouterr().out
     short = ["model=vit", "budget=state_25", "race=auto", *ONE_STAGE, words[-1]]
-    leave_field(tmp_path / "other", names=("muon8_lean", "foam8_lean"))
-    taken = race_before(from_hydra(compose(short)), words=short, folder=tmp_path / "other", command="c", code=STUB)
+    write_target(tmp_path / "other", names=("muon8_lean", "foam8_lean"))
+    taken = race_before_run(
+        from_hydra(compose(short)), overrides=short, folder=tmp_path / "other", command="c", code=STUB
+    )
     said = capsys.readouterr().out
     assert "nothing is raced before a run of 4 s" in said and "taken from an earlier race: foam8_lean" in said
     assert taken.recipe == settled.recipe
@@ -290,10 +296,10 @@ def test_before_a_run_the_choice_and_its_rate_are_trained_with(
 
 @pytest.mark.slow
 def test_throughput_is_judged_at_equal_seconds(tmp_path: Path):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"))
     slow = STUB.replace('"step_ms": 10.0', '"step_ms": 20.0 if name == "muon8_lean" else 10.0')
     words = ["race.seeds=2", "race.confirm_seeds=2", "race.rates=[1]", "race.workers=2", "objective=throughput"]
-    result = run_race(config(tmp_path, *words), words=[*WORDS, *words], folder=tmp_path, command="c", code=slow)
+    result = run_race(config(tmp_path, *words), overrides=[*WORDS, *words], folder=tmp_path, command="c", code=slow)
     assert result is not None and result["measured"]["equal_seconds"]
     with (tmp_path / "race.csv").open() as file:
         last = {(row["entrant"], row["steps"]) for row in csv.DictReader(file) if row["stage"] in ("25%", "timed tiny")}
@@ -311,7 +317,7 @@ def test_runs_of_a_race_keep_the_commands_other_overrides():
         "optim.lr=1",
         "logger.wandb.mode=offline",
     ]
-    assert kept_words([*words, "optim.weight_decay=0", "hydra.run.dir=x"]) == [
+    assert inherited_overrides([*words, "optim.weight_decay=0", "hydra.run.dir=x"]) == [
         "model=llama",
         "+x=1",
         "optim.weight_decay=0",
@@ -322,7 +328,7 @@ def test_runs_of_a_race_keep_the_commands_other_overrides():
 def test_a_network_without_narrower_ones_is_raced_at_a_shorter_horizon_that_fits_the_cap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=0)
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=0)
     result = raced(tmp_path, "model.size=tiny", cap_s=40.0)
     assert result is not None
     steps = result["measured"]["steps"]
@@ -331,7 +337,7 @@ def test_a_network_without_narrower_ones_is_raced_at_a_shorter_horizon_that_fits
     )
     assert "no permutation races as a control" in capsys.readouterr().out
     again = tmp_path / "repeats"
-    leave_field(again, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=6400)
+    write_target(again, names=("muon8_lean", "foam8_lean"), size="own", steps=100_000, num_train=6400)
     result = raced(again, cap_s=40.0)
     assert result is not None and result["claim"].endswith("100,000 steps (1000.0 epochs), which the run has")
     said = capsys.readouterr().out
@@ -342,7 +348,7 @@ def test_a_network_without_narrower_ones_is_raced_at_a_shorter_horizon_that_fits
 def test_under_a_cap_two_entrants_meet_where_their_rates_are_found_and_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path, names=("muon8_lean", "foam8_lean"))
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"))
     raced(tmp_path, stages=QUICK, cap_s=600.0)
     stages = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("stage ")]
     assert stages[:2] == ["25%:", "100%:"]
@@ -351,16 +357,16 @@ def test_under_a_cap_two_entrants_meet_where_their_rates_are_found_and_at_the_en
 def test_what_a_run_took_where_nothing_was_raced_stays_when_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    leave_field(tmp_path / "race")
+    write_target(tmp_path / "race")
     monkeypatch.setattr(race_module, "run_race", lambda *_, **__: None)
     later = {"told": "lion8: 13 %", "lr": 1e-3, "recipe": {"name": "lion8", "base": "lion8"}}
     given = config(tmp_path, "mode=train")
     for found in (None, later):  # the library has a race when the run is resumed
-        monkeypatch.setattr(race_module.records, "find_raced", lambda *_, found=found, **__: found or _none())
-        assert race_before(given, words=[], folder=tmp_path / "race", command="c") == given
+        monkeypatch.setattr(race_module.records, "find_race", lambda *_, found=found, **__: found or _none())
+        assert race_before_run(given, overrides=[], folder=tmp_path / "race", command="c") == given
     other = tmp_path / "other"
-    leave_field(other)
-    assert race_before(given, words=[], folder=other, command="c").recipe is not None
+    write_target(other)
+    assert race_before_run(given, overrides=[], folder=other, command="c").recipe is not None
     assert "taken from an earlier race: lion8" in capsys.readouterr().out
 
 
@@ -378,7 +384,7 @@ def test_runs_of_a_race_have_one_of_two_gpus_each(mode: str, tmp_path: Path, mon
     two = [Gpu(name=str(index), total_bytes=80 << 30, uuid=f"GPU-{index}") for index in range(2)]
     monkeypatch.setattr("baoc.sweep.study.find_gpus", lambda _: two)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    leave_field(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
+    write_target(tmp_path / "race", names=("muon8_lean", "foam8_lean"))
     notes = {event: NOTES.format(told=str(tmp_path / "told"), event=event) for event in ("begin", "end")}
     code = "import sys, time" + notes["begin"] + "time.sleep(0.1)\n" + STUB + notes["end"]
     monkeypatch.setattr("baoc.sweep.study.COMMAND", code)  # whose runs have GPUs
@@ -386,9 +392,9 @@ def test_runs_of_a_race_have_one_of_two_gpus_each(mode: str, tmp_path: Path, mon
     words = [*WORDS[:2], *QUICK, *own]
     given = config(tmp_path, *words[2:])
     if mode == "race":
-        run_race(given, words=words, folder=tmp_path / "race", command="c", code=code)
+        run_race(given, overrides=words, folder=tmp_path / "race", command="c", code=code)
     else:
-        after = race_before(given, words=words, folder=tmp_path / "race", command="c", code=code)
+        after = race_before_run(given, overrides=words, folder=tmp_path / "race", command="c", code=code)
         assert after.trainer.devices == 2 and after.recipe is not None
     held = set[str]()
     for _, event, card, *told in sorted(line.split() for line in (tmp_path / "told").read_text().splitlines()):
@@ -408,7 +414,7 @@ def _none():
 
 def test_auto_is_another_budget_than_none_and_names_of_equal_limits_are_one(tmp_path: Path):
     def limits(word: str) -> object:
-        return family_of(config(tmp_path, word), size="tiny")["budget"]
+        return race_family(config(tmp_path, word), size="tiny")["budget"]
 
     assert limits("budget=auto") != limits("budget=unlimited")
     assert limits("budget=state_25") == limits("budget=state_25.0")
@@ -419,15 +425,15 @@ def test_recipe_raced_without_a_race_says_what_there_is(tmp_path: Path):
     with pytest.raises(
         BadInputError, match=r"no race in .* is of vit tiny on digits at budget state_25.*there is none yet"
     ):
-        find_raced(given, size="tiny", library=tmp_path / "library")
+        find_race(given, size="tiny", library=tmp_path / "library")
 
 
 @pytest.mark.slow
 def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
-    leave_field(tmp_path, names=("muon8_lean",))
+    write_target(tmp_path, names=("muon8_lean",))
     with pytest.raises(TrainingFailedError, match="all 2 runs of the race's stage failed; the last: no such thing"):
         code = STUB.replace("gap =", 'fail(2, "no such thing")\ngap =')
-        run_race(config(tmp_path, *ONE_STAGE), words=[*WORDS, *ONE_STAGE], folder=tmp_path, command="c", code=code)
+        run_race(config(tmp_path, *ONE_STAGE), overrides=[*WORDS, *ONE_STAGE], folder=tmp_path, command="c", code=code)
 
 
 @pytest.mark.parametrize("cap_s", [None, 1000.0])
@@ -435,35 +441,37 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
     cap_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Under a cap a stage goes in parts, of which the last one may be of one entrant alone."""
-    leave_field(tmp_path)
+    write_target(tmp_path)
     names = [f"e{number}" for number in range(5)]
     racers: list[Any] = [SimpleNamespace(name=name) for name in names]
     entrants = [Entrant(name=name, state_bytes=100, uniform=True, control=False) for name in names]
-    settings = Settings(
+    settings = RaceSettings(
         rates=(0.3, 1.0, 3.0), rungs=(1.0,), seeds=(1, 2, 3), fresh_seeds=(),
         steps=dict.fromkeys(names, 100), margin=0.01, level=0.9,
     )  # fmt: skip
 
     def outcome(failing: Collection[str]):
-        race = race_module.RaceRun(config(tmp_path, "race.workers=1"), words=[], folder=tmp_path, command="c", code="")
-        race.field = read_field(tmp_path / FILE)
+        race = race_module.RaceRun(
+            config(tmp_path, "race.workers=1"), overrides=[], folder=tmp_path, command="c", code=""
+        )
+        race.field = read_target(tmp_path / ENTRANTS_FILE)
 
-        def ended(number: int) -> Ended:
+        def ended(number: int) -> RunEnd:
             run = race.asked[number][0]
             if run.entrant in failing:
-                return Ended(status=FAILED, message="crashed")
-            return Ended(status=DONE, score=1.0 + names.index(run.entrant) + 0.001 * run.seed)
+                return RunEnd(status=FAILED, message="crashed")
+            return RunEnd(status=DONE, score=1.0 + names.index(run.entrant) + 0.001 * run.seed)
 
         trials = SimpleNamespace(get_trials=lambda **_: list(range(len(race.asked))))
         monkeypatch.setattr(race_module, "run_study", lambda *_, **__: trials)
         for name, stub in {"_ended": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
             monkeypatch.setattr(race, name, stub)
         monkeypatch.setattr(race, "words_of", lambda *_: ())
-        measured = Measured(size="tiny", num_params=1000, steps=100)
+        measured = RaceScale(size="tiny", num_params=1000, steps=100)
         return race.drive(course(entrants, settings=settings), measured, racers, cap_s)
 
     found = outcome({"e4"})
-    assert found.verdict.choice == "e0" and found.left["e4"] == "failed (crashed)"
+    assert found.verdict.choice == "e0" and found.dropped["e4"] == "failed (crashed)"
     with pytest.raises(TrainingFailedError, match="all 45 runs of the race's stage failed; the last: crashed"):
         outcome(names)
 
@@ -511,7 +519,7 @@ def test_a_race_is_given_in_seconds_minutes_or_hours(word: str, seconds: float):
 
 @pytest.mark.slow
 def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(tmp_path: Path):
-    leave_field(tmp_path, names=("muon8_lean", "plan"), size="mini", num_params=4000, num_train=0)
+    write_target(tmp_path, names=("muon8_lean", "plan"), size="mini", num_params=4000, num_train=0)
     record = raced(tmp_path, "model.size=mini", "race.size=tiny")
     assert record is not None
     assert record["measured"]["size"] == "tiny" and record["measured"]["steps"] == 100  # of 400, with a quarter of them
@@ -519,5 +527,5 @@ def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(
     assert record["choice"] == "plan" and record["recipe"] is None  # its blocks are another network's
     with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
         other = tmp_path / "other"
-        leave_field(other, names=("muon8_lean",), size="mini")
+        write_target(other, names=("muon8_lean",), size="mini")
         raced(other, "model.size=mini", "race.size=huge_one")

@@ -13,7 +13,7 @@ from baoc.errors import BadInputError
 from baoc.sweep.sampling import SearchedTrials, make_sampler, suggest
 from baoc.sweep.space_check import check_space, covering_points
 from baoc.sweep.storage import next_trial, open_study
-from baoc.sweep.study import run_study, study_folder, with_extra
+from baoc.sweep.study import add_overrides, run_study, study_folder
 from baoc.sweep.study_config import read_study
 from baoc.sweep.trial_outcome import WORST
 from hydra_plugins.baoc_sweeper import SETTINGS
@@ -227,17 +227,17 @@ def test_several_values_beside_a_study_are_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match="mode=plan trains nothing, and the trials of sweeps=s are compared"):
         run_study(config(), folder=tmp_path, extra=["mode=plan"], code=STUB)
     with pytest.raises(BadInputError, match="several values beside sweeps=s"):
-        with_extra(config(), ["seed=range(3)"])
+        add_overrides(config(), ["seed=range(3)"])
     one = ["name='a,b'", "~logger", "blocks.patterns=[a,b]"]
-    assert with_extra(config(), ["sweeps=s", *one]).fixed == tuple(one)
+    assert add_overrides(config(), ["sweeps=s", *one]).fixed == tuple(one)
 
 
 @pytest.mark.parametrize("word", ["x=0.2", "+x=0.2", "~x", "seed=3", "model=vit"])
 def test_what_the_study_sets_itself_is_not_overruled_in_silence(word: str):
     study = config(baselines=[["seed=1"]], repeats=[["model=dit"]])
     with pytest.raises(BadInputError, match=rf"^{re.escape(word)} is overruled by hydra.sweeper.(space|baselines|rep)"):
-        with_extra(study, [word])
-    assert with_extra(study, ["optim.lr=0.1", "hydra.sweeper.seed=1"]).fixed == ("optim.lr=0.1",)
+        add_overrides(study, [word])
+    assert add_overrides(study, ["optim.lr=0.1", "hydra.sweeper.seed=1"]).fixed == ("optim.lr=0.1",)
 
 
 @pytest.mark.parametrize("content", ['{"name": "s', "", "[1]", None], ids=str)

@@ -49,7 +49,7 @@ def test_only_networks_that_overrides_name_are_imported_beforehand(tmp_path, imp
 def test_the_plan_of_a_race_starts_a_server_that_imports_for_its_runs_too(tmp_path, imported):
     words = ["model=dit", "mode=race"]
     with pytest.raises(SystemExit, match="a process starts"):
-        run_race(from_hydra(compose(words)), words=words, folder=tmp_path, command="c")
+        run_race(from_hydra(compose(words)), overrides=words, folder=tmp_path, command="c")
     assert imported == [*NEEDED, MODELS["dit"].module, *MODELS["dit"].imports]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baoc.frontier.build import frontier_of
+from baoc.frontier.build import write_frontier
 from baoc.frontier.wandb_frontier import log_frontier
 from baoc.tracking.files import write_json
 from tests.support.sweep_jobs import config, job
@@ -26,7 +26,7 @@ def test_a_frontier_is_a_run_in_the_group_of_its_study(tmp_path: Path, monkeypat
     monkeypatch.delenv("WANDB_MODE", raising=False)
     logged(tmp_path, ["jsonl", "wandb"])
     write_json(tmp_path / "study.json", {"name": "my_study"})
-    assert log_frontier(tmp_path, frontier_of(tmp_path, show=False))
+    assert log_frontier(tmp_path, write_frontier(tmp_path, show=False))
     of = records(tmp_path)
     run = one("run", of)
     assert (run["run_group"], run["job_type"], run["display_name"]) == ("my_study", "frontier", "frontier of my_study")
@@ -40,7 +40,7 @@ def test_a_frontier_is_a_run_in_the_group_of_its_study(tmp_path: Path, monkeypat
 
 def test_without_wandb_there_is_no_frontier_run(tmp_path: Path):
     logged(tmp_path, ["jsonl"])
-    assert not log_frontier(tmp_path, frontier_of(tmp_path, show=False))
+    assert not log_frontier(tmp_path, write_frontier(tmp_path, show=False))
     assert not (tmp_path / "wandb").exists()
 
 

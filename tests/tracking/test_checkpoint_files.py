@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from baoc.callbacks.generators import capture_rng
 from baoc.config.schema import RunConfig
 from baoc.errors import CheckpointError
-from baoc.tracking.checkpoints import check_parts, load_checked, newest_first, resolve_resume
+from baoc.tracking.checkpoints import check_shard_metadata, load_checked, newest_first, resolve_resume
 from baoc.training import resume
 from baoc.training.lightning import BaocStrategy
 from baoc.training.resume import find_checkpoint
@@ -177,16 +177,16 @@ def test_when_files_were_written_is_read_without_running_what_they_name(tmp_path
 def test_a_folder_of_parts_is_read_without_running_what_it_names(tmp_path: Path) -> None:
     state = {"state_dict": {"w": torch.ones(3, dtype=torch.bfloat16)}, "step": [1, {"a": (2,)}]}
     save_parts(state, checkpoint_id=tmp_path / "parts", no_dist=True)
-    check_parts(tmp_path / "parts")
+    check_shard_metadata(tmp_path / "parts")
     for content in (_Marks(tmp_path / "ran"), {"state_dict_metadata": os.system}, eval):
         (tmp_path / "parts" / ".metadata").write_bytes(pickle.dumps(content))
         with pytest.raises(CheckpointError, match=r"parts/\.metadata holds Python objects .* may run code \(it names "):
-            check_parts(tmp_path / "parts")
+            check_shard_metadata(tmp_path / "parts")
         with pytest.raises(CheckpointError, match="may run code"):
             BaocStrategy("state_25").load_checkpoint(tmp_path / "parts")
     (tmp_path / "parts" / ".metadata").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        check_parts(tmp_path / "parts")
+        check_shard_metadata(tmp_path / "parts")
     assert not (tmp_path / "ran").exists()
 
 

@@ -194,7 +194,7 @@ def test_a_budget_that_was_not_met_is_said(capsys: pytest.CaptureFixture[str]) -
 
 def test_pairs_are_told_but_for_those_of_none(capsys: pytest.CaptureFixture[str]) -> None:
     budget = console.describe_budget(Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.5))
-    console.print_pairs("vit_8gb", {"budget": budget, "seed": None}, run_dir="outputs/x")
+    console.print_key_values("vit_8gb", {"budget": budget, "seed": None}, run_dir="outputs/x")
     out = " ".join(capsys.readouterr().out.split())
     assert "8gb: 8.00 GiB (8589934592 bytes) of device memory, 1.5 x the step time of fused AdamW" in out
     assert "run folder outputs/x" in out and "seed" not in out

@@ -19,7 +19,7 @@ from baoc.config.schema import (
 )
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.frontier.planned import planned_frontier, plans_of
+from baoc.frontier.planned import read_plans, write_planned_frontier
 from baoc.planning.cards import CARDS
 from baoc.profiling import probe_footprint
 from baoc.profiling.bf16_params import as_native
@@ -91,12 +91,12 @@ def test_plans_of_a_multirun_make_a_frontier(tmp_path: Path, capsys: pytest.Capt
         values |= {"peak_bytes": peak * GIB, "risk": risk, "samples_per_s": rate}
         (tmp_path / str(at) / "plan.json").write_text(json.dumps(values))
         (tmp_path / str(at) / "config.yaml").write_text(f"optim: {{lr: {at}}}")
-    assert [(p["budget"], p["dominated"]) for p in plans_of(tmp_path)] == [
+    assert [(p["budget"], p["dominated"]) for p in read_plans(tmp_path)] == [
         ("8gb", False),
         ("12gb", True),
         ("16gb", False),
     ]
-    assert planned_frontier(tmp_path).name == "planned.csv"
+    assert write_planned_frontier(tmp_path).name == "planned.csv"
     said = capsys.readouterr().out
     assert "Planned frontier" in said and "optim.lr=2" in said
 
