@@ -19,7 +19,7 @@ from baoc.callbacks.vote import ranks_of
 from baoc.data.batches import tensors_in
 from baoc.errors import BudgetBreachedError
 from baoc.parallel import SINGLE_PROCESS, Ranks
-from baoc.profiling.memory import context_now
+from baoc.profiling.memory import current_context_bytes
 from baoc.profiling.tracker import MemoryTracker
 from baoc.types import Budget
 from baoc.units import format_bytes, gib
@@ -297,7 +297,7 @@ class MemoryMonitor(L.Callback):
     def _read_context(self) -> None:
         """The CUDA context grows as kernels load, so the reading from before the first step is not the last word."""
         if self._device.type == "cuda":
-            self.context_bytes = max(self.context_bytes, context_now(self._device))
+            self.context_bytes = max(self.context_bytes, current_context_bytes(self._device))
 
     # -- tracking -------------------------------------------------------------------------------------------------
 

@@ -155,12 +155,12 @@ def _check_task(config: RunConfig) -> None:
     """Raises BadInputError unless the model's output and the data's batches fit the task's loss."""
     from baoc.data import require_task
     from baoc.models import MODELS, family_of
-    from baoc.tasks import task_row
+    from baoc.tasks import task_info
 
     name, task = config.model.name, config.task.name
     family = family_of(name)
     serves = " and ".join([str(family.task), *family.also])
-    if not family.serves(task) and not task_row(task).is_own:
+    if not family.serves(task) and not task_info(task).is_own:
         fitting = ", ".join(row.name for row in MODELS.values() if row.serves(task)) or "none yet"
         raise BadInputError(
             f"model {name} is trained for {serves}, not {task}: leave task away, as the model brings it, or "

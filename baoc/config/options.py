@@ -83,9 +83,9 @@ def row_of(group: str, name: str) -> Row:
     """The row of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
     from baoc.data import dataset_row
     from baoc.models import family_of
-    from baoc.tasks import task_row
+    from baoc.tasks import task_info
 
-    return {"task": task_row, "model": family_of, "dataset": dataset_row}[group](name)
+    return {"task": task_info, "model": family_of, "dataset": dataset_row}[group](name)
 
 
 def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:

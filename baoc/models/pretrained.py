@@ -52,7 +52,7 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> L
     return Loaded(fresh=head, left_out=left_out)
 
 
-def not_from_scratch(network: nn.Module) -> str:
+def pretrained_reason(network: nn.Module) -> str:
     """Why training does not begin from scratch, as far as the network tells; "" where it does, or cannot be known.
 
     peft and diffusers leave a name in the module; transformers marks each parameter that `from_pretrained` read. A
@@ -75,8 +75,8 @@ def not_from_scratch(network: nn.Module) -> str:
 
 
 def remember_origin(network: nn.Module) -> None:
-    """Keeps what `not_from_scratch` says now, before `fully_shard` puts new parameters in the place of marked ones."""
-    setattr(network, _ORIGIN, not_from_scratch(network))
+    """Keeps what `pretrained_reason` says now, before `fully_shard` puts new parameters in the place of marked ones."""
+    setattr(network, _ORIGIN, pretrained_reason(network))
 
 
 def refuse_nonfinite(model: nn.Module, *, given: str) -> None:

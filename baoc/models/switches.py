@@ -41,7 +41,7 @@ def recomputable_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in found if not any(getattr(m, "track_running_stats", False) for m in layer.modules())]
 
 
-def kept_params(module: nn.Module, *, recomputed: int) -> frozenset[str]:
+def params_keeping_activations(module: nn.Module, *, recomputed: int) -> frozenset[str]:
     """The names, in `module`, of the parameters of its layers after the first `recomputed` ones."""
     there = {id(param) for layer in recomputable_layers(module)[recomputed:] for param in layer.parameters()}
     return frozenset(name for name, param in module.named_parameters() if id(param) in there)
@@ -90,7 +90,7 @@ def set_recomputed(model: nn.Module, count: int | None = None, *, name: str | No
     return number
 
 
-def recomputed_layers(model: nn.Module) -> int:
+def count_recomputed_layers(model: nn.Module) -> int:
     """How many of the network's `checkpoint_units` recompute their activations."""
     return sum(_RECOMPUTES in unit.__dict__ for unit in recomputable_layers(model))
 

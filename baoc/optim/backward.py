@@ -95,15 +95,15 @@ class BeforeStep:
 class PartObserver(Protocol):
     """An observer of a step's final gradients, which come block by block."""
 
-    def begin_parts(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
         ...
 
-    def see_part(self, grads: Mapping[str, Tensor], /) -> None:
+    def add_gradients(self, grads: Mapping[str, Tensor], /) -> None:
         """The final gradients of some parameters, by name; they are gone afterwards."""
         ...
 
-    def finish_parts(self) -> None:
+    def end_step(self) -> None:
         """The step ends; parameters that were not seen had no gradient."""
         ...
 
@@ -395,7 +395,7 @@ class DropGradients(BackwardStepper):
         self._order = [] if self.together_bytes and not owner.registry.groups else None
         self._options, self._num_bad = owner.options(), owner.finite_check.num_nonfinite
         if self.observer is not None:
-            self.observer.begin_parts()
+            self.observer.begin_step()
 
     def _learn(self) -> None:
         """What there is to wait for, anew where blocks or groups changed; blocks that were stepped stay so."""
@@ -461,7 +461,7 @@ class DropGradients(BackwardStepper):
                 self._clip(lives)
             if self.observer is not None:
                 named = {slot.name: slot.param.grad for live in lives for slot in live.slots}
-                self.observer.see_part({name: grad for name, grad in named.items() if grad is not None})
+                self.observer.add_gradients({name: grad for name, grad in named.items() if grad is not None})
             if any([live.unseeded for live in lives]):
                 owner.seed(lives)
             inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
@@ -506,7 +506,7 @@ class DropGradients(BackwardStepper):
         self.flush()
         owner.registry.join()
         if self.observer is not None:
-            self.observer.finish_parts()
+            self.observer.end_step()
         if owner._optimizer_step_pre_hooks and not self._told_hooks:
             self._told_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")

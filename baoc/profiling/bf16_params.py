@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from baoc.profiling.memory import clear_cache, lifted
+from baoc.profiling.memory import cap_suspended, clear_cache
 from baoc.types import Footprint, PeakInterval
 
 BF16 = torch.bfloat16
@@ -74,7 +74,7 @@ def cast_to_bf16(
         except torch.OutOfMemoryError:
             there = home or torch.device("cpu")
             clear_cache(there)
-            with lifted(there):
+            with cap_suspended(there):
                 restore()
 
 

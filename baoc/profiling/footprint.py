@@ -1,8 +1,8 @@
 """Predicts the peak memory of a training step, apart from optimizer state, from one probe of the network.
 
 How a peak is predicted:
-1. `probe_footprint` restores everything that it touches (`restored`): RNG states, training modes, buffers, parameters
-   that forward writes into, Python state of the modules. Gradients are None before and after.
+1. `probe_footprint` restores everything that it touches (`preserved_state`): RNG states, training modes, buffers,
+   parameters that forward writes into, Python state of the modules. Gradients are None before and after.
 2. It runs a micro-batch twice. The first run creates the gradients of a step before; the second one runs beside them,
    as every later step does. If gradients are set to None between forward and backward, the probe does the same. A
    callable that runs backward itself and leaves gradients there, or releases all, runs twice more on CUDA without them.
@@ -103,7 +103,7 @@ def probe_footprint(
     device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
     with (
-        restored(module, params) as restorer,  # first: the meter counts what is alive when it is made
+        preserved_state(module, params) as restorer,  # first: the meter counts what is alive when it is made
         PeakMeter(device, source, allocator=allocator) as meter,
         GradientDropper(released, meter=meter) as dropped,
     ):
@@ -120,7 +120,7 @@ def probe_footprint(
         settled_bytes = meter.current_bytes if released else 0
         # Experts that this batch had no sample for: a later one has some.
         idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
-        waiting = waiting_bytes(device, params) if released else idle
+        waiting = waiting_gradient_bytes(device, params) if released else idle
         validation = _validation(run_validation_batch, module, meter, named=named)
     intervals, validation = (
         tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
@@ -134,15 +134,15 @@ def probe_footprint(
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
         resident_bytes=resident_bytes + waiting,
         settled_bytes=settled_bytes,
-        context_bytes=memory.settle_context(device) or context_bytes,
-        reserve_bytes=reserve_of(device, peak=peak + waiting),
+        context_bytes=memory.fix_context_bytes(device) or context_bytes,
+        reserve_bytes=memory_reserve_bytes(device, peak=peak + waiting),
         released=bool(released),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
 
 
-def waiting_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
+def waiting_gradient_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
     """Gradients that are there longer on a card, where blocks wait for others; here they are dropped one by one."""
     return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
 
@@ -192,14 +192,14 @@ class FirstStepMemory:
         self._meter: PeakMeter | None = PeakMeter(device, self._params, held)
         self._meter.__enter__()
 
-    def note_block(self) -> None:
+    def record_block_step(self) -> None:
         """To be called before a block is stepped inside backward, if gradients are released."""
         if self._meter is not None:
             gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
             self._gradients_bytes = max(self._gradients_bytes, gradients)
             self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
 
-    def note_zeroing(self) -> None:
+    def record_zeroing(self) -> None:
         """To be called when gradients are zeroed. What was held until then, beside those that are there still, is
         forward's, in a loop that zeroes between forward and backward: there it is held beside the gradients of the step
         before, from the second step on."""
@@ -241,8 +241,8 @@ class FirstStepMemory:
             validation_bytes=0,
             resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
             settled_bytes=meter.current_bytes - state_bytes if released else 0,
-            context_bytes=memory.settle_context(device) or self._context_bytes,
-            reserve_bytes=reserve_of(device, peak=peak + state_bytes),
+            context_bytes=memory.fix_context_bytes(device) or self._context_bytes,
+            reserve_bytes=memory_reserve_bytes(device, peak=peak + state_bytes),
             released=released,
         )
 
@@ -252,7 +252,7 @@ class FirstStepMemory:
         self._hooks = []
 
 
-def reserve_of(device: torch.device, *, peak: int) -> int:
+def memory_reserve_bytes(device: torch.device, *, peak: int) -> int:
     """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES + PAGES_BYTES + FRAGMENTATION * peak."""
     if device.type == "cuda":
         return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
@@ -350,7 +350,7 @@ def _drop_gradients(params: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def restored(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
+def preserved_state(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
     """Restores RNG states, training modes, buffers, written parameters and the modules' Python state.
 
     Gradients are None at the start and end.

@@ -65,8 +65,8 @@ class GradientProfiler:
     of processor time are used up does sampling end. From 10M up, a sample is taken where `max_share` (5 %) of the time
     since the first step pays for it; what it costs is found in a rehearsal when the profiler is built (`schedule`).
 
-    `betas` and `eps` are AdamW's. `by_parts`: a step's gradients are never there at once, and come by `begin_parts`,
-    `see_part` for some of them, and `finish_parts` instead of by `observe`; the result is the same.
+    `betas` and `eps` are AdamW's. `incremental`: a step's gradients are never there at once, and come by `begin_step`,
+    `add_gradients` for some of them, and `end_step` instead of by `observe`; the result is the same.
 
     Of parameters that `fully_shard` cuts each rank samples its rows, and all ranks have all of them, by one message a
     sample: statistics are those of one device. Row and column means of g^2 are left out there.
@@ -81,7 +81,7 @@ class GradientProfiler:
         eps: float = 1e-8,
         max_bytes: int | None = None,
         max_share: float = MAX_SHARE,
-        by_parts: bool = False,
+        incremental: bool = False,
         ranks: Ranks = SINGLE_PROCESS,
     ):
         self._blocks = tuple(replace(block, params=tuple(map(_whole, block.params))) for block in blocks)
@@ -95,7 +95,7 @@ class GradientProfiler:
         self._shards = {name: shard for name, param in self._params.items() if (shard := shard_of(param)) is not None}
         averaged = () if self._shards else blocks
         self._moments = RowColMoments(
-            averaged, beta=betas[1], max_bytes=max_bytes // 2, device=device, by_parts=by_parts
+            averaged, beta=betas[1], max_bytes=max_bytes // 2, device=device, incremental=incremental
         )
         self._slices = Slices.within(
             blocks,
@@ -138,35 +138,35 @@ class GradientProfiler:
     def observe(self, *, step: int | None = None) -> bool:
         """Samples the present gradients of `params` if the schedule chooses this step. `step` counts from 0."""
         self._turn = self._next_turn(step)
-        if not self.takes_part:
+        if not self.samples_this_step:
             return False
         self._take({name: param.grad for name, param in self._params.items() if param.grad is not None})
         return self._turn is Turn.SAMPLE
 
     @torch.no_grad()
-    def begin_parts(self, *, step: int) -> None:
+    def begin_step(self, *, step: int) -> None:
         """A step begins whose gradients come by parts."""
         self._turn = self._next_turn(step)
-        if self.takes_part:
+        if self.samples_this_step:
             with self._schedule.running(self._turn):
                 self._begin()
 
     @property
-    def takes_part(self) -> bool:
+    def samples_this_step(self) -> bool:
         """Whether the step in progress is sampled or gathered."""
         return self._turn is not Turn.SKIP and not self._released
 
     @torch.no_grad()
-    def see_part(self, grads: Mapping[str, Tensor]) -> None:
+    def add_gradients(self, grads: Mapping[str, Tensor]) -> None:
         """Final gradients of some of `params`, by name. What never comes counts as 0."""
-        if self.takes_part:
+        if self.samples_this_step:
             with self._schedule.running(self._turn, more=True):
                 self._see(grads)
 
     @torch.no_grad()
-    def finish_parts(self) -> None:
+    def end_step(self) -> None:
         """The step's gradients have all been seen."""
-        if self.takes_part:
+        if self.samples_this_step:
             with self._schedule.running(self._turn, more=True):
                 self._finish()
         self._turn = Turn.SKIP

@@ -58,8 +58,8 @@ def measure_latency(
             thread count. A file that cannot be read or written is ignored.
     """
     device = torch.device(device)
-    key = machine(device)
-    known = read_lines(cache_dir, key=key)
+    key = timing_key(device)
+    known = read_timings(cache_dir, key=key)
     missing = [spec for spec in steps if spec not in known]
     share = max_s / max(1, len(missing) * 3)
     cacheable: dict[str, Line] = {}  # timed on tensors of full size
@@ -69,7 +69,7 @@ def measure_latency(
         if large >= LARGE.get(device.type, LARGE["cpu"]):
             cacheable[spec] = line
     if cacheable:
-        _write(cache_dir, key=key, lines=read_lines(cache_dir, key=key) | cacheable)
+        _write(cache_dir, key=key, lines=read_timings(cache_dir, key=key) | cacheable)
     return LatencyTable(
         device=key["device"],
         step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
@@ -117,7 +117,7 @@ def _timed(step: Callable[[], object], *, device: torch.device, limit: float, cl
     began = clock()
     for _ in range(3 if device.type == "cuda" else 1):
         step()
-    wait(device)
+    synchronize(device)
     found: list[float] = []
     took = 0.0
     while not found or (len(found) < MAX_REPEATS and clock() - began + took < limit):
@@ -143,7 +143,7 @@ def _device_seconds(step: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def series_seconds(
+def seconds_per_run(
     run: Callable[[], object],
     *,
     device: torch.device,
@@ -168,12 +168,12 @@ def series_seconds(
     began = clock()
     if warm:
         run()
-    wait(device)
+    synchronize(device)
     found: list[float] = []
     if once_s is None:
         start = clock()
         run()
-        wait(device)
+        synchronize(device)
         found = [once_s := clock() - start]
     count = max(least, min(most, int((max_s - (clock() - began)) / max(once_s, 1e-9))))
     if device.type != "cuda":
@@ -183,11 +183,11 @@ def series_seconds(
     for _ in range(count // group):
         for _ in range(group):
             run()
-        wait(device)
+        synchronize(device)
     return (clock() - start) / (count // group * group)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits until a CUDA device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -196,7 +196,7 @@ def wait(device: torch.device) -> None:
 # -- cache ------------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def timing_key(device: torch.device) -> dict[str, str]:
     """The key of a timing beside the spec: device, threads, versions, and the source code of the step."""
     cuda = device.type == "cuda"
     return {
@@ -234,7 +234,7 @@ def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
     return Path(cache_dir) / f"latency-{hash_of(key)[:16]}.json"
 
 
-def read_lines(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
+def read_timings(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
     """Spec -> line from the cache; empty where there is no file that is the user's own and can be read."""
     if cache_dir is None:
         return {}

@@ -45,36 +45,36 @@ def free_bytes(device: torch.device | str) -> int:
     index = _index(device)
     _remember_free(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return torch.cuda.mem_get_info(index)[0] + cached + context_now(device)
+    return torch.cuda.mem_get_info(index)[0] + cached + current_context_bytes(device)
 
 
 def context_bytes(device: torch.device | str) -> int:
     """Bytes that plans and caps assume for the CUDA context, LATE_MODULES_BYTES not included; 0 on other devices.
 
-    Before the first forward and backward: its present size plus EARLY_MODULES_BYTES. After it (`settle_context`): its
-    size then, however many kernels load later, until these leave less than LAST_MODULES_BYTES of LATE_MODULES_BYTES;
-    from there on it grows with them. A plan thus does not depend on how many kernels the process had loaded, and the
+    Before the first forward and backward: its present size plus EARLY_MODULES_BYTES. After it (`fix_context_bytes`):
+    its size then, until later kernels leave less than LAST_MODULES_BYTES of LATE_MODULES_BYTES; from there on it grows
+    with them. A plan thus does not depend on how many kernels the process had loaded, and the
     least budget that one process reports holds in the next.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    now, settled = context_now(device), settled_context.get(_index(device))
+    now, settled = current_context_bytes(device), settled_context.get(_index(device))
     if settled is None:
         return max(first_context.setdefault(_index(device), now), now) + EARLY_MODULES_BYTES
     return max(settled, now + LAST_MODULES_BYTES - LATE_MODULES_BYTES)
 
 
-def settle_context(device: torch.device | str) -> int:
+def fix_context_bytes(device: torch.device | str) -> int:
     """Fixes `context_bytes` after a forward and backward have run, and returns it. Only the first call has effect."""
     device = torch.device(device)
     if device.type == "cuda":
-        index, now = _index(device), context_now(device)
+        index, now = _index(device), current_context_bytes(device)
         settled_context.setdefault(index, max(now, first_context.setdefault(index, now)))
     return context_bytes(device)
 
 
-def context_now(device: torch.device | str) -> int:
+def current_context_bytes(device: torch.device | str) -> int:
     """Present bytes of the CUDA context and its loaded kernels; 0 on other devices.
 
     Read from the driver: what this process holds, less what torch's allocator reserved. If the driver does not tell
@@ -93,17 +93,17 @@ def context_now(device: torch.device | str) -> int:
     return max(0, held - torch.cuda.memory_reserved(index))
 
 
-def device_peak(device: torch.device) -> int:
+def device_peak_bytes(device: torch.device) -> int:
     """Bytes of the CUDA context now and the most that torch's allocator reserved since its peak began anew; 0 on other
     devices."""
-    return context_now(device) + torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    return current_context_bytes(device) + torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 ALLOCATOR = "expandable_segments:True"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def settle_allocator(device: torch.device | str) -> None:
+def use_expandable_segments(device: torch.device | str) -> None:
     """Switches torch's allocator to expandable segments, unless the user set the allocator's environment variables.
 
     Fixed segments would keep unusable gaps where optimizer states lie between activations.
@@ -124,7 +124,7 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
     if nothing is left.
     """
     device = torch.device(device)
-    settle_allocator(device)
+    use_expandable_segments(device)
     if device.type != "cuda" or budget.memory_bytes is None:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -185,7 +185,7 @@ def _cap_again(device: torch.device | str, *, budget: Budget) -> None:
 
 
 @contextmanager
-def lifted(device: torch.device | str) -> Iterator[None]:
+def cap_suspended(device: torch.device | str) -> Iterator[None]:
     """Inside, there is no cap; afterwards the same cap as before. For restoring tensors that were there before it."""
     device = torch.device(device)
     if device.type != "cuda":

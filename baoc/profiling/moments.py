@@ -18,17 +18,17 @@ class RowColMoments:
     They lie in one fp32 buffer. If `max_bytes` does not hold all, matrices with the fewest numbers per element are
     kept. A sample takes two reductions of the gradient and no copy of it. A row or column with a non-finite element
     keeps its debiased average. Norms are collected in a second buffer between `begin` and `finish`, which is kept with
-    `by_parts`, where the gradients of a step come a few at a time during backward.
+    `incremental`, where the gradients of a step come a few at a time during backward.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device, by_parts: bool = False
+        self, blocks: Sequence[Block], *, beta: float, max_bytes: int, device: torch.device, incremental: bool = False
     ):
         self._beta = beta
         params = [param for block in blocks for param in block.params]
-        self._params = _chosen(params, max_bytes=max_bytes // 2 if by_parts else max_bytes)
+        self._params = _chosen(params, max_bytes=max_bytes // 2 if incremental else max_bytes)
         self.average = torch.zeros(sum(map(_num_sums, self._params)), dtype=torch.float32, device=device)
-        self._kept = torch.zeros_like(self.average) if by_parts else None
+        self._kept = torch.zeros_like(self.average) if incremental else None
         self._norms = self.average
         self.num_samples = 0
         self._places: dict[str, Tensor] = {}  # parameter -> its part of the norms, during a sample

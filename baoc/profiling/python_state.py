@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, MethodType)
 # Libraries whose objects are not looked into: they do not change in a step, or the caller restores them.
 _LEFT = frozenset({"torch", "lightning", "pytorch_lightning", "builtins", "numpy", "logging", "threading", "weakref"})
-_KEPT_BY_OTHERS = frozenset({"_parameters", "_buffers"})  # see `footprint.restored`
+_KEPT_BY_OTHERS = frozenset({"_parameters", "_buffers"})  # see `footprint.preserved_state`
 MAX_TRAVERSED = 100_000  # a container of this many elements or more is not looked into
 
 

@@ -13,7 +13,7 @@ from baoc.optim.backends import stand_in
 from baoc.optim.backends.fused import bytes_tell_seconds
 from baoc.planning.cost import bytes_per_parameter
 from baoc.planning.transfer import hidden_seconds
-from baoc.profiling.latency import MakeStep, machine, measure_latency, read_lines
+from baoc.profiling.latency import MakeStep, measure_latency, read_timings, timing_key
 from baoc.profiling.link import measure_link
 from baoc.types import LatencyTable, OptimizerSpec
 
@@ -52,7 +52,7 @@ def time_specs(
         return lambda: optimizer.step()
 
     steps: dict[str, MakeStep] = {FUSED: make_fused}
-    known = read_lines(cache_dir, key=machine(device))
+    known = read_timings(cache_dir, key=timing_key(device))
     specs = device_rows(specs)
     for spec in specs:
         if spec.name in needed or spec.name in known:
@@ -62,7 +62,7 @@ def time_specs(
     tensor_s, element_s = fixed.pop(FUSED), slope.pop(FUSED)
     assumed = [spec for spec in specs if spec.name not in fixed]
     for spec in assumed:
-        fixed[spec.name], slope[spec.name] = tensor_s, element_s * moved_bytes(spec) / FUSED_BYTES
+        fixed[spec.name], slope[spec.name] = tensor_s, element_s * bytes_moved_per_element(spec) / FUSED_BYTES
     base_s = rest_s + element_s * num_elements * upkeep_bytes / FUSED_BYTES
     fused_s = table.step_s + tensor_s * num_tensors + element_s * num_elements
     return replace(
@@ -75,13 +75,13 @@ def time_specs(
     )
 
 
-def soon_timed(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
+def specs_timed_first(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
     """Names of the specs to be timed at once: on a GPU those whose seconds bytes do not tell, for others have to be
     compiled first, which takes seconds for each."""
     return {spec.name for spec in device_rows(specs) if device.type != "cuda" or not bytes_tell_seconds(spec)}
 
 
-def with_link(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:
+def with_link_rates(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:
     """The table with the rates of the link, measured where there is one, and the seconds of backward that hide it.
 
     `hides`: blocks may be stepped in the last backward of a step, as nothing changes their gradients after it.
@@ -91,7 +91,7 @@ def with_link(table: LatencyTable, *, device: torch.device, accumulation: int, h
     return replace(table, link=link, hidden_s=hidden_s)
 
 
-def moved_bytes(spec: OptimizerSpec) -> float:
+def bytes_moved_per_element(spec: OptimizerSpec) -> float:
     """Bytes per element of a step of `spec`: weight, gradient and state read, weight and state written."""
     state, weight = bytes_per_parameter(spec, rule=RULE_INFOS[spec.rule])
     return 2 * (state + weight) + weight

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from baoc.tasks.base import Task
 
-__all__ = ["TASKS", "OptimizerSettings", "TaskRow", "build_task", "task_row"]
+__all__ = ["TASKS", "OptimizerSettings", "TaskInfo", "build_task", "task_info"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
+class TaskInfo:
     """A row of TASKS: class `cls` of `module`.
 
     Args:
@@ -41,17 +41,17 @@ class TaskRow:
     is_own: bool = False
 
 
-TASKS: dict[str, TaskRow] = {
+TASKS: dict[str, TaskInfo] = {
     row.name: row
     for row in (
-        TaskRow(
+        TaskInfo(
             name="vision",
             description="classification of images: cross-entropy, judged by val/loss; accuracy beside it",
             module="baoc.tasks.vision",
             cls="VisionTask",
             options={"label_smoothing": 0.0, "mixup": 0.0, "ema_decay": 0.0},
         ),
-        TaskRow(
+        TaskInfo(
             name="diffusion",
             description="denoising of images or latents: squared error, judged by val/mse of the averaged weights",
             module="baoc.tasks.diffusion",
@@ -70,14 +70,14 @@ TASKS: dict[str, TaskRow] = {
             option_types={"num_samples": int | None, "noise_seed": int | None},
             seeded="noise_seed",
         ),
-        TaskRow(
+        TaskInfo(
             name="language",
             description="prediction of the next token, judged by val/bpb, bits per byte; perplexity beside it",
             module="baoc.tasks.language",
             cls="LanguageTask",
             options={"loss_chunk": 0, "ema_decay": 0.0},
         ),
-        TaskRow(
+        TaskInfo(
             name="masked",
             description="prediction of masked tokens from both sides, judged by val/loss",
             module="baoc.tasks.masked",
@@ -103,7 +103,7 @@ def build_task(
 
     `seed` determines the task's randomness. Raises BadInputError for an unknown name.
     """
-    row, settings = task_row(name), optimizer or OptimizerSettings()
+    row, settings = task_info(name), optimizer or OptimizerSettings()
     if row.is_own:
         from baoc.tasks.own import build_own
 
@@ -115,10 +115,10 @@ def build_task(
     return cls(model, spec=spec, optimizer=settings, **given)
 
 
-def task_row(name: str) -> TaskRow:
+def task_info(name: str) -> TaskInfo:
     """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in TASKS:
         return TASKS[name]
     if name in own_code.declared("baoc.tasks") or own_code.is_own(name):
-        return TaskRow(name=name, description="your own code", module="", cls="", is_own=True)
+        return TaskInfo(name=name, description="your own code", module="", cls="", is_own=True)
     raise unknown_name(name, what="task", allowed=[*TASKS, *own_code.declared("baoc.tasks"), own_code.WRITTEN])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.models.switches import recomputable_layers, recomputed_layers
+from baoc.models.switches import count_recomputed_layers, recomputable_layers
 from baoc.tasks.base import Task
 from baoc.tracking.console import say
 
@@ -59,7 +59,7 @@ def samples_at_once(task: Task, *, micro_batch: int) -> int:
     them. The temporaries of a running layer are assumed to be as large as what four layers keep for backward.
     """
     units = len(recomputable_layers(task.model))
-    return micro_batch * max(1, (units - recomputed_layers(task.model)) // 4)
+    return micro_batch * max(1, (units - count_recomputed_layers(task.model)) // 4)
 
 
 def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:

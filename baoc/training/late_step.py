@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.profiling import FirstStepMemory, context_bytes, context_now, recap_device, uncapped
-from baoc.profiling.memory import settle_allocator
+from baoc.profiling import FirstStepMemory, context_bytes, current_context_bytes, recap_device, uncapped
+from baoc.profiling.memory import use_expandable_segments
 from baoc.types import Budget, Footprint
 
 
 def subscribe(memory: FirstStepMemory, optimizer: BlockwiseOptimizer, *, ends: ExitStack) -> None:
     """Has the optimizer tell `memory` when gradients are zeroed, until `ends` closes, and when a block is stepped."""
-    optimizer.before_zeroing.append(memory.note_zeroing)
-    ends.callback(optimizer.before_zeroing.remove, memory.note_zeroing)
+    optimizer.before_zeroing.append(memory.record_zeroing)
+    ends.callback(optimizer.before_zeroing.remove, memory.record_zeroing)
     if optimizer.releaser is not None:
-        optimizer.releaser.before_block = memory.note_block
+        optimizer.releaser.before_block = memory.record_block_step
 
 
 class LateStep:
@@ -33,7 +33,7 @@ class LateStep:
         registry = optimizer.registry
         params = list(registry.names)
         self._device = device = params[0].device
-        settle_allocator(device)
+        use_expandable_segments(device)
         self._ends = ExitStack()
         self._ends.enter_context(uncapped(device, budget=budget))
         held = params if network is None else [*network.parameters(), *network.buffers()]
@@ -45,7 +45,7 @@ class LateStep:
     @property
     def peak_bytes(self) -> int:
         """The most that the device held so far."""
-        return context_now(self._device) + self._memory.peak_bytes
+        return current_context_bytes(self._device) + self._memory.peak_bytes
 
     def finish(self, optimizer: BlockwiseOptimizer, *, budget: Budget) -> Footprint:
         """What the step held without optimizer state; the cap is that of `budget`, which may be newer."""

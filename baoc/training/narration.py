@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baoc.parallel import SINGLE_PROCESS, current_rank
-from baoc.profiling import device_peak
+from baoc.profiling import device_peak_bytes
 from baoc.tracking.console import budget_verdict, print_reallocation, rank_peaks_text, say, summary_text
 from baoc.training.reallocator import Reallocator
 from baoc.types import Plan, Profile, Reallocation
@@ -60,7 +60,7 @@ class Narrator:
 
     @property
     def _own_bytes(self) -> int | None:
-        own = device_peak(self.device) if self.device.type == "cuda" else self.first_step_bytes or 0
+        own = device_peak_bytes(self.device) if self.device.type == "cuda" else self.first_step_bytes or 0
         return max(own, self.reallocator.late_peak_bytes) or None
 
     def compare(self) -> None:

@@ -28,7 +28,7 @@ from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.move_cost import move_peak
-from baoc.profiling import GradientProfiler, describe, device_peak
+from baoc.profiling import GradientProfiler, describe, device_peak_bytes
 from baoc.training.late_step import LateStep
 from baoc.types import (
     BlockMove,
@@ -183,7 +183,9 @@ class Reallocator:
 
     def _measure_late(self, *, again: bool = False) -> None:
         """Measures the coming step; `again`: from now on, where one is measured already."""
-        self._note_peak(device_peak(self._device))  # which begins anew, as the step before ends and the next one begins
+        self._note_peak(
+            device_peak_bytes(self._device)
+        )  # which begins anew, as the step before ends and the next one begins
         if self._late_step is not None:
             self._late_step.close(self.optimizer)
         elif again:
@@ -270,20 +272,22 @@ class Reallocator:
         if self.profiler is not None:
             self.profiler.observe(step=self.step)
 
-    def begin_parts(self) -> None:
-        """As `observe`, where gradients are released: they come by parts, between this and `finish_parts`."""
+    def begin_step(self) -> None:
+        """As `observe`, where gradients are released: they come by parts, between this and `end_step`."""
         if self.profiler is not None:
-            self.profiler.begin_parts(step=self.step)
+            self.profiler.begin_step(step=self.step)
 
-    def see_part(self, grads: Mapping[str, Tensor], /) -> None:
+    def add_gradients(self, grads: Mapping[str, Tensor], /) -> None:
         if self.profiler is not None:
-            self.profiler.see_part(grads)
+            self.profiler.add_gradients(grads)
 
-    def finish_parts(self) -> None:
+    def end_step(self) -> None:
         if self.profiler is not None:
-            if self.profiler.takes_part:  # whose temporaries are charged in place of gradients, which have to be gone
+            if (
+                self.profiler.samples_this_step
+            ):  # whose temporaries are charged in place of gradients, which have to be gone
                 self.optimizer.registry.pipelines.drain()
-            self.profiler.finish_parts()
+            self.profiler.end_step()
 
     def _stop_observing(self) -> None:
         if self.profiler is not None:

@@ -28,7 +28,7 @@ from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
-from baoc.models.switches import recomputable_layers, recomputed_layers, start_compiler
+from baoc.models.switches import count_recomputed_layers, recomputable_layers, start_compiler
 from baoc.optim.shards import is_sharded, whole_on_first
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes
 from baoc.profiling import free_bytes
@@ -349,7 +349,7 @@ def result_of_run(
         dataset=data.spec.dataset,
         data_sha256=data.identity,
         code_sha256=hash_own_code(config),
-        recomputed_layers=recomputed_layers(task.model),
+        recomputed_layers=count_recomputed_layers(task.model),
         num_layers=len(recomputable_layers(task.model)),
     )
 

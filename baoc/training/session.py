@@ -29,8 +29,8 @@ from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
-from baoc.models.pretrained import not_from_scratch
-from baoc.models.switches import recomputable_layers, recomputed_layers, set_recomputed
+from baoc.models.pretrained import pretrained_reason
+from baoc.models.switches import count_recomputed_layers, recomputable_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
@@ -46,7 +46,7 @@ from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_by
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
-from baoc.profiling.step_time import soon_timed, with_link
+from baoc.profiling.step_time import specs_timed_first, with_link_rates
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
@@ -135,7 +135,7 @@ def with_weights(settings: SessionSettings, *, network: nn.Module | None, pretra
     """The settings without what was measured in training from scratch, where weights are `pretrained`: as it says, or
     with None as far as the network tells."""
     require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
-    known = pretrained if pretrained is not None else network is not None and bool(not_from_scratch(network))
+    known = pretrained if pretrained is not None else network is not None and bool(pretrained_reason(network))
     return replace(settings, planner=replace(settings.planner, family=None)) if known else settings
 
 
@@ -154,7 +154,7 @@ def make_profiler(
         planner.blocks,
         params=params,
         betas=betas,
-        by_parts=settings.release is not False,
+        incremental=settings.release is not False,
         ranks=ranks,
     )
     if planner.footprint is not None:
@@ -410,7 +410,7 @@ class Session:
             self.reshards = reshards
             plan()
             searched = self.settings.checkpointing == "auto" and self.module is not None
-            return self.plan.allocation.risk, recomputed_layers(self.module) if searched and self.module else 0
+            return self.plan.allocation.risk, count_recomputed_layers(self.module) if searched and self.module else 0
 
         risk, layers = planned(True)
         footprint, most = self.planner.footprint, risk * (1 + ALIKE) + 1e-9
@@ -501,7 +501,7 @@ class Session:
 
         number = 0 if kept_risk <= risk else 1 + fewest(lambda fewer: fits(fewer + 1), most=num_layers - 1)
         assert self.module is not None
-        if recomputed_layers(self.module) != number:
+        if count_recomputed_layers(self.module) != number:
             clear_cache(self.device)
             self.recompute(number)
             plan()
@@ -628,7 +628,7 @@ class Session:
             self.latency = latency
             return None
         specs = list(self.settings.planner.rows.values())
-        needed = soon_timed(specs, device=self.device) if limited else set[str]()
+        needed = specs_timed_first(specs, device=self.device) if limited else set[str]()
         try:
             given = {"needed": needed, "max_s": self._max_s, "released": self.released}
             table = self._slowest(lambda: measurer.latency(specs, **given))
@@ -637,7 +637,7 @@ class Session:
             return error.with_traceback(None)  # whose frames hold activations
         if limited and may_place(self.settings.planner, budget=self.budget):
             given = {"device": self.device, "accumulation": measurer.accumulation, "hides": hides}
-            table = self.ranks.broadcast(with_link(table, **given))
+            table = self.ranks.broadcast(with_link_rates(table, **given))
         self.latency = table
         return None
 

@@ -32,7 +32,7 @@ from baoc.parallel import SINGLE_PROCESS, local_world_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange
-from baoc.profiling import context_bytes, context_now
+from baoc.profiling import context_bytes, current_context_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.tasks.base import Task
 from baoc.tracking.checkpoints import REMEDY
@@ -219,7 +219,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     """Gives the memory monitor the plan's numbers, and has it track migrations and averages."""
     assert strategy.reallocator is not None
     device = strategy.root_device
-    memory.context_bytes, memory.predicted_bytes = context_now(device), predicted_bytes
+    memory.context_bytes, memory.predicted_bytes = current_context_bytes(device), predicted_bytes
     if device.type == "cuda":  # with weights in full
         memory.probed_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now

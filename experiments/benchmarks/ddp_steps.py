@@ -49,7 +49,7 @@ from baoc.core.recipes import Recipe  # noqa: E402
 from baoc.data import build_data  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
-from baoc.profiling import context_bytes, context_now  # noqa: E402
+from baoc.profiling import context_bytes, current_context_bytes  # noqa: E402
 from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
 from baoc.training.lightning import checksum  # noqa: E402
 from baoc.training.session import SessionSettings  # noqa: E402
@@ -174,7 +174,7 @@ def trained(
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(task, datamodule=data, ckpt_path=load)
     here = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    peak = torch.cuda.max_memory_reserved() + context_now(here) if cuda else 0
+    peak = torch.cuda.max_memory_reserved() + current_context_bytes(here) if cuda else 0
     allocated = torch.cuda.max_memory_allocated() if cuda else 0
     if save is not None:
         trainer.save_checkpoint(save)

@@ -42,7 +42,7 @@ from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.shards import warm  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
-from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
+from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
 from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.types import TextDataSpec  # noqa: E402
 
@@ -241,7 +241,7 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     steps(WARM)
     for _ in range(WINDOWS):
         times.append(1e3 * seconds(lambda: steps(WINDOW)) / WINDOW)
-    peak = torch.cuda.max_memory_reserved() + context_now(device)
+    peak = torch.cuda.max_memory_reserved() + current_context_bytes(device)
     last = loss.detach().float()
     dist.all_reduce(last)
     micro_batch()
@@ -277,7 +277,7 @@ def main() -> None:
     asked = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    settle_allocator(device)
+    use_expandable_segments(device)
     context_bytes(device)
     dist.init_process_group("nccl", device_id=device)
     warm(device)

@@ -60,7 +60,7 @@ from baoc.optim.shards import local  # noqa: E402
 from baoc.parallel import Ranks, ranks  # noqa: E402
 from baoc.planning.cards import CARDS  # noqa: E402
 from baoc.profiling import describe, probe_footprint  # noqa: E402
-from baoc.profiling.footprint import reserve_of  # noqa: E402
+from baoc.profiling.footprint import memory_reserve_bytes  # noqa: E402
 from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.training.measure.absent_card import PROFILE_BYTES, fake_, plan_for  # noqa: E402
 from baoc.training.run import build, quieten  # noqa: E402
@@ -331,7 +331,7 @@ def planned_for(
     footprint = replace(
         footprint,
         context_bytes=card.context_bytes,
-        reserve_bytes=reserve_of(torch.device("cuda"), peak=peak) + card.workspace_bytes,
+        reserve_bytes=memory_reserve_bytes(torch.device("cuda"), peak=peak) + card.workspace_bytes,
         profile_bytes=profile,
         profile_temporary_bytes=profile,
         step_temporary_bytes=temporaries_of(session.settings.planner.rows.values(), params, size=size),

@@ -190,7 +190,7 @@ def begin_context(folder: Path) -> None:
     """One process at a time, so that each is told from the others by when it came."""
     with (Path(tempfile.gettempdir()) / "peak_campaign.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        memory.context_now("cuda:0")
+        memory.current_context_bytes("cuda:0")
         own = memory.nvml_own(0)
     (folder / "context").write_text("by driver" if own is not None else "by free memory")
 
@@ -219,7 +219,11 @@ class Stretches(MemoryMonitor):
         self.note(label)
 
     def note(self, label: str) -> None:
-        held = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated(), memory.context_now("cuda:0")
+        held = (
+            torch.cuda.max_memory_reserved(),
+            torch.cuda.max_memory_allocated(),
+            memory.current_context_bytes("cuda:0"),
+        )
         with Path("peaks.csv").open("a") as file:
             print(label, self._trainer.global_step if self._trainer else "", *held, file=file, sep=",")
 

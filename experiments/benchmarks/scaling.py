@@ -58,7 +58,7 @@ from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.optim.shards import Shards, warm  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes  # noqa: E402
-from baoc.profiling.memory import context_now, settle_allocator  # noqa: E402
+from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
 from baoc.types import ImageDataSpec, TextDataSpec  # noqa: E402
 
 WARM, WINDOW, WINDOWS, ALONE, PROFILED = 6, 3, 4, 5, 2
@@ -186,7 +186,7 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
         torch.cuda.reset_peak_memory_stats()
     steps(WARM)
     windows = [seconds(lambda: steps(WINDOW), cuda) / WINDOW for _ in range(WINDOWS)]
-    peak = torch.cuda.max_memory_reserved() + context_now(device) if cuda else 0
+    peak = torch.cuda.max_memory_reserved() + current_context_bytes(device) if cuda else 0
     micro_batch()
     alone = median(seconds(optimizer.step, cuda) for _ in range(ALONE))
     optimizer.zero_grad()
@@ -359,7 +359,7 @@ def process(rank: int, size: int, folder: Path, asked: Asked) -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        settle_allocator(device)
+        use_expandable_segments(device)
         context_bytes(device)
     torch.set_num_threads(asked.threads)
     given = {"init_method": f"file://{folder / f'store{size}'}", "timeout": timedelta(seconds=LIMIT_S)}

@@ -673,7 +673,7 @@ def child(options: argparse.Namespace) -> None:
     told["parameters"] = sum(param.numel() for param in model.parameters())
     told["device"] = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
     if job.device == "cuda":
-        told["context_bytes"], told["reserved_bytes"] = context_now("cuda"), torch.cuda.max_memory_reserved()
+        told["context_bytes"], told["reserved_bytes"] = current_context_bytes("cuda"), torch.cuda.max_memory_reserved()
         told["peak_bytes"] = told["context_bytes"] + told["reserved_bytes"]
     narrators = [each for one in job.optimizers for each in getattr(one, "narrators", None) or [one.narrator]]
     if narrators:
@@ -858,5 +858,5 @@ if __name__ == "__main__":
         from torch import nn
 
         from baoc import BaocOptimizer, BaocStrategy
-        from baoc.profiling.memory import context_now
+        from baoc.profiling.memory import current_context_bytes
     sys.exit(main())

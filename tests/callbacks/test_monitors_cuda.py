@@ -63,7 +63,7 @@ def test_memory_is_context_and_reserved_and_nothing_is_tracked(monkeypatch: pyte
     readings = iter([5 * MIB, 7 * MIB, 6 * MIB])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 20 * MIB)
-    monkeypatch.setattr(memory_module, "context_now", lambda device: next(readings))
+    monkeypatch.setattr(memory_module, "current_context_bytes", lambda device: next(readings))
     monitor = MemoryMonitor(Budget(name="26mb", memory_bytes=26 * MIB), context_bytes=4 * MIB)
     trainer, module = fake_trainer(global_step=1), SimpleNamespace()
     monitor.setup(trainer, module, "fit")

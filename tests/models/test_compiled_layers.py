@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from baoc.models import switches
-from baoc.models.switches import recomputed_layers, set_compiled, set_recomputed, start_compiler
+from baoc.models.switches import count_recomputed_layers, set_compiled, set_recomputed, start_compiler
 from tests.support.layered import Layer, Net, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look
@@ -35,7 +35,7 @@ def test_all_layers_share_what_is_compiled_and_gradients_keep_their_bits(graphs:
     assert set_compiled(net) == 4 and not graphs
     for count in (0, 2, 1):
         set_recomputed(net, count, name="net")
-        assert recomputed_layers(net) == count
+        assert count_recomputed_layers(net) == count
         for size, batch in inputs.items():
             found = gradients(net, batch)
             assert all(torch.equal(a, b) for a, b in zip(found, expected[size], strict=True))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from baoc.errors import BadInputError
-from baoc.models.switches import recomputable_layers, recomputed_layers, set_recomputed
+from baoc.models.switches import count_recomputed_layers, recomputable_layers, set_recomputed
 from tests.support.layered import Layer, Net, gradients
 
 
@@ -77,7 +77,7 @@ def test_any_number_of_recomputed_layers_gives_the_same_bits(dropout: float, aut
     assert len(ran) == 4
     for count in (1, 3, 4, 2, 0):
         assert set_recomputed(net, count, name="net") == count
-        assert recomputed_layers(net) == count
+        assert count_recomputed_layers(net) == count
         ran.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             found = gradients(net, inputs)
@@ -95,7 +95,7 @@ def test_the_first_layers_are_recomputed_and_no_more_than_there_are():
     net = Net()
     set_recomputed(net, 2, name="net")
     assert [type(layer) is Layer for layer in net.layers] == [False, False, True, True]
-    assert set_recomputed(net, 3, name="net") == 3 and recomputed_layers(net) == 3
+    assert set_recomputed(net, 3, name="net") == 3 and count_recomputed_layers(net) == 3
     with pytest.raises(BadInputError, match="checkpointing=5 is more than the 4 layers of model net: give 0 to 4"):
         set_recomputed(net, 5, name="net")
     assert set_recomputed(net, name="net") == 4

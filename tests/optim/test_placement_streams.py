@@ -226,7 +226,7 @@ def test_a_sample_is_put_together_when_released_gradients_are_gone(monkeypatch: 
     def finish(profiler: GradientProfiler) -> None:
         left.append(streams.given[STEP] - streams.done.get(STEP, 0))
 
-    monkeypatch.setattr(GradientProfiler, "finish_parts", finish)
+    monkeypatch.setattr(GradientProfiler, "end_step", finish)
     with rings(streams=streams, piece_bytes=2000):
         settings = SessionSettings(
             planner=PlannerSettings(specs=("adamw@streamed",), keep_fp32_roles=()),

@@ -56,7 +56,7 @@ def test_a_step_that_is_refused_at_its_end_is_ended_once() -> None:
     for each in (optimizer, twin):
         each.step()
     assert_equal(optimizer, params, twin, twins)
-    seen.finish_parts.assert_called_once_with()
+    seen.end_step.assert_called_once_with()
 
 
 def test_gradients_that_were_stepped_cannot_be_discarded() -> None:

@@ -29,10 +29,10 @@ def plain(profiler: GradientProfiler) -> dict[str, object]:
 def test_a_profile_by_parts_is_the_profile() -> None:
     """In another order, with a parameter that has no gradient in one step and a non-finite element in another."""
     whole = Stream(BLOCKS)
-    parts = GradientProfiler(BLOCKS, make_params(BLOCKS), by_parts=True)
-    parts.begin_parts(step=0)
-    parts.see_part(grads(0))
-    parts.finish_parts()
+    parts = GradientProfiler(BLOCKS, make_params(BLOCKS), incremental=True)
+    parts.begin_step(step=0)
+    parts.add_gradients(grads(0))
+    parts.end_step()
     for step in range(1, 140):
         found: dict[str, Tensor | None] = dict(grads(step))
         if step == 3:
@@ -40,11 +40,11 @@ def test_a_profile_by_parts_is_the_profile() -> None:
         if step == 4:
             found["conv.0"][0, 0, 0, 0] = float("nan")  # pyright: ignore[reportOptionalSubscript]
         whole.feed(found)
-        parts.begin_parts(step=step)
+        parts.begin_step(step=step)
         for name in reversed(found):
             if found[name] is not None:
-                parts.see_part({name: found[name]})  # pyright: ignore[reportArgumentType]
-        parts.finish_parts()
+                parts.add_gradients({name: found[name]})  # pyright: ignore[reportArgumentType]
+        parts.end_step()
     assert plain(parts) == plain(whole.profiler)
     assert parts.num_samples > 70
     for name, moments in whole.profiler.moments().items():

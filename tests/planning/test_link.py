@@ -15,7 +15,7 @@ from baoc.planning.transfer import (
     slower,
 )
 from baoc.profiling import measure_link
-from baoc.profiling.step_time import with_link
+from baoc.profiling.step_time import with_link_rates
 from baoc.types import LatencyTable, LinkRates
 
 MIB = 2**20
@@ -51,9 +51,9 @@ def test_the_last_backward_hides_a_stream_unless_gradients_change_after_it():
     assert hidden_seconds(0.9, accumulation=3) == pytest.approx(0.2)
     table = LatencyTable(device="cpu", fixed_s={}, per_element_s={}, base_step_s=0.9)
     cpu = torch.device("cpu")
-    hidden = with_link(table, device=cpu, accumulation=3, hides=True)
+    hidden = with_link_rates(table, device=cpu, accumulation=3, hides=True)
     assert (hidden.hidden_s, hidden.link) == (pytest.approx(0.2), None)
-    assert with_link(table, device=cpu, accumulation=3, hides=False).hidden_s == 0
+    assert with_link_rates(table, device=cpu, accumulation=3, hides=False).hidden_s == 0
 
 
 def test_pinned_memory_comes_in_pages():

@@ -68,7 +68,7 @@ def test_weights_come_back_where_the_cap_has_no_room_for_them(monkeypatch: pytes
             raise torch.OutOfMemoryError("over the cap")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(bf16_params, "lifted", lambda device: nullcontext(caps.append(device)))
+    monkeypatch.setattr(bf16_params, "cap_suspended", lambda device: nullcontext(caps.append(device)))
     with cast_to_bf16(matrices(net)):
         monkeypatch.setattr(torch, "empty_strided", full)
     assert len(asked) == 3 and caps == [torch.device("cpu")], "the first weight was back already"
@@ -89,14 +89,14 @@ def test_all_of_a_module_comes_anew_so_that_pages_are_those_of_one_that_waited(m
 
     monkeypatch.setattr(bf16_params, "single_cuda_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(nn.Module, "to", moved)
-    monkeypatch.setattr(bf16_params, "lifted", lambda device: nullcontext(order.append(["lifted"])))
+    monkeypatch.setattr(bf16_params, "cap_suspended", lambda device: nullcontext(order.append(["cap_suspended"])))
     with pytest.raises(torch.OutOfMemoryError), cast_to_bf16(matrices(net), module=net):
         raise AssertionError("the look has no room")
     assert set(order[0]) == {"bfloat16", "float32"} and set(order[1]) == {"float32"}
     fails[:] = [False, True, False]
     with cast_to_bf16(matrices(net), module=net):
         assert {p.dtype for p in matrices(net).values()} == {torch.bfloat16}
-    assert order[-2] == ["lifted"], "whole ones that were there before may pass the cap"
+    assert order[-2] == ["cap_suspended"], "whole ones that were there before may pass the cap"
     assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
     assert net[3].weight.stride() == turned.stride()
 

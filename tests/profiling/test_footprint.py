@@ -19,7 +19,7 @@ from baoc.profiling import FirstStepMemory, MemoryTracker, probe_footprint, step
 from baoc.profiling import footprint as module_of_footprints
 from baoc.profiling import step_temporaries as module
 from baoc.profiling.cuda_emulation import CachingAllocator
-from baoc.profiling.footprint import SCALARS_BYTES, reserve_of, restored, waiting_bytes
+from baoc.profiling.footprint import SCALARS_BYTES, memory_reserve_bytes, preserved_state, waiting_gradient_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.units import KIB, MIB
@@ -177,7 +177,7 @@ def test_what_a_forward_writes_into_parameters_is_put_back():
     for _ in range(2):  # the second look knows, and watches no more
         probe_footprint(net, run_micro_batch=lambda: net(indices))
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    with restored(net, list(net.parameters())):  # as a rehearsal does, which watches nothing
+    with preserved_state(net, list(net.parameters())):  # as a rehearsal does, which watches nothing
         net(indices)
     changed = [name for name, value in net.state_dict().items() if not torch.equal(value, before[name])]
     assert not changed
@@ -294,7 +294,7 @@ def test_a_first_step_counts_forward_beside_gradients_and_parameters_that_had_no
     memory = FirstStepMemory([*net.parameters(), *idle.parameters()])
     loss = net(x)
     if order == "forward_first":
-        memory.note_zeroing()
+        memory.record_zeroing()
     loss.backward()
     found = memory.finish(state_bytes=0)
     del loss
@@ -322,10 +322,10 @@ def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
     memory = FirstStepMemory([first, second])
     first.grad, second.grad = torch.ones(64, 64), torch.ones(64, 64)
     activations = torch.ones(64, 64)
-    memory.note_block()
+    memory.record_block_step()
     del activations
     second.grad = None
-    memory.note_block()
+    memory.record_block_step()
     first.grad = None
     footprint = memory.finish(state_bytes=0)
     assert footprint.gradients_bytes == 2 * 64 * 64 * F32
@@ -342,7 +342,7 @@ def test_states_that_were_there_all_the_time_are_no_part_of_a_first_step(release
         memory = FirstStepMemory(list(net.parameters()), held=[states])
         net(torch.ones(8, 64)).sum().backward()
         if released:
-            memory.note_block()
+            memory.record_block_step()
         found.append(memory.finish(state_bytes=4 * held))
     assert found[0] == found[1] and found[0].resident_bytes > 2 * 64 * 64 * F32
 
@@ -473,7 +473,7 @@ def test_an_emulated_card_reserves_whole_pages():
 
 @pytest.mark.parametrize(("device", "reserve"), [("cpu", 16 * KIB), ("cuda", LATE_MODULES_BYTES + 44 * MIB + 20 * MIB)])
 def test_a_card_keeps_room_for_late_kernels_pages_and_gaps(device: str, reserve: int):
-    assert reserve_of(torch.device(device), peak=1000 * MIB) == reserve
+    assert memory_reserve_bytes(torch.device(device), peak=1000 * MIB) == reserve
 
 
 def test_weights_that_nothing_uses_count_and_all_may_be_trained():
@@ -501,11 +501,11 @@ def test_a_first_micro_batch_that_needs_more_is_a_stretch_of_its_own():
 def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: pytest.MonkeyPatch):
     net, x = Net(), data()
     trained = sum(param.nbytes for param in net.parameters() if param.requires_grad)
-    assert waiting_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
+    assert waiting_gradient_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
     given = {"run_micro_batch": lambda: net(x), "released": [list(net.body.parameters())]}
-    monkeypatch.setattr(module_of_footprints, "reserve_of", lambda device, peak: peak)
+    monkeypatch.setattr(module_of_footprints, "memory_reserve_bytes", lambda device, peak: peak)
     before, kept = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
-    monkeypatch.setattr(module_of_footprints, "waiting_bytes", lambda device, params: 1000 * bool(len(params)))
+    monkeypatch.setattr(module_of_footprints, "waiting_gradient_bytes", lambda device, params: 1000 * bool(len(params)))
     more, still = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
     for part in ("gradients_bytes", "forward_backward_bytes", "resident_bytes", "reserve_bytes"):
         assert getattr(more, part) == getattr(before, part) + 1000 and getattr(still, part) == getattr(kept, part)

@@ -11,8 +11,8 @@ import torch
 from baoc.core.catalogue import SPECS
 from baoc.profiling import latency
 from baoc.profiling import step_time as timing
-from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, series_seconds, source_hash
-from baoc.profiling.step_time import soon_timed, time_specs
+from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, seconds_per_run, source_hash
+from baoc.profiling.step_time import specs_timed_first, time_specs
 
 LARGE = latency.LARGE["cpu"]
 
@@ -80,8 +80,8 @@ def test_the_median_forgets_outliers_and_the_first_run():
 def test_a_series_forgets_what_came_once():
     machine = Machine()
     base = machine.step("base", once=0.02, noise=(0.0, 0.0, 0.0, 9.0))
-    assert series_seconds(base(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock) == pytest.approx(0.02)
-    few = series_seconds(machine.step("few", once=5.0)(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock)
+    assert seconds_per_run(base(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock) == pytest.approx(0.02)
+    few = seconds_per_run(machine.step("few", once=5.0)(0, 0), device=torch.device("cpu"), max_s=1, clock=machine.clock)
     assert few == pytest.approx(5.0) and machine.runs["few"] == 3
 
 
@@ -180,7 +180,7 @@ def test_specs_and_fused_adamw_are_timed_on_the_cpu(tmp_path: Path):
     cpu = torch.device("cpu")
     specs = [SPECS["adamw"], SPECS["sign+bf16_sr"]]
     options: dict[str, Any] = {"device": cpu, "num_elements": 1000, "num_tensors": 3, "cache_dir": tmp_path}
-    assert soon_timed(specs, device=cpu) == {"adamw", "sign+bf16_sr"}
+    assert specs_timed_first(specs, device=cpu) == {"adamw", "sign+bf16_sr"}
     part = time_specs(specs, needed={"adamw"}, max_s=0.2, **options)
     assert set(part.fixed_s) == {"adamw", "sign+bf16_sr"} and part.assumed == ("sign+bf16_sr",)
     assert 0 < part.reference_step_s < 0.1 and part.per_element_s["adamw"] > 0
@@ -198,9 +198,9 @@ def test_kernels_that_are_not_needed_are_assumed_as_fast_by_the_byte_as_fused_ad
         return latency.LatencyTable(device="card", fixed_s=dict.fromkeys(steps, 1e-6), per_element_s=lines, step_s=1e-5)
 
     monkeypatch.setattr(timing, "measure_latency", fake)
-    monkeypatch.setattr(timing, "machine", lambda device: {})
+    monkeypatch.setattr(timing, "timing_key", lambda device: {})
     specs, cuda = [SPECS[name] for name in ("adamw", "adamw_int8", "sign", "muon")], torch.device("cuda")
-    needed = soon_timed(specs, device=cuda) | {"adamw_int8"}
+    needed = specs_timed_first(specs, device=cuda) | {"adamw_int8"}
     table = time_specs(
         specs, device=cuda, num_elements=10**9, num_tensors=100, needed=needed, upkeep_bytes=14, rest_s=0.2
     )

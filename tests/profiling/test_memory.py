@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.errors import BadInputError
-from baoc.profiling import cap_device, context_bytes, context_now, free_bytes, memory, recap_device, uncapped
+from baoc.profiling import cap_device, context_bytes, current_context_bytes, free_bytes, memory, recap_device, uncapped
 from baoc.types import Budget
 from baoc.units import GIB, MIB
 
@@ -61,34 +61,34 @@ class Card:
 
 def test_context_is_the_fall_of_free_memory_less_torch_s_own(monkeypatch):
     card = Card(monkeypatch)
-    assert context_now("cuda:0") == GIB // 2
+    assert current_context_bytes("cuda:0") == GIB // 2
     card.reserved, card.context = 7 * GIB, GIB  # kernels have loaded
-    assert context_now("cuda:0") == GIB
+    assert current_context_bytes("cuda:0") == GIB
 
 
 def test_what_other_processes_take_meanwhile_is_no_context_where_the_driver_tells_them_apart(monkeypatch):
     card = Card(monkeypatch)
-    context_now("cuda:0")
+    current_context_bytes("cuda:0")
     card.reserved, card.others = 7 * GIB, 20 * GIB
-    assert context_now("cuda:0") == 17 * GIB + GIB // 2
+    assert current_context_bytes("cuda:0") == 17 * GIB + GIB // 2
     card.own = 7 * GIB + GIB // 2
-    assert context_now("cuda:0") == GIB // 2
+    assert current_context_bytes("cuda:0") == GIB // 2
 
 
 def test_kernels_that_load_take_of_the_room_that_was_kept_for_them(monkeypatch):
     """So a process that plans early and one that plans late come to the same, until that room is nearly used up."""
     card = Card(monkeypatch)
     early, late, last = memory.EARLY_MODULES_BYTES, memory.LATE_MODULES_BYTES, memory.LAST_MODULES_BYTES
-    assert context_bytes("cuda:0") == GIB // 2 + early and context_now("cuda:0") == GIB // 2
+    assert context_bytes("cuda:0") == GIB // 2 + early and current_context_bytes("cuda:0") == GIB // 2
     card.context = settled = GIB // 2 + 100 * MIB  # a forward and backward was run
-    assert memory.settle_context("cuda:0") == settled == context_bytes("cuda:0")
+    assert memory.fix_context_bytes("cuda:0") == settled == context_bytes("cuda:0")
     card.context = settled + late - last
-    assert memory.settle_context("cuda:0") == settled == context_bytes("cuda:0")
+    assert memory.fix_context_bytes("cuda:0") == settled == context_bytes("cuda:0")
     cap_device("cuda:0", budget=Budget(name="8gb", memory_bytes=8 * GIB))
     assert card.fraction == pytest.approx((8 * GIB - settled - late) / (80 * GIB))
     card.context += MIB
     assert context_bytes("cuda:0") == settled + MIB
-    assert context_bytes("cpu") == memory.settle_context("cpu") == 0
+    assert context_bytes("cpu") == memory.fix_context_bytes("cpu") == 0
 
 
 def test_what_other_processes_give_back_meanwhile_makes_no_context_smaller(monkeypatch):
@@ -96,9 +96,9 @@ def test_what_other_processes_give_back_meanwhile_makes_no_context_smaller(monke
     card = Card(monkeypatch)
     context_bytes("cuda:0")
     card.context, card.others = GIB // 2 + 100 * MIB, 2 * GIB
-    assert memory.settle_context("cuda:0") == context_bytes("cuda:0") == GIB // 2
+    assert memory.fix_context_bytes("cuda:0") == context_bytes("cuda:0") == GIB // 2
     card.own = card.context
-    assert context_now("cuda:0") == GIB // 2 + 100 * MIB
+    assert current_context_bytes("cuda:0") == GIB // 2 + 100 * MIB
     grown = 100 * MIB + memory.LAST_MODULES_BYTES - memory.LATE_MODULES_BYTES
     assert context_bytes("cuda:0") == GIB // 2 + grown
 
@@ -144,7 +144,7 @@ def test_own_bytes_by_the_driver(monkeypatch, before, processes, own):
 def test_without_a_reading_from_before_all_that_is_not_torch_s_counts(monkeypatch):
     card = Card(monkeypatch, nvml=False)
     card.reserved = 2 * GIB
-    assert context_now("cuda") == 3 * GIB + GIB // 2
+    assert current_context_bytes("cuda") == 3 * GIB + GIB // 2
 
 
 def test_auto_is_what_the_card_had_free_and_what_torch_holds_unused(monkeypatch):

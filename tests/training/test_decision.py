@@ -20,7 +20,7 @@ from baoc.config.schema import ModelConfig, OptimConfig, ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
-from baoc.models.switches import recomputed_layers
+from baoc.models.switches import count_recomputed_layers
 from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
@@ -158,7 +158,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     monkeypatch.setattr(Trials, "run", within)
     with pytest.raises(InfeasibleBudgetError, match=r"of 1[4-9] options.*allows 1.00 MiB.* was found to do") as caught:
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
-    assert recomputed_layers(seen[-1].model) == 0, "layers are as they were"
+    assert count_recomputed_layers(seen[-1].model) == 0, "layers are as they were"
     assert "whether one fits within" in capsys.readouterr().out
     first, *tried = caps
     least = caught.value.least_feasible_bytes

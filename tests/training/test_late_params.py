@@ -240,7 +240,7 @@ def test_what_was_held_before_a_late_step_is_judged_where_its_measurement_has_th
 ):
     """On CUDA, by a stand-in whose peak is forgotten as it is there."""
     peaks = iter([2 << 30, 0, 0, 0])
-    monkeypatch.setattr(reallocator_module, "device_peak", lambda device: next(peaks))
+    monkeypatch.setattr(reallocator_module, "device_peak_bytes", lambda device: next(peaks))
     net, told = frozen(), []
     optimizer = BaocOptimizer(net.head, model=net, budget="1gb", verbose=False)
     trained(net, optimizer, steps=1)
@@ -251,7 +251,7 @@ def test_what_was_held_before_a_late_step_is_judged_where_its_measurement_has_th
     trained(net, optimizer, steps=1)
     assert told[0] == 2 << 30 and 0 < told[-1] <= optimizer.plan.peak_bytes
     assert optimizer.budget_met is False and optimizer.narrator.peak_bytes == 2 << 30
-    monkeypatch.setattr(narration, "device_peak", lambda device: 3 << 29)
+    monkeypatch.setattr(narration, "device_peak_bytes", lambda device: 3 << 29)
     optimizer.narrator.device = torch.device("cuda")
     assert optimizer.narrator.peak_bytes == 2 << 30
 

@@ -19,7 +19,7 @@ from baoc.core.recipes import tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
 from baoc.models import build_model, unet
-from baoc.models.pretrained import not_from_scratch
+from baoc.models.pretrained import pretrained_reason
 from baoc.optim.shards import is_sharded
 from baoc.planning.measured import PRIOR
 from baoc.planning.planner import Planner, PlannerSettings
@@ -230,15 +230,15 @@ def test_weights_that_were_read_are_known_after_the_strategy_has_cut_them_and_fr
     for name, param in module.named_parameters():
         param._is_hf_initialized = "encoder" in name
     module.encoder.config = {"_name_or_path": "a/vae"}
-    assert not not_from_scratch(module)
+    assert not pretrained_reason(module)
     module.encoder.requires_grad_(True)
-    assert not_from_scratch(module) == "its weights are those of a/vae"
+    assert pretrained_reason(module) == "its weights are those of a/vae"
     module.encoder.config = {}
-    assert "read by from_pretrained" in not_from_scratch(module)
+    assert "read by from_pretrained" in pretrained_reason(module)
     with group(0, 1, store=tmp_path / "store"):
         cpu = torch.device("cpu")
         cut(module, mesh=one_mesh(cpu), device=cpu, precision="32-true")
         assert all(map(is_sharded, module.parameters()))
-        assert "read by from_pretrained" in not_from_scratch(module)
+        assert "read by from_pretrained" in pretrained_reason(module)
         assert SessionSettings().planner.family is not None
         assert with_weights(SessionSettings(), network=module, pretrained=None).planner.family is None

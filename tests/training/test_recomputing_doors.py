@@ -15,7 +15,7 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
-from baoc.models.switches import is_compiled, recomputed_layers
+from baoc.models.switches import count_recomputed_layers, is_compiled
 from baoc.parallel import SINGLE_PROCESS
 from baoc.training.session import Resharding, Session, SessionSettings
 from baoc.types import Footprint
@@ -82,13 +82,13 @@ def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
 ):
     budget = {"memory": peaks[number] + 4096}
     own, ours = optimizer(budget, checkpointing="auto")
-    assert recomputed_layers(own) == number
+    assert count_recomputed_layers(own) == number
     assert ours.plan.peak_bytes == peaks[number] <= budget["memory"]
     module = Own()
     strategy = BaocStrategy(budget, settings=SETTINGS, checkpointing="auto")
     trainer = L.Trainer(strategy=strategy, max_steps=1, **QUIET)
     trainer.fit(module)
-    assert recomputed_layers(module) == number and strategy.budget_met
+    assert count_recomputed_layers(module) == number and strategy.budget_met
     assert f"BaocStrategy: recomputed layers {number} of {DEPTH}" in " ".join(capsys.readouterr().out.split())
 
 
@@ -106,7 +106,7 @@ def test_compiled_layers_stay_compiled_through_every_door(peaks: list[int], monk
     assert set_compiled(own) == DEPTH
     probe = lambda: own.training_step([own.data.tensors[0]], 0)  # noqa: E731
     plan = BaocOptimizer(own, budget=budget, probe=probe, settings=SETTINGS, verbose=False, checkpointing="auto").plan
-    assert plan.peak_bytes <= budget["memory"] and recomputed_layers(own) == 2 and is_compiled(own)
+    assert plan.peak_bytes <= budget["memory"] and count_recomputed_layers(own) == 2 and is_compiled(own)
     module = Own()
     set_compiled(module)
     strategy = BaocStrategy(budget, settings=SETTINGS, checkpointing=2)
@@ -118,7 +118,7 @@ def test_compiled_layers_stay_compiled_through_every_door(peaks: list[int], monk
     make = lambda size: [lone.data.tensors[0][:size]]  # noqa: E731
     loss = lambda network, batch: network.training_step(batch, 0)  # noqa: E731
     found = advise(lone, make, loss, batch_size=SAMPLES, **given)
-    assert found.recompute() == recomputed_layers(lone) and is_compiled(lone) and ran
+    assert found.recompute() == count_recomputed_layers(lone) and is_compiled(lone) and ran
     set_compiled(lone, False)
     assert not is_compiled(lone)
 
@@ -128,7 +128,7 @@ def test_what_no_number_of_layers_fits_is_refused_and_leaves_the_module_as_it_wa
     probe = lambda: own.training_step([own.data.tensors[0]], 0)  # noqa: E731
     with pytest.raises(InfeasibleBudgetError):
         BaocOptimizer(own, budget={"memory": 100_000}, probe=probe, settings=SETTINGS, checkpointing="auto")
-    assert recomputed_layers(own) == 0
+    assert count_recomputed_layers(own) == 0
 
 
 def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_other_numbers_plan():
@@ -138,7 +138,7 @@ def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_oth
     session.module, session.device = Own(), torch.device("cpu")
 
     def look() -> None:
-        number = recomputed_layers(session.module)
+        number = count_recomputed_layers(session.module)
         if number < 3 or number in looked:
             raise InfeasibleBudgetError("a page too much", budget_bytes=1, least_feasible_bytes=2)
         looked.append(number)
@@ -162,7 +162,7 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
             raise BadInputError("no room for a look that may be larger")
 
     refusal = InfeasibleBudgetError("too small", budget_bytes=100_000, least_feasible_bytes=300_000)
-    assert session.confirmed(refusal, plan=plan) is refusal and recomputed_layers(session.module) == left
+    assert session.confirmed(refusal, plan=plan) is refusal and count_recomputed_layers(session.module) == left
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_layers_that_do_something_else_again_are_kept(peaks: list[int], caplog: 
 
     with pytest.raises(InfeasibleBudgetError):
         BaocOptimizer(own, budget={"memory": peaks[3]}, probe=probe, settings=SETTINGS, checkpointing="auto")
-    assert "cannot be recomputed" in caplog.text and recomputed_layers(own) == 0
+    assert "cannot be recomputed" in caplog.text and count_recomputed_layers(own) == 0
 
 
 @pytest.mark.parametrize(

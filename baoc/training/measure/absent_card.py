@@ -26,7 +26,7 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import device_rows, with_placement
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data.base import DataModule
-from baoc.models.switches import kept_params, recomputable_layers, set_recomputed
+from baoc.models.switches import params_keeping_activations, recomputable_layers, set_recomputed
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
 from baoc.optim.offload import arrival_bytes
 from baoc.planning.cards import CARDS, Card
@@ -46,10 +46,10 @@ from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import as_native, cast_to_bf16
 from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
-from baoc.profiling.footprint import reserve_of
+from baoc.profiling.footprint import memory_reserve_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
-from baoc.profiling.step_time import FUSED_BYTES, moved_bytes
+from baoc.profiling.step_time import FUSED_BYTES, bytes_moved_per_element
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
@@ -211,7 +211,10 @@ class _CardOptions:
             if spec not in eager
         }
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
-        self.lines = {spec.name: self._moving_s(moved_bytes(spec)) for spec in device_rows(self.planner.specs.values())}
+        self.lines = {
+            spec.name: self._moving_s(bytes_moved_per_element(spec))
+            for spec in device_rows(self.planner.specs.values())
+        }
 
     def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
         """The options of one kind; those of larger micro-batches only where the smallest one fits, or `hopeless`."""
@@ -283,7 +286,7 @@ class _CardOptions:
         latency = self._latency(size, recomputed=number)
         if len(ends) == 1:
             return ends[0], latency
-        kept = kept_params(self.task, recomputed=number)
+        kept = params_keeping_activations(self.task, recomputed=number)
         return between(*ends, share=number / self.num_layers, kept=kept), latency
 
     def _option(self, way: tuple[int, int, bool]) -> Option | None:
@@ -368,7 +371,7 @@ class _CardOptions:
             device=self.card.name,
             micro_batch=micro_batch,
             context_bytes=self.card.context_bytes,
-            reserve_bytes=reserve_of(torch.device("cuda"), peak=looked.forward_backward_bytes)
+            reserve_bytes=memory_reserve_bytes(torch.device("cuda"), peak=looked.forward_backward_bytes)
             + self.card.workspace_bytes,
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),

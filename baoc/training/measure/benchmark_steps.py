@@ -27,7 +27,7 @@ from baoc.optim import GradientRelease
 from baoc.optim.shards import is_sharded
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks
 from baoc.profiling import clear_cache
-from baoc.profiling.footprint import restored
+from baoc.profiling.footprint import preserved_state
 from baoc.profiling.proxy_blocks import ProxyBlocks
 from baoc.types import OptimizerSpec
 
@@ -72,7 +72,7 @@ def rehearse(
         guard.tell = lambda _: None  # these are no steps of the run
         cuda = device.type == "cuda"
         with (
-            restored(module, params),
+            preserved_state(module, params),
             _quiet(),
             _stepping(blocks, specs=specs, release=releasing) as small,
             _interruptible(),

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from baoc.cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.profiling import probe_footprint
-from baoc.profiling.footprint import restored
-from baoc.profiling.latency import series_seconds
+from baoc.profiling.footprint import preserved_state
+from baoc.profiling.latency import seconds_per_run
 from baoc.profiling.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
@@ -51,8 +51,8 @@ class CallerProbe:
         out. Gradients are None afterwards."""
         device, rest_s = self._params[0].device, 0.0
         if given is None:
-            with restored(self._module, self._all):
-                rest_s = series_seconds(self._step, device=device, max_s=SHARE * max_s)
+            with preserved_state(self._module, self._all):
+                rest_s = seconds_per_run(self._step, device=device, max_s=SHARE * max_s)
         return time_specs(
             specs,
             device=device,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.optim import seeding
 from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
-from baoc.profiling.memory import settle_allocator
+from baoc.profiling.memory import use_expandable_segments
 from baoc.training.late_step import subscribe
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
@@ -35,7 +35,7 @@ class FirstStep:
         self._reallocators: list[weakref.ref[Reallocator]] = []
         self.peak_bytes: int | None = None
         device, budget = sessions[0].device, sessions[0].budget
-        settle_allocator(device)
+        use_expandable_segments(device)
         self._cap.enter_context(uncapped(device, budget=budget))
 
     def begin(self, *reallocators: Reallocator, owner: object) -> None:

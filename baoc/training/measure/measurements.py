@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baoc.config.schema import RunConfig
-from baoc.models.switches import kept_params, set_compiled, set_recomputed
+from baoc.models.switches import params_keeping_activations, set_compiled, set_recomputed
 from baoc.planning.microbatch import Axes, Trial, at_size, between, released, seconds_at
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -153,7 +153,9 @@ class Measurements:
         fewer, more, share = self._around(way, measured=True)
         found = self._end(size, fewer)
         if fewer < more:
-            kept = () if self.compiled else kept_params(self.task, recomputed=recomputed)  # compiled ones cast again
+            kept = (
+                () if self.compiled else params_keeping_activations(self.task, recomputed=recomputed)
+            )  # compiled ones cast again
             found = between(found, self._end(size, more), share=share, kept=kept)
         return released(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
 

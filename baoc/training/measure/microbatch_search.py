@@ -34,7 +34,7 @@ from baoc.core.budgets import resolve_auto
 from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
-from baoc.models.switches import is_compiled, recomputable_layers, recomputed_layers, set_compiled, set_recomputed
+from baoc.models.switches import count_recomputed_layers, is_compiled, recomputable_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local
 from baoc.parallel import SINGLE_PROCESS, ranks
 from baoc.planning.choice import PROMISED, Choice, Race, choose
@@ -53,7 +53,7 @@ from baoc.planning.microbatch import (
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.phase_timer import PhaseTimer
-from baoc.profiling.step_time import soon_timed, time_specs
+from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
@@ -147,7 +147,7 @@ def decide(
     """
     phases = PhaseTimer()
     with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
-        visit.callback(set_recomputed, task.model, recomputed_layers(task.model), name=config.model.name)
+        visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
         visit.callback(set_compiled, task.model, is_compiled(task.model))
         visit.callback(restore_rng, capture_rng())
         visit.callback(gc.unfreeze)
@@ -503,7 +503,7 @@ class Decision:
                 num_elements=sum(local(param).numel() for param in self.params.values()),
                 num_tensors=len(self.params),
                 upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
-                needed=soon_timed(specs, device=self.where) if limited else (),
+                needed=specs_timed_first(specs, device=self.where) if limited else (),
                 max_s=LIMITED_S if limited else FUSED_S,
                 cache_dir=cache_folder(),
             )

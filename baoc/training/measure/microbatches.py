@@ -25,8 +25,8 @@ from baoc.planning.microbatch import Trial, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.bf16_params import as_native
 from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
-from baoc.profiling.footprint import restored
-from baoc.profiling.latency import series_seconds, wait
+from baoc.profiling.footprint import preserved_state
+from baoc.profiling.latency import seconds_per_run, synchronize
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
@@ -166,7 +166,7 @@ class Trials:
             with silent(self.module), self._restored(), self.phases("compiling"):
                 began = perf_counter()
                 self._loss(batch).backward()
-                wait(self.device)
+                synchronize(self.device)
                 took = perf_counter() - began
             gc.collect()
             gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
@@ -231,7 +231,7 @@ class Trials:
         with self._restored():
             start = perf_counter()
             run()
-            wait(self.device)
+            synchronize(self.device)
             once_s = perf_counter() - start
             series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
             given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
@@ -239,7 +239,7 @@ class Trials:
                 series, least, given["max_s"] = 1, 2, 0.0
             for _ in range(series):
                 before = allocations(self.device)
-                found.append(series_seconds(run, least=least, **given))
+                found.append(seconds_per_run(run, least=least, **given))
                 if allocations(self.device) == before:
                     break
         return min(found)
@@ -272,7 +272,7 @@ class Trials:
         return CudaAutocast() if self._emulate_cuda else nullcontext()
 
     def _restored(self) -> AbstractContextManager[Any]:
-        return restored(self.module, list(self.module.parameters()))
+        return preserved_state(self.module, list(self.module.parameters()))
 
     def _moved(self, batch: Any) -> Any:
         return self.module.transfer_batch_to_device(batch, self.device, 0)
