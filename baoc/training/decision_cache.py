@@ -25,7 +25,7 @@ from baoc.config.environment import package_versions
 from baoc.config.options import hash_own_code
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
-from baoc.profiling.latency import machine, source_hash
+from baoc.profiling.latency import source_hash, timing_key
 from baoc.types import Budget, Footprint, LatencyTable, Option, read_plain, to_plain
 
 MOST = 256  # entries that are kept, the newest ones
@@ -75,7 +75,7 @@ def key_of(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
-        "machine": machine(device) | _card(device) | {"source": source_hash([Path(__file__).parents[1]])},
+        "machine": timing_key(device) | _card(device) | {"source": source_hash([Path(__file__).parents[1]])},
         "versions": {**package_versions(), "python": platform.python_version()},
         "torch": [
             torch.get_float32_matmul_precision(),
