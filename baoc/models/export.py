@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.models.adapters import merged
-from baoc.optim.shards import local
+from baoc.optim.shards import local_shard
 
 
 def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
@@ -44,7 +44,7 @@ def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        key = (local(tensor).data_ptr(), tensor.shape, tensor.stride())
+        key = (local_shard(tensor).data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
         seen.add(key)

@@ -25,7 +25,7 @@ from baoc.optim import groups
 from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.shards import whole
+from baoc.optim.shards import unsharded
 from baoc.optim.state import Saved, allocate, new_step, shown, slot_under
 from baoc.types import OptimizerSpec
 
@@ -284,7 +284,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                     seeded=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:
-                found = {key: whole(value) for key, value in shown(adamw, new, spec=SPECS["adamw"]).items()}
+                found = {key: unsharded(value) for key, value in shown(adamw, new, spec=SPECS["adamw"]).items()}
                 states[index[slot.name]] = {theirs: found[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

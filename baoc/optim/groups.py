@@ -28,7 +28,7 @@ from baoc.core.catalogue import (
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES, UpdateRule
 from baoc.optim.rules.matrix import SummingRule
-from baoc.optim.shards import described
+from baoc.optim.shards import with_sharding
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
 from baoc.planning.candidates import off_shards, sums_columns
@@ -235,7 +235,7 @@ def param_info(name: str, param: Tensor, *, group: int) -> ParamInfo:
     """The ParamInfo of a parameter from its name, shape and type alone."""
     dtype = str(param.dtype).removeprefix("torch.")
     info = ParamInfo(name=name, shape=tuple(param.shape), dtype=dtype, role=Role.OTHER, group=group)
-    return described(info, param=param)
+    return with_sharding(info, param=param)
 
 
 def single_block(info: ParamInfo) -> Block:
@@ -360,5 +360,7 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
 def as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
     """The block as its parameters are now: they may have been cast or sharded since they were described."""
     dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
-    infos = tuple(described(replace(info, dtype=dtypes[info.name]), param=params[info.name]) for info in block.params)
+    infos = tuple(
+        with_sharding(replace(info, dtype=dtypes[info.name]), param=params[info.name]) for info in block.params
+    )
     return block if infos == block.params else replace(block, params=infos)

@@ -17,7 +17,7 @@ from baoc.optim.checkpoint import alike
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.rules import RULES
-from baoc.optim.shards import whole
+from baoc.optim.shards import unsharded
 from baoc.optim.state import (
     FIRST_BETAS,
     LiveBlock,
@@ -109,7 +109,9 @@ def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> tuple[Saved, dict[str, Sl
             continue
         source, state = _source(slot, spec=spec), states[slot.name]
         if source.shard is not slot.shard:
-            state = {key: whole(value).cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+            state = {
+                key: unsharded(value).cpu() if isinstance(value, Tensor) else value for key, value in state.items()
+            }
         states[slot.name] = _fitted_state(source, state, spec=spec)
     saved = replace(saved, states=states)
     return saved, {slot.name: _check(slot, saved=saved) for slot in slots}
@@ -126,7 +128,7 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
         strays = {key for _, key in kept.keys}.difference(keys)
         given_so = all(isinstance(given.get(key), Tensor) and given[key].dtype is theirs[key].dtype for key in keys)
         if kept.codec.info != other.codec.info and strays.isdisjoint(given) and given_so:
-            values = other.decode({key: whole(given[key]).reshape(theirs[key].shape) for key in keys})
+            values = other.decode({key: unsharded(given[key]).reshape(theirs[key].shape) for key in keys})
             parts = kept.codec.allocate(kept.shape, values.device)
             kept.codec.encode_(parts, values)
             found |= {key: parts[part] for part, key in held.get(kept.decl, kept).keys}
@@ -135,7 +137,9 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
         value, shape = found.get(part.key), ours[part.key].shape
         if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=rows)):
             shard = None if part.key in alike else slot.shard
-            found[part.key] = shard.taken(value, shape=part.shape) if shard else whole(value).reshape(part.shape)
+            found[part.key] = (
+                shard.local_part(value, shape=part.shape) if shard else unsharded(value).reshape(part.shape)
+            )
     return found
 
 
@@ -330,7 +334,7 @@ def _load_block(
             live.unseeded.add(slot.name)
         correction = given.get(weights.CORRECTION)
         if correction is not None and slot.shard is not None and source.shard is None:
-            correction = slot.shard.taken(correction, shape=slot.param.shape)
+            correction = slot.shard.local_part(correction, shape=slot.param.shape)
         _load_weights(slot, state, kept=spec.weights, correction=correction, report=report)
     _load_match(live, saved=saved, registry=registry, converted=bool(origins), rms=[r for r in rms if r])
     if not origins:

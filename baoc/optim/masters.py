@@ -12,7 +12,7 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.optim import weights
 from baoc.optim.groups import named_params
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.shards import local, shard_of, whole
+from baoc.optim.shards import local_shard, shard_of, unsharded
 from baoc.optim.state import LiveBlock, State
 
 
@@ -24,9 +24,9 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
         with registry.states_on_device(live, keep=False):
             for slot in live.slots:
                 master = weights.master(slot.param, registry.state[slot.param])
-                values[slot.owner] = _copy(master if slot.shard is None else slot.shard.gathered(master))
+                values[slot.owner] = _copy(master if slot.shard is None else slot.shard.all_gather(master))
     where = named_params(param_groups).items()
-    return {name: values[param] if param in values else _copy(whole(param)) for name, (param, _) in where}
+    return {name: values[param] if param in values else _copy(unsharded(param)) for name, (param, _) in where}
 
 
 def kept(registry: BlockRegistry) -> Mapping[Tensor, State]:
@@ -53,7 +53,7 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
     for name, value in values.items():
         param = where[name][0]
         if (shard := shard_of(param)) is not None:
-            param, value = local(param), shard.taken(value, shape=local(param).shape)
+            param, value = local_shard(param), shard.local_part(value, shape=local_shard(param).shape)
         if where[name][0] not in blocks:
             param.copy_(value)
             continue

@@ -78,7 +78,7 @@ def convert(
         unseeded = convert(source, old, here, made, spec=spec, **how)
         alike = {"step", *by_column(target)}
         for key in new.keys() - {weights.CORRECTION}:
-            new[key].copy_(made[key] if key in alike else target.shard.taken(made[key], shape=new[key].shape))
+            new[key].copy_(made[key] if key in alike else target.shard.local_part(made[key], shape=new[key].shape))
         return unseeded
     kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
     needs_v = target.owner.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
@@ -223,10 +223,10 @@ def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: li
 
 def over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
     """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
-    if slot.shard is None or slot.shard.shards.size == 1:
+    if slot.shard is None or slot.shard.group.size == 1:
         return norm, count
     sums = torch.tensor([norm**2, count], dtype=torch.float64, device=slot.param.device)
-    slot.shard.shards.total_(sums)
+    slot.shard.group.all_reduce_(sums)
     return float(sums[0]) ** 0.5, int(sums[1])
 
 

@@ -38,7 +38,7 @@ from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_ba
 from baoc.optim.nonfinite import new_bad
 from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, Shards, check_edges, is_sharded, local, one_of, shard_of
+from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_group, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
     LiveBlock,
     Saved,
@@ -103,7 +103,7 @@ class BlockRegistry:
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
-        self.shards: Shards | None = None
+        self.shards: ShardGroup | None = None
         self.idle: list[Slot] = []
         self.frozen: list[Tensor] = []
         self.listed: list[list[Tensor]] = []
@@ -165,7 +165,7 @@ class BlockRegistry:
                 aligned = STORAGES[spec.storage].aligned
                 kept = [kept for kept in whole_slot(slot, spec=spec).kept if not kept.codec.in_place]
                 states = {each.decl.name: (prod(each.shape), aligned) for each in kept}
-                check_edges(info, states=states, shard=shard, spec=spec.name)
+                check_codec_groups(info, states=states, shard=shard, spec=spec.name)
             slots.append(slot)
         return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
 
@@ -176,8 +176,8 @@ class BlockRegistry:
             if shard is None:
                 return param, None
             cut = {self.names.get(owner, "another"): other for owner, (_, other) in self.twins.items()}
-            self.shards = one_of({**cut, name: shard})
-            self.twins[param] = local(param).detach(), shard
+            self.shards = common_group({**cut, name: shard})
+            self.twins[param] = local_shard(param).detach(), shard
         return self.twins[param]
 
     def lend_gradients(self) -> None:

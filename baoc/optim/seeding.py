@@ -14,7 +14,7 @@ from torch import Tensor
 from baoc.kernels.usable import usable
 from baoc.optim import inherit
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.shards import local
+from baoc.optim.shards import local_shard
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import StateKind
 
@@ -24,7 +24,7 @@ SQUARED = 2**22  # elements of a gradient that are squared at a time
 def temporary_bytes(params: Iterable[Tensor]) -> int:
     """The most that `seed` holds at once beside the states, of the largest parameter: v in full, and what encoding it
     takes, up to 3.6 times as much (4 bits, measured at 6 and 33 million elements)."""
-    most = max((local(param).numel() for param in params), default=0)
+    most = max((local_shard(param).numel() for param in params), default=0)
     return 4 * (5 * most + 3 * min(most, SQUARED))
 
 
@@ -42,7 +42,7 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
         if slot.name not in live.unseeded or grad is None:
             continue
         lines, across, some = _means(grad.detach(), slot=slot)
-        if bool(some if slot.shard is None else slot.shard.shards.total_(some)):
+        if bool(some if slot.shard is None else slot.shard.group.all_reduce_(some)):
             _start(slot, state[slot.param], lines, across, betas=slot.betas(param_groups))
             live.unseeded.discard(slot.name)
 
@@ -77,7 +77,7 @@ def _means(grad: Tensor, *, slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
     some = across.any().to(torch.float32)
     total, num = across, len(stored)
     if slot.shard is not None:
-        total, num = slot.shard.shards.total_(across), slot.shard.owner.numel() // length
+        total, num = slot.shard.group.all_reduce_(across), slot.shard.param.numel() // length
     across = total / num
     if slot.matrix is None:
         lines = across.expand(len(stored))

@@ -18,7 +18,7 @@ from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import Tuned
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
-from baoc.optim.shards import Shard, largest_part, whole
+from baoc.optim.shards import Shard, largest_shard, unsharded
 from baoc.optim.weights import CORRECTION
 from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import aligned
@@ -71,7 +71,7 @@ class Slot:
     @property
     def owner(self) -> Tensor:
         """The parameter as the parameter groups have it."""
-        return self.param if self.shard is None else self.shard.owner
+        return self.param if self.shard is None else self.shard.param
 
     @property
     def slab_bytes(self) -> int:
@@ -197,19 +197,19 @@ def make_slot(
         parts=tuple(parts),
         direct=tuple(k.decl.name for k in kept if k.codec.in_place),
         coded=tuple(k for k in kept if not k.codec.in_place),
-        counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.owner.numel())),
+        counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.param.numel())),
         matrix=info.matrix_shape,
         placement=spec.placement,
         shard=shard,
-        gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.shards.size > 1,
+        gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.group.size > 1,
         sums=sums,
-        first=0 if shard is None else shard.first,
+        first=0 if shard is None else shard.offset,
     )
 
 
 def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
     assert slot.shard is not None
-    info = largest_part(slot.info, param=slot.owner)
+    info = largest_shard(slot.info, param=slot.owner)
     param = torch.empty(info.shape, dtype=slot.param.dtype, device="meta")
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, shard=slot.shard).slab_bytes
 
@@ -253,7 +253,7 @@ def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     """
     if slot.shard is None:
         return {key: alone(value) for key, value in state.items()}
-    rows, found, whole_ = slot.shard.owner.shape[0], State(), whole_slot(slot, spec=spec)
+    rows, found, whole_ = slot.shard.param.shape[0], State(), whole_slot(slot, spec=spec)
     alike = by_column(whole_)
     for part in whole_.parts:
         if part.key in alike:
@@ -261,14 +261,14 @@ def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
             continue
         shape, own = by_row(part.shape, rows=rows), state.get(part.key)
         value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
-        found[part.key] = slot.shard.shown(value, shape=shape)
+        found[part.key] = slot.shard.as_dtensor(value, shape=shape)
     return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
 
 
 def gathered(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
     shapes = {part.key: part.shape for part in whole_slot(slot, spec=spec).parts}
-    found = {key: whole(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
+    found = {key: unsharded(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
     return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from baoc.optim import weights
-from baoc.optim.shards import refuse_unlike
+from baoc.optim.shards import refuse_placement
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refusal
 
@@ -30,7 +30,7 @@ _HELD = "baoc: whether somebody holds this node"
 
 def refuse_shard(param: Tensor, *, name: str) -> None:
     """Raises BadInputError where `param` is a part of a tensor that several processes share, and none of its rows."""
-    refuse_unlike(param, name=name)
+    refuse_placement(param, name=name)
     if getattr(param, "_fsdp_flattened", False):
         raise refusal("fsdp1", name=name)
 

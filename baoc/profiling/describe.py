@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
-from baoc.optim.shards import described
+from baoc.optim.shards import with_sharding
 from baoc.parallel import unwrapped
 from baoc.types import ParamInfo
 
@@ -74,7 +74,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
             aliases=tuple(owner.aliases),
             transposed=len(shape) > 1 and _TRANSPOSED_TYPE.fullmatch(kind) is not None,
         )
-        infos.append(described(info, param=owner.tensor))
+        infos.append(with_sharding(info, param=owner.tensor))
     return tuple(infos)
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.optim.shards import cut_again
+from baoc.optim.shards import reshard
 from baoc.planning.cost import grouped_bytes
 from baoc.profiling import memory
 from baoc.profiling.cuda_emulation import CachingAllocator
@@ -373,7 +373,7 @@ def preserved_state(module: nn.Module | None, params: Sequence[Tensor]) -> Itera
             yield restorer
     finally:
         if module is not None:
-            cut_again(module)
+            reshard(module)
         restorer.restore()
         if python is not None:
             python.restore()

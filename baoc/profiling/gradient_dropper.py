@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from baoc.optim.shards import local
+from baoc.optim.shards import local_shard
 from baoc.profiling.tracker import PeakMeter
 
 
@@ -53,5 +53,5 @@ class GradientDropper:
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, this rank's part of sharded ones, counting a shared storage once."""
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

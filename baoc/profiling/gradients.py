@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baoc.errors import CheckpointError
-from baoc.optim.shards import local, shard_of
+from baoc.optim.shards import local_shard, shard_of
 from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
@@ -193,7 +193,7 @@ class GradientProfiler:
             self._moments.begin()
 
     def _see(self, grads: Mapping[str, Tensor]) -> None:
-        self._slices.gather_(self._grad, grads={name: local(grad) for name, grad in grads.items()})
+        self._slices.gather_(self._grad, grads={name: local_shard(grad) for name, grad in grads.items()})
         if self._turn is Turn.SAMPLE:
             self._moments.see(grads)
 
@@ -201,7 +201,7 @@ class GradientProfiler:
         """The gathered gradients, of all ranks unless `alone`, join the statistics."""
         grad = self._grad.flat
         if self._shards and not alone:
-            next(iter(self._shards.values())).shards.total_(grad)
+            next(iter(self._shards.values())).group.all_reduce_(grad)
         grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if self._prev_step == self._step - 1:
             self._averages.pair(self._prev.flat, grad)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import GROUP
-from baoc.optim.shards import Shard, local
+from baoc.optim.shards import Shard, local_shard
 from baoc.types import Block, ParamInfo
 
 MIN_ROWS = 8  # of a sampled matrix: fewer do not show what sharing along fan-out loses
@@ -161,10 +161,10 @@ class Slices:
 
     def keep_own(self, shards: Mapping[str, Shard]) -> None:
         """From here on `gather_` takes this rank's rows; of a parameter that is whole on all ranks the first one's."""
-        first = next(iter(shards.values())).shards.rank == 0
+        first = next(iter(shards.values())).group.rank == 0
         for index, piece in enumerate(self.pieces):
             shard, end = shards.get(piece.param.name), piece.param.numel if first else 0
-            span = (0, end) if shard is None else (shard.first, shard.first + local(shard.owner).numel())
+            span = (0, end) if shard is None else (shard.offset, shard.offset + local_shard(shard.param).numel())
             self.parts[index] = _part(piece, span=span)
 
     def gather_(self, buffer: Buffer, *, grads: Mapping[str, Tensor]) -> None:

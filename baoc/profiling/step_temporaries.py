@@ -14,7 +14,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
 from baoc.optim.backends.eager import EagerBackend
 from baoc.optim.backends.fused import exchanged_bytes, has_kernel, temporary_bytes
-from baoc.optim.shards import is_sharded, local
+from baoc.optim.shards import is_sharded, local_shard
 from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes
 from baoc.types import OptimizerSpec, Scaling
@@ -35,10 +35,10 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     states are stepped as those on the device are.
     """
     given, params = list(specs), list(params)
-    found = _of_rows(device_rows(given), params=[local(param) for param in params])
+    found = _of_rows(device_rows(given), params=[local_shard(param) for param in params])
     if any(is_sharded(param) for param in params):
         summing = [spec for spec in device_rows(given) if sums_columns(RULE_INFOS[spec.rule])]
-        found |= _measured(summing, params=[local(param) for param in params], backend=EagerBackend.name)
+        found |= _measured(summing, params=[local_shard(param) for param in params], backend=EagerBackend.name)
         exchanged = exchanged_bytes(params)
         found |= {
             spec.name: exchanged for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
-from baoc.optim.shards import local
+from baoc.optim.shards import local_shard
 from baoc.profiling.cuda_emulation import CachingAllocator
 
 
@@ -148,7 +148,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         if type(tensor) is not Tensor:
-            tensor = local(tensor)
+            tensor = local_shard(tensor)
         if self._device is not None and tensor.device.type != self._device:
             return
         if tensor.layout is torch.strided:

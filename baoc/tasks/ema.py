@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.masters import kept
-from baoc.optim.shards import Shard, cut_again, is_sharded, local, shard_of, whole_on_first
+from baoc.optim.shards import Shard, is_sharded, local_shard, reshard, shard_of, unsharded_on_rank_0
 from baoc.optim.weights import CORRECTION, master
 from baoc.parallel import refusal
 
@@ -58,14 +58,14 @@ class EmaWeights(L.Callback):
     @staticmethod
     def nbytes(module: nn.Module) -> int:
         """Bytes of the averages of `module`."""
-        return 4 * sum(_padded(local(p).numel()) for p in module.parameters() if p.requires_grad)
+        return 4 * sum(_padded(local_shard(p).numel()) for p in module.parameters() if p.requires_grad)
 
     def validation_bytes(self, module: nn.Module) -> int:
         """Bytes that validation needs beside the averages: 16-bit copies, for modules that only accept 16 bits."""
         if not self._is_16_bit:
             return 0
         small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
-        return sum(local(p).nbytes for p in small)
+        return sum(local_shard(p).nbytes for p in small)
 
     def buffers(self) -> list[Tensor]:
         """All tensors that it keeps on the device now."""
@@ -77,7 +77,7 @@ class EmaWeights(L.Callback):
         """Allocates the averages, with the values of a loaded checkpoint or of the present weights."""
         owners = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._shards = {name: shard for name, p in owners.items() if (shard := shard_of(p)) is not None}
-        named = {name: local(p.detach()) for name, p in owners.items()}
+        named = {name: local_shard(p.detach()) for name, p in owners.items()}
         if not named or self.averages.keys() == named.keys():
             return
         saved = self._pending["averages"] if self._pending is not None else self.averages
@@ -90,7 +90,7 @@ class EmaWeights(L.Callback):
             start += _padded(parameter.numel())
             given = _checked_shape(saved[name], owners[name], name=name) if name in saved else parameter
             if name in saved and name in self._shards:
-                given = self._shards[name].taken(given, shape=parameter.shape)
+                given = self._shards[name].local_part(given, shape=parameter.shape)
             average.copy_(given)
         self.averages, self._pending = averages, None
 
@@ -108,7 +108,7 @@ class EmaWeights(L.Callback):
             average = self.averages.get(name)
             if average is None or not parameter.requires_grad:
                 continue
-            parameter = local(parameter)
+            parameter = local_shard(parameter)
             state = states.get(parameter, {})
             if parameter.dtype is torch.float32 and CORRECTION not in state:
                 plain.append(parameter.detach())
@@ -128,7 +128,7 @@ class EmaWeights(L.Callback):
             self.swap_out(module)
 
     def swap_in(self, module: nn.Module) -> None:
-        cut_again(module)
+        reshard(module)
         if self._pending is not None:
             self.start(module)
         if self._live:
@@ -136,7 +136,7 @@ class EmaWeights(L.Callback):
         for name, parameter in module.named_parameters():
             if name in self._shards:
                 self._live[name] = self.averages[name]
-                _trade_(local(parameter.detach()), self.averages[name])
+                _trade_(local_shard(parameter.detach()), self.averages[name])
             elif name in self.averages:
                 self._live[name] = parameter.data
                 average = self.averages[name]
@@ -144,10 +144,10 @@ class EmaWeights(L.Callback):
 
     def swap_out(self, module: nn.Module) -> None:
         if self._live:
-            cut_again(module)  # unsharded copies still hold the averages
+            reshard(module)  # unsharded copies still hold the averages
         for name, parameter in module.named_parameters():
             if name in self._live and name in self._shards:
-                _trade_(local(parameter.detach()), self.averages[name])
+                _trade_(local_shard(parameter.detach()), self.averages[name])
             elif name in self._live:
                 parameter.data = self._live[name]
         self._live = {}
@@ -193,8 +193,8 @@ class EmaWeights(L.Callback):
     def unsharded(self) -> dict[str, Tensor]:
         """The averages by parameter name. Sharded ones are gathered to rank 0's CPU, which all ranks take part in."""
         cut = self._shards
-        shown = {n: cut[n].shown(a, shape=cut[n].owner.shape) if n in cut else a for n, a in self.averages.items()}
-        return whole_on_first(shown) if cut else shown
+        shown = {n: cut[n].as_dtensor(a, shape=cut[n].param.shape) if n in cut else a for n, a in self.averages.items()}
+        return unsharded_on_rank_0(shown) if cut else shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending, self.averages = state_dict, {}

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from baoc.errors import BadInputError
 from baoc.models.pretrained import remember_origin
 from baoc.models.switches import recomputable_layers
-from baoc.optim.shards import cut_again, is_sharded, whole_on_first
+from baoc.optim.shards import is_sharded, reshard, unsharded_on_rank_0
 from baoc.parallel import ranks, refusal
 from baoc.training.lightning import BudgetedStrategy, RanksStrategy
 from baoc.training.session import Resharding
@@ -46,7 +46,7 @@ class _OneFile(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return whole_on_first(self.lightning_module.state_dict())
+        return unsharded_on_rank_0(self.lightning_module.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -57,7 +57,7 @@ class _OneFile(ModelParallelStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return whole_on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
+        return unsharded_on_rank_0(getattr(optimizer, "_optimizer", optimizer).state_dict())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super(ModelParallelStrategy, self).load_checkpoint(checkpoint_path, weights_only)
@@ -159,7 +159,7 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
 
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
-        cut_again(self.lightning_module)
+        reshard(self.lightning_module)
 
     def evaluator(self) -> SingleDeviceStrategy:
         return _EvaluatorInPlace(self.root_device)
@@ -186,7 +186,7 @@ class _EvaluatorInPlace(SingleDeviceStrategy):
 
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
-        cut_again(self.lightning_module)
+        reshard(self.lightning_module)
 
     def teardown(self) -> None:
         pass

@@ -27,7 +27,7 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import take_from_others
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import is_sharded, warm
+from baoc.optim.shards import is_sharded, warm_up_communicator
 from baoc.parallel import SINGLE_PROCESS, Ranks, check_equal_on_ranks, ranks, refuse_several_processes
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
@@ -619,7 +619,7 @@ class RanksStrategy(BudgetedStrategy):
 
     def _join(self) -> None:
         self.ranks = ranks()
-        warm(self.root_device)
+        warm_up_communicator(self.root_device)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:

@@ -31,7 +31,7 @@ from baoc.optim.groups import (
     raw_groups,
 )
 from baoc.optim.load_watch import watch_loads
-from baoc.optim.shards import is_sharded, warm
+from baoc.optim.shards import is_sharded, warm_up_communicator
 from baoc.optim.wrappers import alive, averaged
 from baoc.parallel import SINGLE_PROCESS, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
@@ -326,7 +326,7 @@ def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -
     """Parameters that each rank has in full; where it has parts of others, their communicator is there afterwards."""
     whole = [param for _, param in pairs if not is_sharded(param)]
     if len(whole) < len(pairs):
-        warm(device)
+        warm_up_communicator(device)
     return whole
 
 

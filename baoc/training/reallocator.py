@@ -22,7 +22,7 @@ from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, to_spec
-from baoc.optim.shards import largest_part
+from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.conversion import adopted, usable
@@ -170,7 +170,7 @@ class Reallocator:
             infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
         params = named_params(self.optimizer.param_groups)
         if any(info.whole not in (None, info.shape) for block in self.planner.blocks for info in block.params):
-            infos = [largest_part(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
+            infos = [largest_shard(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
         late = self._late_plan(infos)
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes

@@ -29,7 +29,7 @@ from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
 from baoc.models.switches import count_recomputed_layers, recomputable_layers, start_compiler
-from baoc.optim.shards import is_sharded, whole_on_first
+from baoc.optim.shards import is_sharded, unsharded_on_rank_0
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes
 from baoc.profiling import free_bytes
 from baoc.racing.entrants import write_entrants
@@ -358,7 +358,7 @@ def whole_weights(task: Task) -> dict[str, torch.Tensor]:
     """On rank 0 the averages of what is trained, where the task keeps such, and what else each rank has in part."""
     averages = task.ema.unsharded() if task.ema is not None else {}
     cut = {name: param for name, param in task.named_parameters() if is_sharded(param) and name not in averages}
-    return {**whole_on_first(cut), **averages}
+    return {**unsharded_on_rank_0(cut), **averages}
 
 
 def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:

@@ -34,7 +34,7 @@ from baoc.models.switches import count_recomputed_layers, recomputable_layers, s
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import arrival_bytes
-from baoc.optim.shards import is_sharded, largest_part
+from baoc.optim.shards import is_sharded, largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
@@ -234,7 +234,7 @@ def bf16_params_of(
 
 def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
     """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
-    return tuple(largest_part(info, param=params[info.name]) for info in infos)
+    return tuple(largest_shard(info, param=params[info.name]) for info in infos)
 
 
 def refuse_sharded(

@@ -39,7 +39,7 @@ from baoc.core.catalogue import select  # noqa: E402
 from baoc.core.statistics import mean_interval  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.shards import warm  # noqa: E402
+from baoc.optim.shards import warm_up_communicator  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
 from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
@@ -280,7 +280,7 @@ def main() -> None:
     use_expandable_segments(device)
     context_bytes(device)
     dist.init_process_group("nccl", device_id=device)
-    warm(device)
+    warm_up_communicator(device)
     out = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
     place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
     if asked.tries:

@@ -56,7 +56,7 @@ from baoc.kernels.triton import muon_plan  # noqa: E402
 from baoc.models.llama import CausalLM  # noqa: E402
 from baoc.models.switches import recomputable_layers, set_recomputed  # noqa: E402
 from baoc.optim.backends.fused import has_kernel, temporary_bytes  # noqa: E402
-from baoc.optim.shards import local  # noqa: E402
+from baoc.optim.shards import local_shard  # noqa: E402
 from baoc.parallel import Ranks, ranks  # noqa: E402
 from baoc.planning.cards import CARDS  # noqa: E402
 from baoc.profiling import describe, probe_footprint  # noqa: E402
@@ -293,7 +293,7 @@ def line_of(short: Footprint, long: Footprint, *, share: float) -> Footprint:
 
 def temporaries_of(specs: Iterable[OptimizerSpec], params: Mapping[str, Any], *, size: int) -> dict[str, int]:
     """Bytes that the kernels of a step take beside states; of what has none, those of the same operators on a CPU."""
-    parts = [local(param) for param in params.values()]
+    parts = [local_shard(param) for param in params.values()]
     hidden = [param for name, param in params.items() if param.ndim > 1 and "layers" in name]
     shapes = [Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)) for param in hidden]
     largest = torch.empty(max(parts, key=torch.numel).shape, device="meta", dtype=torch.bfloat16)

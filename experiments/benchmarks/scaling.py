@@ -55,7 +55,7 @@ from baoc.config.environment import commit  # noqa: E402
 from baoc.models import build_model  # noqa: E402
 from baoc.models.switches import recomputable_layers  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.shards import Shards, warm  # noqa: E402
+from baoc.optim.shards import ShardGroup, warm_up_communicator  # noqa: E402
 from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes  # noqa: E402
 from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
@@ -307,13 +307,13 @@ def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], besi
         fully_shard(module, mesh=init_device_mesh(device.type, (group.size,)))
         optimizer = BlockwiseOptimizer(module, "muon_int8", lr=1e-2, backend="fused")
         sent: list[int] = []
-        send = Shards.exchange
+        send = ShardGroup.all_to_all
 
-        def exchange(self: Shards, parts: Tensor, *, into: Tensor, sent=sent, send=send) -> Tensor:
+        def exchange(self: ShardGroup, parts: Tensor, *, into: Tensor, sent=sent, send=send) -> Tensor:
             sent.append(parts.nbytes * (self.size - 1) // self.size)
             return send(self, parts, into=into)
 
-        Shards.exchange = exchange
+        ShardGroup.all_to_all = exchange
         for step in range(MUON_STEPS):
             sent.clear()
             generator = torch.Generator(device).manual_seed(step)
@@ -322,7 +322,7 @@ def muon_part(asked: Asked, *, device: torch.device, place: dict[str, Any], besi
                 grad = torch.randn(shape, generator=generator, device=device)
                 param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
             optimizer.step()
-        Shards.exchange = send
+        ShardGroup.all_to_all = send
         weights, path = optimizer.export_weights(), beside / f"muon_{num}_{shape[0]}.pt"
         if group.size == 1:
             torch.save(weights, path)
@@ -366,7 +366,7 @@ def process(rank: int, size: int, folder: Path, asked: Asked) -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo", rank=rank, world_size=size, device_id=device if cuda else None, **given
     )
-    warm(device)
+    warm_up_communicator(device)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {asked.threads} threads a rank"
     place = {"device": name, "torch": torch.__version__, "commit": commit()}
     if asked.part == "muon":

@@ -410,8 +410,8 @@ def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded
 def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 rows this rank has three; `gathered` brings what all have."""
     rows = slice(2, 5)
-    shard: Any = SimpleNamespace(owner=torch.zeros(8, 6), shards=SimpleNamespace(size=2), first=12)
-    shard.taken = lambda value, shape: value[rows].reshape(shape)
+    shard: Any = SimpleNamespace(param=torch.zeros(8, 6), group=SimpleNamespace(size=2), offset=12)
+    shard.local_part = lambda value, shape: value[rows].reshape(shape)
     given: dict[str, Any] = {"info": replace(info("w", (3, 6)), whole=(8, 6)), "group": 0, "shard": shard}
     specs = (NATIVE["adamw"], NATIVE["adafactor_momentum"])
     source, target = (make_slot("w", torch.zeros(3, 6), spec=spec, **given) for spec in specs)
@@ -456,8 +456,8 @@ def test_v_that_moments_see_too_small_is_the_square_of_m_without_its_bias() -> N
 @pytest.mark.parametrize(("size", "expected"), [(1, (3.0, 1)), (2, (5.0, 2**24 + 1))])
 def test_the_norm_of_a_tensor_is_that_of_all_ranks_rows(size: int, expected: tuple[float, int]) -> None:
     others = torch.tensor([16.0, 2**24], dtype=torch.float64)
-    shards = SimpleNamespace(size=size, total_=lambda sums: sums.add_(others))
-    slot: Any = SimpleNamespace(shard=SimpleNamespace(shards=shards), param=torch.zeros(1))
+    group = SimpleNamespace(size=size, all_reduce_=lambda sums: sums.add_(others))
+    slot: Any = SimpleNamespace(shard=SimpleNamespace(group=group), param=torch.zeros(1))
     with torch.device("meta"):  # a default device of the user's
         assert over_ranks(slot, norm=3.0, count=1) == expected
 

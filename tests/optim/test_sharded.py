@@ -33,7 +33,7 @@ from baoc.errors import BadInputError, DivergedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import param_info, single_block
 from baoc.optim.nonfinite import POLICIES
-from baoc.optim.shards import Shards, check_edges, local, whole
+from baoc.optim.shards import ShardGroup, check_codec_groups, local_shard, unsharded
 from baoc.planning.candidates import applies, sums_columns
 from baoc.profiling import GradientProfiler
 from baoc.profiling.footprint import step_temporary_bytes
@@ -268,7 +268,7 @@ def converted() -> dict[tuple[str, str], list[dict[Any, Tensor]]]:
 
 def whole_state(optimizer: BlockwiseOptimizer) -> dict[Any, Tensor]:
     states = optimizer.state_dict()["state"].items()
-    return {(index, key): whole(value).clone() for index, state in states for key, value in state.items()}
+    return {(index, key): unsharded(value).clone() for index, state in states for key, value in state.items()}
 
 
 def moved() -> dict[str, Tensor]:
@@ -358,9 +358,9 @@ def test_no_rank_waits_for_others_while_a_profiler_is_built_and_measured(
 ):
     """One alone may run out of memory there, and the others would wait for its part of a sum."""
     summed: list[int] = []
-    total_ = Shards.total_
+    all_reduce_ = ShardGroup.all_reduce_
     monkeypatch.setattr("baoc.profiling.schedule.LARGE_PARAMS", 0)  # so that it is rehearsed
-    monkeypatch.setattr(Shards, "total_", lambda self, tensor: summed.append(1) or total_(self, tensor))
+    monkeypatch.setattr(ShardGroup, "all_reduce_", lambda self, grad: summed.append(1) or all_reduce_(self, grad))
     with group(0, 1, store=tmp_path / "store"):
         module = sharded()
         named = dict(module.named_parameters())
@@ -378,7 +378,7 @@ def test_a_part_that_moved_is_stepped_where_it_is_from_the_next_step_on(tmp_path
         module = sharded()
         optimizer = BlockwiseOptimizer(module, "adamw", lr=1e-2)
         stepped(optimizer, module, steps=2)
-        part = local(next(module.parameters()))
+        part = local_shard(next(module.parameters()))
         part.data = part.data.clone()
         before = part.clone()
         stepped(optimizer, module, first=2, steps=1)
@@ -488,7 +488,7 @@ def test_states_on_the_host_make_the_same_weights(ranks: list[Any]) -> None:
 
 def test_a_group_of_a_codec_never_lies_on_two_ranks() -> None:
     def cut(shape: tuple[int, ...], ranks: int) -> Any:
-        return SimpleNamespace(owner=torch.empty(shape, device="meta"), shards=SimpleNamespace(size=ranks))
+        return SimpleNamespace(param=torch.empty(shape, device="meta"), group=SimpleNamespace(size=ranks))
 
     info = ParamInfo(name="w", shape=(2048, 5461), dtype="float32", role=Role.MLP, whole=(2048, 5461))
     m = next(state for state in RULE_INFOS["adamw"].states if state.name == "m")
@@ -496,11 +496,11 @@ def test_a_group_of_a_codec_never_lies_on_two_ranks() -> None:
     assert STORAGES["int8"].codec(m, param=replace(info, shape=(2047, 5461), whole=(2047, 5461))) == "fp32"
     states = {"m": (info.numel, 32)}
     for size in (1, 2, 4, 8, 16, 32):
-        check_edges(info, states=states, shard=cut(info.shape, size), spec="adamw_int8")
+        check_codec_groups(info, states=states, shard=cut(info.shape, size), spec="adamw_int8")
     with pytest.raises(
         BadInputError, match=r"w of shape \(2048, 5461\) cannot run adamw_int8 on 3 ranks: .* divides 32"
     ):
-        check_edges(info, states=states, shard=cut(info.shape, 3), spec="adamw_int8")
+        check_codec_groups(info, states=states, shard=cut(info.shape, 3), spec="adamw_int8")
 
 
 def test_states_on_the_host_are_shown_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +519,7 @@ def test_states_on_the_host_are_shown_where_they_lie(tmp_path: Path, monkeypatch
         shown = {value.to_local().data_ptr() for state in states.values() for value in (state["m"], state["v"])}
         assert shown <= kept
         for (index, key), value in here.items():
-            assert torch.equal(whole(states[index][key]), value)
+            assert torch.equal(unsharded(states[index][key]), value)
 
 
 def test_a_step_that_sums_over_ranks_takes_the_room_that_is_predicted(tmp_path: Path) -> None:

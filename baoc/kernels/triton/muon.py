@@ -283,7 +283,7 @@ def launch(table: "FusedTable", call: Call) -> None:
         norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
     if table.shards is not None:
         squares = plan.scales.to(torch.float64).prod(1).pow(-2)
-        plan.scales[:, 0] = table.shards.total_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
+        plan.scales[:, 0] = table.shards.all_reduce_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
         plan.scales[:, 1] = 1.0
     for batch in plan.batches:
         _step(table, plan, batch, workspace, call, read)
@@ -329,7 +329,7 @@ def _step(
             batch.members, table.first_chunk, table.numels, table.partial, table.num_skipped, totals, LANES=_LANES
         )
         if shards is not None:
-            shards.total_(totals)
+            shards.all_reduce_(totals)
         factor_kernel[(batch.num,)](batch.members, table.ptrs, totals, plan.factors)
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
@@ -356,10 +356,10 @@ def _orthogonalized_apart(workspace: Tensor, *, batch: muon_plan.Batch, share: i
         return whole.view(share, size, batch.lines, batch.length).transpose(0, 1)
 
     x, other = parts[:2]
-    came = shards.exchange(by_rank(x), into=by_rank(other))
+    came = shards.all_to_all(by_rank(x), into=by_rank(other))
     x.view(share, batch.whole_lines, batch.length)[:, lines:].zero_()
     by_matrix(x).copy_(came)
     done = orthogonalize(workspace, num=share, lines=batch.whole_lines, length=batch.length).view(-1)
     free = other if done.data_ptr() == x.data_ptr() else x
     by_rank(free).copy_(by_matrix(done))
-    return shards.exchange(by_rank(free), into=by_rank(done))
+    return shards.all_to_all(by_rank(free), into=by_rank(done))

@@ -30,11 +30,11 @@ class ShardGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def total_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Adds the tensor up over ranks, in place."""
         ...
 
-    def exchange(self, parts: Tensor, *, into: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor, *, into: Tensor) -> Tensor:
         """Part i of the first dimension goes to rank i; what came from rank i is part i of `into`."""
         ...
 

@@ -18,7 +18,7 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
 from baoc.optim.rules.base import RuleContext
 from baoc.optim.rules.matrix import Summing, SummingRule
-from baoc.optim.shards import Shards
+from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
     Matrices that a rule needs whole are gathered one by one. Before its first step a block is stepped on copies of its
     states, for the own RMS that this step will have."""
     slots = [(block, slot) for block in blocks for slot in block.slots]
-    shards = next((slot.shard.shards for _, slot in slots if slot.shard is not None), None)
+    shards = next((slot.shard.group for _, slot in slots if slot.shard is not None), None)
     members = [
         (block, slot)
         for block, slot in slots
@@ -111,7 +111,7 @@ def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[L
     if not any(slot.shard for _, slot in members):
         yield from ([member] for member in members)
         return
-    sizes = [-(-slot.owner.numel() // (slot.shard.shards.size if slot.shard else 1)) for _, slot in members]
+    sizes = [-(-slot.owner.numel() // (slot.shard.group.size if slot.shard else 1)) for _, slot in members]
     batch: list[tuple[LiveBlock, Slot]] = []
     held, most = 0, max(sizes, default=0)
     for member, size in zip(members, sizes, strict=True):
@@ -125,7 +125,7 @@ def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[L
 
 
 def _directions(
-    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: Shards | None, store: bool = True
+    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: ShardGroup | None, store: bool = True
 ) -> list[tuple[Direction, float | Tensor, int]]:
     """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
     runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
@@ -141,7 +141,7 @@ def _measuring(
     else:  # others have the parts of it
         direction = Direction(numerator=slot.param)
         if slot.gathers and slot.shard is not None:
-            slot.shard.gathered(torch.empty_like(slot.param, dtype=torch.float32))
+            slot.shard.all_gather(torch.empty_like(slot.param, dtype=torch.float32))
     if not (matched and inputs.matching):
         return direction, norm, count
     if direction.denominator is not None:
@@ -157,7 +157,7 @@ def _measuring(
     return direction, (whole.item() if whole.is_cpu else whole.to(torch.float32)), int(counted)
 
 
-def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards | None) -> list[T]:
+def in_lockstep(runs: Sequence[Summing[T]], *, shards: ShardGroup | None) -> list[T]:
     """What `runs` return. Sums that several ask for at once are one message."""
     done: dict[int, T] = {}
     sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -172,7 +172,7 @@ def in_lockstep(runs: Sequence[Summing[T]], *, shards: Shards | None) -> list[T]
             break
         assert shards is not None
         flat = [part.to(torch.float64).flatten() for part in asked.values()]
-        parts = shards.total_(torch.cat(flat)).split([len(part) for part in flat])
+        parts = shards.all_reduce_(torch.cat(flat)).split([len(part) for part in flat])
         sums = {index: part.view(asked[index].shape) for index, part in zip(asked, parts, strict=True)}
     return [done[index] for index in range(len(runs))]
 

@@ -30,7 +30,7 @@ from baoc.kernels.triton.kinds import NUM_THRESHOLDS, kernel_thresholds
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, local, shard_of
+from baoc.optim.shards import Shard, local_shard, shard_of
 from baoc.optim.state import LiveBlock, Slot, State, whole_slot
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
@@ -86,8 +86,8 @@ def exchanged_bytes(params: Iterable[Tensor]) -> int:
         shard = shard_of(param)
         if shard is None or param.ndim < 2 or not param.numel():
             continue
-        size = shard.shards.size
-        if available(param.device) and fits(local(param)) and _all_have_rows(shard):
+        size = shard.group.size
+        if available(param.device) and fits(local_shard(param)) and _all_have_rows(shard):
             by_kernel.append(Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)))
         else:
             most = max(most, _PER_ELEMENT * param.numel())
@@ -95,7 +95,7 @@ def exchanged_bytes(params: Iterable[Tensor]) -> int:
 
 
 def _all_have_rows(shard: Shard) -> bool:
-    size, rows = shard.shards.size, len(shard.owner)
+    size, rows = shard.group.size, len(shard.param)
     return (size - 1) * -(-rows // size) < rows
 
 
@@ -222,9 +222,7 @@ class _SumsOverRanks:
         self._blocks = [block for block in matched if any(slot.shard is not None for slot in block.slots)]
         slots = [slot for block in self._blocks for slot in block.slots if slot.shard is not None]
         self.slots = {id(slot): index for index, slot in enumerate(slots)}
-        self._shard = (
-            slots[0].shard if slots and slots[0].shard is not None and slots[0].shard.shards.size > 1 else None
-        )
+        self._shard = slots[0].shard if slots and slots[0].shard is not None and slots[0].shard.group.size > 1 else None
         self._device = slots[0].param.device if slots else None
         self._bound = False
 
@@ -245,13 +243,13 @@ class _SumsOverRanks:
         engine.unsharded_numels = engine.numels.clone()
         engine.unsharded_numels[index] = whole.to(engine.device)
         held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=engine.device)
-        shards = self._shard.shards
+        shards = self._shard.group
 
         def share() -> None:
             held.zero_()
             held[0, where] = engine.sums[index].to(torch.float64)
             held[1, where] = engine.num_skipped[index].to(torch.float64)
-            shards.total_(held)
+            shards.all_reduce_(held)
             engine.sums[index] = held[0, where].to(torch.float32)
             engine.num_skipped[index] = held[1, where].to(torch.int32)
 
@@ -263,7 +261,7 @@ class _SumsOverRanks:
             return
         for _ in range(times):
             held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=self._device)
-            self._shard.shards.total_(held)
+            self._shard.group.all_reduce_(held)
 
 
 _Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # the tensors of one device by table
@@ -396,7 +394,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         rows, cols = slot.matrix or (0, 0)
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
     shards, unsharded_shapes = slots[0].shard, None
-    if shards is not None and kind.family.takes_workspace and shards.shards.size > 1:
+    if shards is not None and kind.family.takes_workspace and shards.group.size > 1:
         unsharded_shapes = []
         for slot in slots:  # of which this rank has some rows
             rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
@@ -411,7 +409,7 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         matches=[block.match for block, _ in members],
         shapes=shapes,
         seeds=[rounding_seed(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
-        shards=shards.shards if shards is not None and unsharded_shapes is not None else None,
+        shards=shards.group if shards is not None and unsharded_shapes is not None else None,
         unsharded_shapes=unsharded_shapes,
     )
 

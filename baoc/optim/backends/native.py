@@ -23,7 +23,7 @@ from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import Measure, factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shards
+from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, RuleInfo, StateLayout
@@ -118,7 +118,7 @@ class _Unit:
                     members.setdefault(kind_of(slot), []).append((block, slot))
         self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
         self.cut = [(block, slot) for block in blocks for slot in block.slots if slot.shard is not None]
-        self.shards = self.cut[0][1].shard.shards if self.cut and self.cut[0][1].shard is not None else None
+        self.shards = self.cut[0][1].shard.group if self.cut and self.cut[0][1].shard is not None else None
         self.sums: dict[int, tuple[float, int]] = {}  # slot -> norm of a sharded tensor's update, and its elements
 
     def step(self, inputs: StepInputs) -> None:
@@ -175,7 +175,7 @@ class _Unit:
         if whole and self.shards is not None:
             self._add_up(self.shards)
 
-    def _add_up(self, shards: Shards) -> None:
+    def _add_up(self, shards: ShardGroup) -> None:
         """Norms over ranks. Each rank adds something for each sharded tensor, also where it has no part of it."""
         places = {id(slot): 2 * index for index, (_, slot) in enumerate(self.cut)}
         numbers = [0.0] * (2 * len(places))
@@ -184,7 +184,7 @@ class _Unit:
             if slot.shard is not None and table.active[index]:
                 norm, count = table.norms[index]
                 numbers[places[id(slot)] : places[id(slot)] + 2] = [norm * norm, count]
-        totals = shards.totals(numbers)
+        totals = shards.all_reduce_numbers(numbers)
         self.sums = {key: (totals[at] ** 0.5, int(totals[at + 1])) for key, at in places.items()}
         for table, index, slot in rows:
             if slot.shard is not None:

@@ -21,7 +21,7 @@ def finished(steps: Summing[T], ctx: RuleContext) -> T:
             asked = steps.send(sums)
         except StopIteration as end:
             return end.value
-        sums = ctx.shard.shards.total_(asked.to(torch.float64))
+        sums = ctx.shard.group.all_reduce_(asked.to(torch.float64))
 
 
 class SummingRule(Rule):

@@ -69,11 +69,11 @@ class Muon(Rule):
         if ctx.shard is None:
             return Direction(numerator=_update(ahead, ctx))
         assert ctx.matrix is not None
-        ahead = ctx.shard.gathered(ahead)
+        ahead = ctx.shard.all_gather(ahead)
         length = ctx.matrix[0 if ctx.transposed else 1]
         lines = ahead.numel() // length
         whole = replace(ctx, matrix=(length, lines) if ctx.transposed else (lines, length))
-        return Direction(numerator=ctx.shard.taken(_update(ahead, whole), shape=grad.shape))
+        return Direction(numerator=ctx.shard.local_part(_update(ahead, whole), shape=grad.shape))
 
 
 def _update(ahead: Tensor, ctx: RuleContext) -> Tensor:

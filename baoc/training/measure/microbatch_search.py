@@ -35,7 +35,7 @@ from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import count_recomputed_layers, is_compiled, recomputable_layers, set_compiled, set_recomputed
-from baoc.optim.shards import is_sharded, local
+from baoc.optim.shards import is_sharded, local_shard
 from baoc.parallel import SINGLE_PROCESS, ranks
 from baoc.planning.choice import PROMISED, Choice, Race, choose
 from baoc.planning.microbatch import (
@@ -500,7 +500,7 @@ class Decision:
             table = time_specs(
                 specs,
                 device=self.where,
-                num_elements=sum(local(param).numel() for param in self.params.values()),
+                num_elements=sum(local_shard(param).numel() for param in self.params.values()),
                 num_tensors=len(self.params),
                 upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
                 needed=specs_timed_first(specs, device=self.where) if limited else (),

@@ -21,7 +21,7 @@ from baoc.cache import cache_folder
 from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
-from baoc.optim.shards import local
+from baoc.optim.shards import local_shard
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
@@ -204,7 +204,7 @@ class Probe:
         return time_specs(
             specs,
             device=device,
-            num_elements=sum(local(param).numel() for param in params),
+            num_elements=sum(local_shard(param).numel() for param in params),
             num_tensors=len(params),
             rest_s=rest_s,
             upkeep_bytes=upkeep_bytes(clips=clips, averages=bool(self._ema)),
