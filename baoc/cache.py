@@ -1,7 +1,7 @@
-"""The folder for what is kept between runs: tokens, measured seconds, decisions, the CPU's library.
+"""The user's cache folder: tokens, measured step times, chosen options and the compiled C++ library.
 
-What others could have put there is not read back where it would steer a run: `read_own` and `shared_with` tell. Nor is
-code that compilers of others keep (`keep_private`).
+Files that another user could have written are not read where they would change a run (`read_private`), and compiled
+code is not loaded from a folder that another user can write to (`ensure_private_folder`).
 """
 
 import hashlib
@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
-CACHE = "BAOC_CACHE"  # the environment variable
+CACHE_VARIABLE = "BAOC_CACHE"  # environment variable of the folder
 
 
 def cache_folder() -> Path:
-    """$BAOC_CACHE, or the platform's cache folder of the user."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given).expanduser()
+    """$BAOC_CACHE, else BAOC's folder in the user's cache folder of this platform."""
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder).expanduser()
     try:
         home = Path.home()
-    except RuntimeError:  # a user without an account, as containers have
+    except RuntimeError:  # a user id without an account, as in containers
         home = Path(tempfile.gettempdir()) / f"baoc-{user()}"
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "baoc"
@@ -35,26 +34,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "baoc"
 
 
-def hash_of(*of: Any) -> str:
-    """SHA-256 of plain values, for names of files."""
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+def json_sha256(*values: Any) -> str:
+    """SHA-256, in hexadecimal, of the values as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 # -- files of the user alone ------------------------------------------------------------------------------------------
 
 
-def read_own(path: Path) -> str | None:
-    """The text of a file that nobody but the user could have put there; None of another one, or of none."""
+def read_private(path: Path) -> str | None:
+    """The text of a file that only the user could have written; None if others could have, or if it cannot be read."""
     try:
-        if shared_with(path.parent) is None and fault_of(path.lstat(), is_folder=False) is None:
+        if why_others_can_write(path.parent) is None and why_not_private(path.lstat(), is_folder=False) is None:
             return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         pass
     return None
 
 
-def write_own(path: Path, text: str) -> None:
-    """Replaces a file in one rename, so that two runs leave a whole one. Errors of the file system are ignored."""
+def write_private(path: Path, text: str) -> None:
+    """Writes a file atomically, by a rename, so that of two runs one wins. Ignores errors of the file system."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -66,42 +65,44 @@ def write_own(path: Path, text: str) -> None:
             os.unlink(draft)
 
 
-def shared_with(folder: Path) -> str | None:
-    """Why another user could put files into `folder`, or another folder in its place; None where none could.
+def why_others_can_write(folder: Path) -> str | None:
+    """Why another user could write into `folder` or replace it, as text; None if nobody could.
 
-    The folder itself and all above it count, as for ssh. Of symbolic links only those of the user or of root are
-    followed.
+    All parent folders are checked too, as ssh does. Symbolic links are followed if they are the user's or root's.
     """
-    parts = [folder.absolute(), *folder.absolute().parents]
-    for part in parts:
+    path = folder.absolute()
+    for part in (path, *path.parents):
         status = part.lstat()
         if stat.S_ISLNK(status.st_mode):
             if status.st_uid not in (user(), 0):
                 return f"{part} is a symbolic link of another user"
-            return shared_with(part.resolve()) or shared_with(part.parent)
-        sticky = part is not parts[0] and status.st_mode & stat.S_ISVTX  # others cannot replace what is not theirs
-        if not sticky and (fault := fault_of(status, is_folder=True)) is not None:
-            return f"{part} {fault}"
+            return why_others_can_write(part.resolve()) or why_others_can_write(part.parent)
+        sticky = part != path and status.st_mode & stat.S_ISVTX  # in a sticky parent nobody can replace others' folders
+        if not sticky and (reason := why_not_private(status, is_folder=True)) is not None:
+            return f"{part} {reason}"
     return None
 
 
-def keep_private(variable: str, folder: Path) -> None:
-    """Has a compiler load its code, from the `folder` that the environment's `variable` names, where nobody else could
-    have put it: another folder takes its place where others could write into this one."""
+def ensure_private_folder(variable: str, folder: Path) -> None:
+    """Keeps a compiler from loading code that another user wrote into `folder`, its cache.
+
+    If others can write there, sets the environment `variable`, which names that cache, to a folder of the user's and
+    logs a warning.
+    """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (fault := shared_with(folder)) is None:
+        if (reason := why_others_can_write(folder)) is None:
             return
         own = cache_folder() / variable.lower()
         own.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if shared_with(own) is not None:
+        if why_others_can_write(own) is not None:
             own = Path(tempfile.mkdtemp(prefix="baoc-"))
-        log.warning("%s: compiled code is kept in %s instead; set $%s to a folder of yours", fault, own, variable)
+        log.warning("%s: compiled code is kept in %s instead; set $%s to a folder of yours", reason, own, variable)
         os.environ[variable] = str(own)
 
 
-def fault_of(status: os.stat_result, *, is_folder: bool) -> str | None:
-    """Why what has this status is not the user's alone."""
+def why_not_private(status: os.stat_result, *, is_folder: bool) -> str | None:
+    """Why another user may have written a file or folder of this status, as text; None if nobody may."""
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         return "is a link or of another kind"
     if not hasattr(os, "getuid"):
@@ -118,7 +119,7 @@ def user() -> int:
 
 
 def is_own_group(group: int) -> bool:
-    """True for the group of the user alone that many systems make, with a umask under which it may write."""
+    """True for the user's private group: many systems make one, and let it write by their umask."""
     import grp
     import pwd
 

@@ -1,6 +1,6 @@
-"""Every failure that a user can cause or meet, each with the exit code its command ends with.
+"""The errors that a user can cause or meet, each with the exit code of the command.
 
-A message says what was given, what is allowed and what to do; docs/troubleshooting.md lists the exit codes.
+A message says what was given, what is allowed and what to do. docs/troubleshooting.md lists the exit codes.
 """
 
 import errno
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, of the user's share of it, of one file
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota exceeded, file too large
 
 
 class BaocError(Exception):
@@ -26,9 +26,12 @@ class BadInputError(BaocError, ValueError):
 class InfeasibleBudgetError(BaocError):
     """No allocation meets the budget.
 
-    `least_feasible_bytes` is in the budget's own measure: peak bytes for a memory budget, state bytes for a state
-    fraction. `advice` lists what would lower it. `least_host_bytes`: where the host's memory is what is missing, what
-    would be enough of it. `least_step_s`: where seconds are, those of the fastest allocation's whole step.
+    Attributes:
+        budget_bytes: The limit, in bytes of the device's peak for a memory budget and of state for a state fraction.
+        least_feasible_bytes: The smallest limit that some allocation meets, in the same measure.
+        advice: What would lower `least_feasible_bytes`.
+        least_host_bytes: Host memory that would be enough, if host memory is what is missing.
+        least_step_s: Seconds of a whole step of the fastest allocation, if the step time is what is missed.
     """
 
     exit_code = 3
@@ -45,19 +48,19 @@ class InfeasibleBudgetError(BaocError):
     ):
         super().__init__(message)
         self.budget_bytes = budget_bytes
-        self.least_host_bytes = least_host_bytes
-        self.least_step_s = least_step_s
         self.least_feasible_bytes = least_feasible_bytes
         self.advice = advice
+        self.least_host_bytes = least_host_bytes
+        self.least_step_s = least_step_s
 
     def without_frames(self) -> "InfeasibleBudgetError":
-        """Itself, having let go of frames, whose activations the next measurement is not to find."""
+        """Drops traceback and causes, whose frames keep activations alive, and returns itself."""
         self.__cause__ = self.__context__ = None
         return self.with_traceback(None)
 
 
 class BudgetBreachedError(BaocError):
-    """The run held more than its budget, or the device had no memory left."""
+    """The run used more memory than its budget, or the device ran out of memory."""
 
     exit_code = 4
 
@@ -69,13 +72,13 @@ class TrainingFailedError(BaocError):
 
 
 class PreemptedError(BaocError):
-    """A signal asked the process to end: it did, after the checkpoint of the step in progress."""
+    """A signal ended the run, after the checkpoint of the step in progress."""
 
     exit_code = 130
 
 
 class DivergedError(TrainingFailedError):
-    """The loss or a gradient was no finite number: the settings are to blame, not the data or the machine."""
+    """The loss or a gradient is not finite, because of the run's settings rather than its data or machine."""
 
 
 class CheckpointError(BadInputError):
@@ -86,10 +89,10 @@ class OutputError(BadInputError):
     """The run folder cannot be written: the disk is full, the folder is read-only, or a file is in the way."""
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came of, each once."""
-    cause: BaseException | None = error
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its cause, the cause of that, and so on, each once."""
     seen: set[int] = set()
+    cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         yield cause
@@ -97,12 +100,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not empty, or its class where there is none."""
+    """The first non-empty line of the error's text, or the name of its class."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def no_room(error: OSError, path: str | Path | None) -> OutputError:
-    """What to do about one of `NO_ROOM` at `path`."""
+def disk_full_error(error: OSError, path: str | Path | None) -> OutputError:
+    """The error to show for an OSError of `DISK_FULL_ERRNOS`; `path` is the file that was written, if known."""
     file = f"{Path(path).name} in {Path(path).parent}" if path else "a file"
     problem, remedy = f"no space left for {file}", "free space"
     if error.errno == errno.EFBIG:
@@ -119,7 +122,7 @@ def did_you_mean(given: object, allowed: Iterable[str], *, prefix: str = "") -> 
 
 
 def unknown_name(given: object, *, what: str, allowed: Iterable[str]) -> BadInputError:
-    """The error for a name that a registry does not hold: what was given, the nearest one, and all that there are."""
+    """The error for a name that is not in a registry; it lists the nearest name and all `allowed` ones."""
     names = list(allowed)
     close = get_close_matches(str(given), names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""

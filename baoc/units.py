@@ -1,6 +1,6 @@
-"""Sizes and times as people write them, and the only place where they become numbers.
+"""Parses and formats byte sizes.
 
-`8gb` means 8 GiB, as on a card's label; every unit here is a power of two.
+Every unit is a power of two: `8gb` means 8 GiB, as on a card's label.
 """
 
 import re
@@ -12,16 +12,14 @@ MIB = 2**20
 GIB = 2**30
 
 _UNITS = {"b": 1, "kb": KIB, "kib": KIB, "mb": MIB, "mib": MIB, "gb": GIB, "gib": GIB, "tb": 2**40, "tib": 2**40}
+MAX_NUMBER = 2.0**80  # of any unit, which no device has; longer digit strings become an infinite float
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
 def is_size(text: str) -> bool:
-    """True if `text` reads as a size with a unit, such as `7.5gb`; its value may still be refused (0gb)."""
+    """True if `text` is a number with a unit, such as `7.5gb`. `parse_size` may still refuse its value, as of 0gb."""
     match = _SIZE.fullmatch(text)
     return match is not None and match.group(2).lower() in _UNITS
-
-
-MOST = 2.0**80  # of any unit
 
 
 def parse_size(text: str) -> int:
@@ -32,7 +30,7 @@ def parse_size(text: str) -> int:
             f"{', '.join(sorted(_UNITS))}, for example 8gb, 7.5gb or 300mb"
         )
     number, unit = _SIZE.fullmatch(text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    if float(number) > MOST:
+    if float(number) > MAX_NUMBER:
         raise BadInputError(f"a memory size of {len(text)} characters is more than any device has: write one like 8gb")
     size = int(float(number) * _UNITS[unit.lower()])
     if size <= 0:

@@ -28,7 +28,7 @@ from baoc.callbacks.trainer_state import (
     values_to_log,
 )
 from baoc.callbacks.vote import StepVote, ranks_of
-from baoc.errors import NO_ROOM, CheckpointError, causes
+from baoc.errors import DISK_FULL_ERRNOS, CheckpointError, exception_chain
 from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.tracking.checkpoints import (
     CHECKPOINT_SCHEMA,
@@ -65,8 +65,8 @@ class AsideCheckpointIO(TorchCheckpointIO):
                 torch.save({**checkpoint, CHECKSUM_KEY: True}, cast(IO[bytes], hashing_file))
                 hashing_file.append_checksum()
             except RuntimeError as error:
-                for cause in causes(error):
-                    if isinstance(cause, OSError) and cause.errno in NO_ROOM:  # torch.save speaks of positions
+                for cause in exception_chain(error):
+                    if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:  # torch.save speaks of positions
                         raise cause from None
                 raise
 

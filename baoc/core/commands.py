@@ -9,7 +9,15 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 
-from baoc.errors import NO_ROOM, BadInputError, BaocError, BudgetBreachedError, OutputError, causes, no_room
+from baoc.errors import (
+    DISK_FULL_ERRNOS,
+    BadInputError,
+    BaocError,
+    BudgetBreachedError,
+    OutputError,
+    disk_full_error,
+    exception_chain,
+)
 
 Arguments = Sequence[str] | None  # None: sys.argv[1:]
 INTERRUPTED = 130
@@ -75,7 +83,7 @@ def is_unread(error: BaseException) -> bool:
 
 def system_error(error: BaseException) -> BaocError | None:
     """A full disk, an unwritable folder, exhausted memory or a package of an extra, anywhere in the chain of causes."""
-    for cause in causes(error):
+    for cause in exception_chain(error):
         missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
             extra = _EXTRAS[missing]
@@ -84,8 +92,8 @@ def system_error(error: BaseException) -> BaocError | None:
             return BadInputError("a path begins with ~ and names no home folder: write it in full")
         if isinstance(cause, FileNotFoundError) and cause.errno and cause.filename is None:  # os.getcwd
             return BadInputError("the folder that the command runs in is gone: change to another one")
-        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
-            return no_room(cause, cause.filename)
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
+            return disk_full_error(cause, cause.filename)
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             path = f" {cause.filename}" if cause.filename else ""
             return OutputError(f"cannot open or write{path}: {cause.strerror}; a run writes into hydra.run.dir=PATH")
@@ -108,5 +116,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def is_interrupt(error: BaseException) -> bool:
     """Whether the error is Ctrl-C, or the SystemExit that Lightning makes of it."""
     return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in causes(error))
+        isinstance(error, SystemExit) and any(isinstance(cause, KeyboardInterrupt) for cause in exception_chain(error))
     )

@@ -21,7 +21,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-from baoc.errors import BadInputError, BaocError, causes
+from baoc.errors import BadInputError, BaocError, exception_chain
 from baoc.types import RuleInfo
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def told(made: Callable[..., Any], *, key: str) -> Callable[..., Any]:
 def place_of(error: BaseException) -> str | None:
     """`FILE:LINE` of the innermost frame that is the user's; None where none is."""
     place = None
-    for link in causes(error):
+    for link in exception_chain(error):
         for frame, line in walk_tb(link.__traceback__):
             if _owner(frame.f_code.co_filename) is not None:
                 place = f"{_relative(frame.f_code.co_filename)}:{line}"
@@ -201,7 +201,7 @@ def forget() -> None:
 
 def class_name_of(error: BaseException) -> str | None:
     """The user's class whose object lacks the attribute that `error` is about."""
-    for link in causes(error):
+    for link in exception_chain(error):
         held = getattr(link, "obj", None) if isinstance(link, AttributeError) else None
         source = getattr(sys.modules.get(type(held).__module__), "__file__", None) if held is not None else None
         if source is not None and _owner(source) is not None:

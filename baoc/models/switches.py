@@ -18,7 +18,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from baoc.cache import keep_private
+from baoc.cache import ensure_private_folder
 from baoc.errors import BadInputError
 
 
@@ -203,7 +203,7 @@ def _load_own_code() -> None:
     """By default torch keeps it in the folder for temporary files, under a name that another user may take first."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    keep_private("TORCHINDUCTOR_CACHE_DIR", Path(cache_dir()))
+    ensure_private_folder("TORCHINDUCTOR_CACHE_DIR", Path(cache_dir()))
 
 
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from baoc.cache import hash_of, read_own, write_own
+from baoc.cache import json_sha256, read_private, write_private
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
@@ -231,7 +231,7 @@ def _triton_version() -> str:
 
 
 def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
-    return Path(cache_dir) / f"latency-{hash_of(key)[:16]}.json"
+    return Path(cache_dir) / f"latency-{json_sha256(key)[:16]}.json"
 
 
 def read_timings(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
@@ -239,7 +239,7 @@ def read_timings(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dic
     if cache_dir is None:
         return {}
     try:
-        data: Any = json.loads(read_own(_path(cache_dir, key)) or "")
+        data: Any = json.loads(read_private(_path(cache_dir, key)) or "")
         if data["key"] != dict(key):
             return {}
         return {str(spec): _read_line(line) for spec, line in data["lines"].items()}
@@ -258,4 +258,4 @@ def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mappi
     if cache_dir is None:
         return
     rows = {spec: (line.step_s, line.tensor_s, line.element_s) for spec, line in sorted(lines.items())}
-    write_own(_path(cache_dir, key), json.dumps({"key": dict(key), "lines": rows}, indent=1))
+    write_private(_path(cache_dir, key), json.dumps({"key": dict(key), "lines": rows}, indent=1))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from baoc.errors import NO_ROOM, BadInputError, OutputError, no_room
+from baoc.errors import DISK_FULL_ERRNOS, BadInputError, OutputError, disk_full_error
 from baoc.types import to_plain
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def as_output_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in NO_ROOM:
-            raise no_room(error, path) from error
+        if error.errno in DISK_FULL_ERRNOS:
+            raise disk_full_error(error, path) from error
         raise OutputError(
             f"cannot write {path}: {error.strerror or error}; make the folder writable or set hydra.run.dir "
             "(hydra.sweep.dir for a multirun) to another one"

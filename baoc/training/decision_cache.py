@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.cache import CACHE, cache_folder, hash_of, read_own, write_own
+from baoc.cache import CACHE_VARIABLE, cache_folder, json_sha256, read_private, write_private
 from baoc.config.environment import package_versions
 from baoc.config.options import hash_own_code
 from baoc.config.schema import RunConfig
@@ -37,7 +37,7 @@ _TRAINER = (
 )
 # Variables that steer torch, its libraries and BAOC, but for those that name a folder or one of several equal cards.
 _STEERING = ("BAOC_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS", "CUDNN", "NVIDIA_", "OMP_", "MKL_")
-_FOLDERS = (CACHE, "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
+_FOLDERS = (CACHE_VARIABLE, "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -71,7 +71,7 @@ def key_of(
         "code": hash_own_code(config) | _code_of_layers(network),
         "batches": [_shapes(batch) for batch in batches],
         "ranks": ranks().size,  # each of several keeps buckets of gradients
-        "network": hash_of(
+        "network": json_sha256(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
@@ -108,7 +108,7 @@ def _card(device: torch.device) -> dict[str, str]:
         return {"processor": host}
     card = torch.cuda.get_device_properties(device)
     driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
-    return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": hash_of(driver)}
+    return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": json_sha256(driver)}
 
 
 def _shape(tensor: Tensor) -> list[Any]:
@@ -124,15 +124,15 @@ def _shapes(batch: Any) -> Any:
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    return cache_folder() / f"decision-{hash_of(key)[:32]}.json"
+    return cache_folder() / f"decision-{json_sha256(key)[:32]}.json"
 
 
 def read_decision(key: Mapping[str, Any]) -> Entry | None:
     """The decision for this key; None where there is none that is whole."""
     try:
-        kept: Any = json.loads(read_own(path_of(key)) or "")
+        kept: Any = json.loads(read_private(path_of(key)) or "")
         body = kept["body"]
-        if kept["digest"] != hash_of(body) or body["key"] != json.loads(json.dumps(key)):
+        if kept["digest"] != json_sha256(body) or body["key"] != json.loads(json.dumps(key)):
             return None
         entry = read_plain(Entry, body)
         return replace(entry, run_s=math.inf) if math.isnan(entry.run_s) else entry
@@ -143,7 +143,7 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
 def keep_decision(key: Mapping[str, Any], entry: Entry) -> None:
     """Keeps a decision for the next run, in the place of what was there for this key; the oldest entries go."""
     body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
-    write_own(path_of(key), json.dumps({"digest": hash_of(body), "body": body}))
+    write_private(path_of(key), json.dumps({"digest": json_sha256(body), "body": body}))
     with suppress(OSError):
         entries = sorted(cache_folder().glob("decision-*.json"), key=lambda path: path.stat().st_mtime)
         for old in entries[:-MOST]:

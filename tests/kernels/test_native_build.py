@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baoc import cache
-from baoc.cache import keep_private, shared_with
+from baoc.cache import ensure_private_folder, why_others_can_write
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
 from baoc.models.switches import start_compiler
@@ -43,7 +43,7 @@ def found_anew(monkeypatch: pytest.MonkeyPatch):
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 def stepped(backend: str, *, rows: int = 1000) -> str:
@@ -89,7 +89,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     broken.write_text("#!/bin/sh\ncase \"$*\" in *step.cpp*) echo 'out of luck' >&2; exit 1;; esac\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     with pytest.raises(build.Unavailable, match="cannot compile the native step: out of luck"):
         build.library()
     assert list((tmp_path / "cache").iterdir()) == []
@@ -109,7 +109,12 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     quick.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
     quick.chmod(0o755)
     command = [sys.executable, "-c", STEP]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CXX": str(quick), cache.CACHE: str(tmp_path / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CXX": str(quick),
+        cache.CACHE_VARIABLE: str(tmp_path / "cache"),
+    }
     started = [
         subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -137,7 +142,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache.CACHE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     written = []
 
@@ -152,7 +157,7 @@ def test_a_cache_that_cannot_be_written_gives_way_to_temporary_files(monkeypatch
 
 
 def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv(cache.CACHE)
+    monkeypatch.delenv(cache.CACHE_VARIABLE)
     monkeypatch.setattr(cache.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.cache_folder() == tmp_path / "baoc"
@@ -175,7 +180,7 @@ class TestWhoseLibraryItIs:
 
     @pytest.fixture
     def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
+        monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
         (tmp_path / "tmp").mkdir(mode=0o700)
         monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "tmp"))
         return tmp_path / "cache"
@@ -214,16 +219,16 @@ class TestWhoseLibraryItIs:
     def test_so_is_one_whose_parents_they_may_replace(self, cache: Path) -> None:
         self.plant(cache / "inner")
         cache.chmod(0o777)
-        assert shared_with(cache / "inner") == f"{cache} may be written by other users"
+        assert why_others_can_write(cache / "inner") == f"{cache} may be written by other users"
         cache.chmod(0o1777)  # as /tmp: what lies there stays its owner's
-        assert shared_with(cache / "inner") is None
+        assert why_others_can_write(cache / "inner") is None
 
     def test_a_group_of_the_user_alone_is_the_user(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cache.mkdir(mode=0o700)
         cache.chmod(0o775)
         for own in (True, False):
             monkeypatch.setattr("baoc.cache.is_own_group", lambda group, own=own: own)
-            assert (shared_with(cache) is None) == own
+            assert (why_others_can_write(cache) is None) == own
 
     @pytest.mark.parametrize("place", ["cache", "fallback"])
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
@@ -255,12 +260,12 @@ class TestWhoseLibraryItIs:
     def test_torchs_compiler_loads_no_code_from_a_folder_of_others(
         self, cache: Path, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nor Triton's: `keep_private` alone is asked there, before the first launch."""
+        """Nor Triton's: `ensure_private_folder` alone is asked there, before the first launch."""
         monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: None)
         theirs = tmp_path / "theirs"
         theirs.mkdir()
         theirs.chmod(0o777 if shared else 0o700)
-        for ask in (start_compiler, lambda: keep_private("TRITON_CACHE_DIR", theirs)):
+        for ask in (start_compiler, lambda: ensure_private_folder("TRITON_CACHE_DIR", theirs)):
             for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
                 monkeypatch.setenv(variable, str(theirs))
             ask()
@@ -269,7 +274,7 @@ class TestWhoseLibraryItIs:
             assert len(changed) == shared and changed <= names
         if shared:
             cache.chmod(0o777)
-            keep_private("TRITON_CACHE_DIR", theirs)
+            ensure_private_folder("TRITON_CACHE_DIR", theirs)
             assert os.environ["TRITON_CACHE_DIR"].startswith(str(tmp_path / "tmp" / "baoc-"))
 
     @pytest.mark.parametrize("change", ["torn", "swapped", "hash", "mode", "link", "owner"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.cache import CACHE, read_own, write_own
+from baoc.cache import CACHE_VARIABLE, read_private, write_private
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.training import decision_cache
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -147,7 +147,7 @@ def of_another_key(path: Path) -> None:
 def of_an_older_form(path: Path) -> None:
     body = json.loads(path.read_text())["body"]
     del body["footprint"]["intervals"]
-    path.write_text(json.dumps({"digest": decision_cache.hash_of(body), "body": body}))
+    path.write_text(json.dumps({"digest": decision_cache.json_sha256(body), "body": body}))
 
 
 def no_text(path: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_folder_that_cannot_be_written_keeps_none(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as during:
         during.setattr("os.replace", full)
-        write_own(tmp_path / "decision", "text")
+        write_private(tmp_path / "decision", "text")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    write_own(tmp_path / "file" / "below", "text")
-    assert read_own(tmp_path / "file" / "below") is None
+    write_private(tmp_path / "file" / "below", "text")
+    assert read_private(tmp_path / "file" / "below") is None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from baoc.cache import CACHE, cache_folder, fault_of, shared_with, user
+from baoc.cache import CACHE_VARIABLE, cache_folder, user, why_not_private, why_others_can_write
 
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
@@ -107,9 +107,11 @@ def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) 
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if (fault := shared_with(folder)) is not None:
+            if (fault := why_others_can_write(folder)) is not None:
                 log.warning(
-                    "%s: libraries of the native step are not kept there; set $%s to a folder of yours", fault, CACHE
+                    "%s: libraries of the native step are not kept there; set $%s to a folder of yours",
+                    fault,
+                    CACHE_VARIABLE,
                 )
                 continue
             return _verified(folder / name, make)
@@ -119,8 +121,8 @@ def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) 
         folder = Path(tempfile.mkdtemp(prefix="baoc-"))
     except OSError as error:
         raise Unavailable(
-            f"neither {cache_folder()} nor the folder for temporary files can keep it ({error}); set ${CACHE} to a "
-            "folder that only you may write"
+            f"neither {cache_folder()} nor the folder for temporary files can keep it ({error}); set ${CACHE_VARIABLE} "
+            "to a folder that only you may write"
         ) from error
     atexit.register(_remove, folder, process=os.getpid())
     return _verified(folder / name, make)
@@ -135,7 +137,7 @@ def _verified(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, once the library there is owned by the user and matches its stored hash; built anew otherwise."""
     noted = path.with_suffix(".sha256")
     try:
-        if fault_of(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
+        if why_not_private(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
             return path
     except (OSError, ValueError):
         pass

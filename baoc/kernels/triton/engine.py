@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from baoc.cache import keep_private
+from baoc.cache import ensure_private_folder
 from baoc.kernels.triton.kinds import NUM_THRESHOLDS, Call, Options
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
 from baoc.kernels.triton.table import WIDTH, FusedTable
@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
         from triton import knobs  # as late as the kernels, for it takes half a second and is not everywhere
 
-        keep_private("TRITON_CACHE_DIR", Path(knobs.cache.dir))
+        ensure_private_folder("TRITON_CACHE_DIR", Path(knobs.cache.dir))
         self.tables = list(tables)
         self.device = self.tables[0].device
         self._begins = _padded_ends(len(table.params) for table in self.tables)
