@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baoc.cli.hydra_errors import translate_error
 from baoc.core import own_code
-from baoc.core.commands import INTERRUPTED, is_interrupt, is_unread, system_error
+from baoc.core.commands import INTERRUPTED, is_interrupt, silence_broken_pipe, system_error
 from baoc.errors import BadInputError, BaocError
 
 BUG_EXIT_CODE = 1
@@ -28,7 +28,7 @@ def failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
     if kind == _TERMINATED:
         return Failure(kind=kind, message="terminated (SIGTERM)", exit_code=INTERRUPTED)
-    if is_unread(error):
+    if silence_broken_pipe(error):
         return Failure(kind=kind, message="", exit_code=INTERRUPTED)
     if is_interrupt(error):
         message = str(error) if isinstance(error, KeyboardInterrupt) else ""
@@ -40,7 +40,7 @@ def failure_of(error: BaseException) -> Failure:
     if expected is not None:
         return Failure(kind=kind, message=str(expected), exit_code=expected.exit_code)
     details = "".join(traceback.format_exception(error))
-    if own_code.used():
+    if own_code.used_names():
         return Failure(kind=kind, message=_of_own_code(error), exit_code=BadInputError.exit_code, details=details)
     message = f"{kind}: {error}\nthis is a bug in baoc: please report it with the traceback above and the command"
     return Failure(kind=kind, message=message, exit_code=BUG_EXIT_CODE, details=details)
@@ -48,8 +48,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def _of_own_code(error: BaseException) -> str:
     """What ended a run that trains code of the user: where in it, or which of its classes lacks an attribute."""
-    told, names = f"{type(error).__name__}: {error}", ", ".join(own_code.used())
-    place, lacking = own_code.place_of(error), own_code.class_name_of(error)
+    told, names = f"{type(error).__name__}: {error}", ", ".join(own_code.used_names())
+    place, lacking = own_code.user_location(error), own_code.class_lacking_attribute(error)
     if lacking is not None:
         return f"{told}\n{lacking} of your own code ({names}) lacks what the traceback above asks it for"
     if place is not None:

@@ -15,7 +15,7 @@ from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import unknown_key
 from baoc.core.budgets import spellings
-from baoc.core.catalogue import removed
+from baoc.core.catalogue import removal_message
 from baoc.core.own_code import WRITTEN
 from baoc.errors import BadInputError, did_you_mean
 
@@ -59,7 +59,7 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
         return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
-    if group in ("allocator", "risk", "reallocation") and (told := removed(option)):
+    if group in ("allocator", "risk", "reallocation") and (told := removal_message(option)):
         return BadInputError(told)
     what = group.removesuffix("s") if group in COLLECTIONS else group
     text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"

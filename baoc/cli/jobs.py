@@ -58,7 +58,7 @@ class RememberMultirun(Callback):
 def reset_state(argv: Sequence[str]) -> None:
     """Forgets an earlier command of this process."""
     STATE.argv, STATE.failures, STATE.sweep_dir = tuple(argv), [], None
-    own_code.forget()
+    own_code.forget_used()
 
 
 def run_job(config: DictConfig) -> None:

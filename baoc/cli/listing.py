@@ -40,7 +40,7 @@ def _registry(name: str, *, group: str = "") -> Callable[[], Rows]:
 
 
 def _own(group: str) -> Rows:
-    declared = own_code.declared(f"baoc.{group}s")
+    declared = own_code.entry_points_of(f"baoc.{group}s")
     rows = [(name, f"{point.value}, declared by an installed package") for name, point in declared.items()]
     named = f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"
     return [*rows, ("FILE.py:NAME", named)]
@@ -95,7 +95,7 @@ def _recipes() -> Rows:
             told = [f"{role} {spec}" for role, spec in recipe.specs.items()]
             told += [f"betas.{rule} {betas}" for rule, betas in node["betas"].items()]
             rows.append((name, f"        of the measured table: {', '.join(told)}"))
-    declared = own_code.declared("baoc.recipes")
+    declared = own_code.entry_points_of("baoc.recipes")
     others = [(name, f"        {point.value}, of an installed package") for name, point in declared.items()]
     return [*rows, *others, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]
 

@@ -19,7 +19,7 @@ from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
 from baoc.config.nodes import register, with_made_options
 from baoc.core.budgets import parse_budget
-from baoc.core.commands import open_closed
+from baoc.core.commands import open_missing_streams
 from baoc.errors import BadInputError
 from baoc.parallel import current_rank, refuse_several_processes
 from baoc.units import GIB, format_bytes
@@ -33,7 +33,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exit
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     """Runs a command line and returns its exit code (docs/troubleshooting.md). `single`: the command is one run, as
     that of a trial, which is composed once."""
-    open_closed()
+    open_missing_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     jobs.reset_state(given)
     if "torch" not in sys.modules:

@@ -123,7 +123,7 @@ def write_config(config: RunConfig, *, path: Path) -> None:
 
 def check_names(config: RunConfig) -> None:
     """Raises BadInputError for an unknown model, dataset, task, allocator, risk, term, spec, role or path."""
-    from baoc.core.catalogue import removed, select
+    from baoc.core.catalogue import removal_message, select
     from baoc.planning.allocators import ALLOCATORS
     from baoc.planning.risk import RISKS
 
@@ -138,7 +138,11 @@ def check_names(config: RunConfig) -> None:
         *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
     ):
         if given not in allowed:
-            raise BadInputError(removed(given)) if removed(given) else unknown_name(given, what=key, allowed=allowed)
+            raise (
+                BadInputError(removal_message(given))
+                if removal_message(given)
+                else unknown_name(given, what=key, allowed=allowed)
+            )
     terms = yaml.safe_load(assets.options("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
     for term in config.risk.weights:
         if term not in terms:

@@ -56,7 +56,7 @@ def register(overrides: Sequence[str] = ()) -> None:
 def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
     """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
     OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
-    OmegaConf.register_new_resolver("baoc.short", lambda name: own_code.short(str(name)), replace=True)
+    OmegaConf.register_new_resolver("baoc.short", lambda name: own_code.short_name(str(name)), replace=True)
     store = ConfigStore.instance()
     register_budgets(PRESETS)
     for baseline in UNIFORM_BASELINES:
@@ -129,11 +129,11 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
 
     Each has the keys that overrides set below the group: they are arguments, which the call checks.
     """
-    asked = [value for value in option_values(overrides, group=group) if own_code.is_own(value)]
+    asked = [value for value in option_values(overrides, group=group) if own_code.names_own_code(value)]
     asked += option_values(overrides, group=f"{group}.{TARGET}")
     own = own_keys(group)  # which conf/ has already
     keys = [key for key in _keys_below(group, overrides) if key[0] not in own and key != [TARGET]]
-    for name in [*own_code.declared(f"baoc.{group}s"), *asked]:
+    for name in [*own_code.entry_points_of(f"baoc.{group}s"), *asked]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
         ConfigStore.instance().store(
             group=group, name=own_option(name), node=_with_keys(node, keys=keys), provider="baoc"
@@ -172,7 +172,7 @@ def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[s
 
 def own_option(name: str) -> str:
     """What Hydra is to call the user's own code: a path would be looked for among the folders of groups."""
-    return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.is_own(name) else name
+    return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
 
 
 def _text_option(duration: str) -> str:

@@ -103,8 +103,12 @@ def hash_own_code(config: RunConfig) -> dict[str, str]:
     named = {group: getattr(config, group).name for group in own_code.GROUPS}
     others = {group: name for group, name in named.items() if name not in registry(group)}
     # Other names stand for objects that a program passed in: they have no file to hash.
-    own = {g: name for g, name in others.items() if own_code.is_own(name) or name in own_code.declared(f"baoc.{g}s")}
-    return {f"{group}={name}": own_code.identity(name, key=group) for group, name in own.items()}
+    own = {
+        g: name
+        for g, name in others.items()
+        if own_code.names_own_code(name) or name in own_code.entry_points_of(f"baoc.{g}s")
+    }
+    return {f"{group}={name}": own_code.source_sha256(name, key=group) for group, name in own.items()}
 
 
 def registry(group: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from functools import cache
 from math import log10
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast
 
-from baoc.core.catalogue import removed
+from baoc.core.catalogue import removal_message
 from baoc.errors import BadInputError, did_you_mean
 
 if TYPE_CHECKING:  # read when the first settings are validated, as `--help` validates none
@@ -139,7 +139,7 @@ def check_ranges(settings: object, *, path: str) -> None:
 
 def _not_a_choice(key: str, value: object, *, hint: Any) -> BadInputError:
     shown = plain_text(value)
-    if (told := removed(shown)).startswith(f"{key.partition('.')[0]}="):
+    if (told := removal_message(shown)).startswith(f"{key.partition('.')[0]}="):
         return BadInputError(told)
     near = did_you_mean(shown, [str(item) for item in typing.get_args(_optional(hint))])
     return BadInputError(f"{key}={shown} is not allowed: choose {key}={type_in_words(hint)}{near}")

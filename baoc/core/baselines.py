@@ -18,12 +18,12 @@ class UniformBaseline:
 
     name: str
     spec: str
-    kept: frozenset[Role] = frozenset()
+    adamw_roles: frozenset[Role] = frozenset()
     matching: bool = False
 
     @property
     def description(self) -> str:
-        but = f", {FALLBACK} on {', '.join(sorted(self.kept))}" if self.kept else ""
+        but = f", {FALLBACK} on {', '.join(sorted(self.adamw_roles))}" if self.adamw_roles else ""
         matched = ", update RMS matched to AdamW's" if self.matching else ", as published"
         return f"{self.spec} wherever it applies{but}, else {FALLBACK}{matched}"
 
@@ -51,7 +51,7 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("sign", "sign", frozenset()),
     ("column_norm", "column_norm", frozenset()),
 )
-_ROWS = tuple(UniformBaseline(name=f"uniform_{name}", spec=spec, kept=kept) for name, spec, kept in _PUBLISHED)
+_ROWS = tuple(UniformBaseline(name=f"uniform_{name}", spec=spec, adamw_roles=kept) for name, spec, kept in _PUBLISHED)
 UNIFORM_BASELINES: tuple[UniformBaseline, ...] = (
     *_ROWS,
     *(replace(row, name=f"{row.name}_matched", matching=True) for row in _ROWS),

@@ -29,8 +29,8 @@ PRESETS: Mapping[str, Budget] = {
     UNLIMITED: Budget(name=UNLIMITED),
 }
 
-MOST_BYTES = 2**63
-LEAST_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
+MAX_BYTES = 2**63
+MIN_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
 _SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
@@ -124,7 +124,7 @@ def _size(value: object, *, key: str) -> int:
 def _whole_bytes(text: str) -> int | None:
     """Bytes as text; of a number with more digits than any limit its first ones, as Python reads no thousands."""
     num_bytes = int(text[:40]) if text.isdecimal() else 0
-    return num_bytes if num_bytes >= LEAST_TEXT_BYTES else None
+    return num_bytes if num_bytes >= MIN_TEXT_BYTES else None
 
 
 def _number(given: Mapping[str, Any], key: str) -> float | None:
@@ -182,7 +182,7 @@ def _checked(budget: Budget) -> Budget:
     if memory is not None and memory <= 0:
         raise BadInputError(f"a memory budget of {memory} bytes holds nothing: give a positive size, such as 8gb")
     host = budget.host_memory_bytes
-    if max(memory or 0, host or 0) >= MOST_BYTES:
+    if max(memory or 0, host or 0) >= MAX_BYTES:
         raise BadInputError(
             "a memory limit of 2^63 bytes or more is more than any machine has: give a size, such as 8gb"
         )

@@ -45,20 +45,20 @@ STORAGES: dict[str, StorageScheme] = {
     storage.name: storage
     for storage in (
         StorageScheme(name="fp32", description="4 bytes per number", m="fp32", v="fp32"),
-        StorageScheme(name="bf16", description="2 bytes per number", m="bf16", v="bf16", aligned=GROUP),
+        StorageScheme(name="bf16", description="2 bytes per number", m="bf16", v="bf16", alignment=GROUP),
         StorageScheme(
-            name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", aligned=GROUP
+            name="int8", description="1.06 bytes per number, companded", m="softsign8", v="sqrt8", alignment=GROUP
         ),
         StorageScheme(
-            name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", aligned=GROUP
+            name="int8_root", description="1.06 bytes per number, roots", m="root8m", v="root8v", alignment=GROUP
         ),
         StorageScheme(
             name="int4",
             description=f"0.53 bytes per number; states of fewer than {LEAST_PACKED} numbers stay fp32",
             m="root4",
             v="lattice4",
-            least_numel=LEAST_PACKED,
-            aligned=PACKED_GROUP,
+            min_numel=LEAST_PACKED,
+            alignment=PACKED_GROUP,
         ),
     )
 }
@@ -106,7 +106,7 @@ STREAMED, STREAMED_TEXT = "@streamed", "states on the host, stepped on the devic
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
 
 
-def removed(name: str) -> str:
+def removal_message(name: str) -> str:
     """The message for a row, rule or option that earlier versions had; empty where there never was one."""
     if name == "shadow":
         return (
@@ -159,9 +159,9 @@ def removed(name: str) -> str:
     )
 
 
-def unknown_spec(name: str, *, what: str = "called", also: str = "") -> BadInputError:
+def unknown_spec_error(name: str, *, what: str = "called", also: str = "") -> BadInputError:
     """The error for a name that no row has: what was removed and what is in its place, or the nearest rows."""
-    if told := removed(name):
+    if told := removal_message(name):
         return BadInputError(told)
     close = ", ".join(get_close_matches(name, SPECS, n=3)) or "none is close"
     return BadInputError(
@@ -169,14 +169,14 @@ def unknown_spec(name: str, *, what: str = "called", also: str = "") -> BadInput
     )
 
 
-def on_device(name: str) -> str:
+def device_spec_name(name: str) -> str:
     """The name of the row that keeps the same states on the device."""
     return name.partition("@")[0]
 
 
 def base_name(name: str) -> str:
     """A row's name without its weights and placement: its rule and storage."""
-    return on_device(name).partition("+")[0]
+    return device_spec_name(name).partition("+")[0]
 
 
 def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
@@ -204,7 +204,7 @@ def with_placement(spec: OptimizerSpec, placement: str) -> OptimizerSpec:
     return _row(_base(spec), weights=spec.weights, placement=placement)
 
 
-def device_rows(specs: Iterable[OptimizerSpec]) -> list[OptimizerSpec]:
+def device_specs(specs: Iterable[OptimizerSpec]) -> list[OptimizerSpec]:
     """The rows that step on a device as these do, each once: where states are kept makes no difference to a kernel."""
     return list({row.name: row for row in (with_placement(spec, Placement.DEVICE) for spec in specs)}.values())
 
@@ -262,6 +262,6 @@ def _selected(patterns: tuple[str, ...]) -> Mapping[str, OptimizerSpec]:
     for pattern in patterns:
         matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}
         if not matched:
-            raise unknown_spec(pattern, what="called or matches", also="; globs such as foam_* are allowed")
+            raise unknown_spec_error(pattern, what="called or matches", also="; globs such as foam_* are allowed")
         found |= matched
     return {name: spec for name, spec in SPECS.items() if name in found}

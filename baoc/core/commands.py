@@ -43,13 +43,13 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
 
     @wraps(main)
     def run(argv: Arguments = None) -> int:
-        open_closed()
+        open_missing_streams()
         try:
             code = main(argv) or 0
             sys.stdout.flush()
             return code
         except (Exception, KeyboardInterrupt) as error:
-            if is_unread(error):
+            if silence_broken_pipe(error):
                 return INTERRUPTED
             if is_interrupt(error):
                 print("baoc: interrupted", file=sys.stderr)
@@ -63,7 +63,7 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
     return run
 
 
-def open_closed() -> None:
+def open_missing_streams() -> None:
     """Puts the null device in the place of a standard stream that the process was started without: the next file that
     is opened would get its number, and what compilers and workers print would go into that file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -73,7 +73,7 @@ def open_closed() -> None:
             setattr(sys, name, nowhere)
 
 
-def is_unread(error: BaseException) -> bool:
+def silence_broken_pipe(error: BaseException) -> bool:
     """Whether the reader of stdout has gone, as in `--list specs | head`. What is left to write then goes nowhere."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -68,7 +68,7 @@ class MeasuredRecipe:
     value: float
     sd: float
     change: Change
-    against: Mapping[str, Change]
+    changes_against: Mapping[str, Change]
     uniform: bool
 
     @property
@@ -108,12 +108,12 @@ class Family:
     def recipe(self, name: str) -> MeasuredRecipe:
         return next(one for one in self.recipes if one.name == name)
 
-    def entry(self, keys: Sequence[str], spec: str) -> Change | None:
+    def change_for(self, keys: Sequence[str], spec: str) -> Change | None:
         """The change of a block's role: of the first key that was measured."""
         return next((self.roles[key][spec] for key in keys if spec in self.roles.get(key, {})), None)
 
 
-def faded(rate: float, *, num_params: int, measured: int) -> float:
+def faded_rate(rate: float, *, num_params: int, measured: int) -> float:
     """A multiple of the learning rate away from the size where it was measured.
 
     It holds up to that size and fades to 1 over FADING_DECADES beyond: updates of all rules have the size of
@@ -123,9 +123,9 @@ def faded(rate: float, *, num_params: int, measured: int) -> float:
     return rate ** (1 - min(max(beyond, 0.0) / FADING_DECADES, 1.0))
 
 
-def at_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None = None) -> Recipe:
+def with_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None = None) -> Recipe:
     """The recipe with a multiple of the learning rate for all its rules alike, and others by role."""
-    rules = {SPECS[row].rule: rate for row in recipe.rows} if rate != 1 else {}
+    rules = {SPECS[row].rule: rate for row in recipe.all_specs} if rate != 1 else {}
     return replace(recipe, lr={**rules, **recipe.lr, **(by_role or {})})
 
 
@@ -159,7 +159,7 @@ def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bo
     return any(table.shape in shapes or table.aliases for table in tables)
 
 
-def nearest(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:
+def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:
     """The measured family nearest to a network of another kind: the task's where that is known, else by what it reads,
     images by convolutions or tokens by a table.
 
@@ -203,7 +203,7 @@ def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
             value=held["value"],
             sd=held["sd"],
             change=Change(**held["change"]),
-            against={other: Change(**change) for other, change in held["against"].items()},
+            changes_against={other: Change(**change) for other, change in held["against"].items()},
             uniform=held["uniform"],
         )
         for held in node["recipes"]

@@ -52,7 +52,7 @@ class OwnRule:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def is_own(name: str) -> bool:
+def names_own_code(name: str) -> bool:
     """Whether a name is a file's or a module's, and none of a registry."""
     return _FILE.fullmatch(name) is not None or _DOTTED.fullmatch(name) is not None
 
@@ -63,7 +63,7 @@ def file_of(name: str) -> Path | None:
     return Path(found["file"]) if found else None
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name for folders and tables: `nets/mine.py:build` is `mine.build`, others stay."""
     found = _FILE.fullmatch(name)
     text = f"{Path(found['file']).stem}.{found['name'] or ''}".rstrip(".") if found else name
@@ -71,16 +71,16 @@ def short(name: str) -> str:
 
 
 @cache
-def declared(group: str) -> Mapping[str, EntryPoint]:
+def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
     """Name -> entry point of the group `baoc.models`, `baoc.datasets`, `baoc.tasks`, `baoc.rules` or `baoc.recipes`."""
     return {point.name: point for point in entry_points(group=group)}
 
 
-def loaded(group: str, *, kind: type | tuple[type, ...]) -> dict[str, Any]:
+def load_entry_points(group: str, *, kind: type | tuple[type, ...]) -> dict[str, Any]:
     """The objects of a group's entry points, by name. One that fails or is no `kind` is left out with a warning, so
     that another package's fault ends no run that does not use it."""
     found: dict[str, Any] = {}
-    for name, point in declared(group).items():
+    for name, point in entry_points_of(group).items():
         try:
             value = point.load()
         except Exception as error:  # of any package
@@ -101,7 +101,7 @@ def load(name: str, *, key: str) -> Callable[..., Any]:
 
     Raises BadInputError: no such file or module, one that cannot be imported, no such name in it, nothing callable.
     """
-    point = declared(f"baoc.{key}s").get(name) if key in GROUPS else None
+    point = entry_points_of(f"baoc.{key}s").get(name) if key in GROUPS else None
     if point is not None:
         with faults(key, name):
             module = importlib.import_module(point.module)
@@ -159,7 +159,7 @@ class faults:
         raise BadInputError(f"{self._told} raised {_said(error)}") from error
 
 
-def told(made: Callable[..., Any], *, key: str) -> Callable[..., Any]:
+def with_faults(made: Callable[..., Any], *, key: str) -> Callable[..., Any]:
     """`made`, a callable that was given as the argument `key`: what it raises becomes a BadInputError, see `faults`."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(made))
@@ -177,7 +177,7 @@ def told(made: Callable[..., Any], *, key: str) -> Callable[..., Any]:
     return call_it
 
 
-def place_of(error: BaseException) -> str | None:
+def user_location(error: BaseException) -> str | None:
     """`FILE:LINE` of the innermost frame that is the user's; None where none is."""
     place = None
     for link in exception_chain(error):
@@ -189,17 +189,17 @@ def place_of(error: BaseException) -> str | None:
     return None
 
 
-def used() -> tuple[str, ...]:
+def used_names() -> tuple[str, ...]:
     """Names of the user's code that this process has loaded."""
     return tuple(dict.fromkeys(_used.values()))
 
 
-def forget() -> None:
+def forget_used() -> None:
     """Forgets what was used: another command of this process begins."""
     _used.clear()
 
 
-def class_name_of(error: BaseException) -> str | None:
+def class_lacking_attribute(error: BaseException) -> str | None:
     """The user's class whose object lacks the attribute that `error` is about."""
     for link in exception_chain(error):
         held = getattr(link, "obj", None) if isinstance(link, AttributeError) else None
@@ -209,7 +209,7 @@ def class_name_of(error: BaseException) -> str | None:
     return None
 
 
-def identity(name: str, *, key: str) -> str:
+def source_sha256(name: str, *, key: str) -> str:
     """SHA-256 of the code's file; empty where it has none. Files that it imports are not part of it."""
     path = file_of(name)
     if path is None:
@@ -340,7 +340,7 @@ def _said(error: BaseException) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__} ({_relative(error.filename)}:{error.lineno}): {error.msg}"
-    place = place_of(error)
+    place = user_location(error)
     return f"{type(error).__name__}{f' ({place})' if place else ''}{f': {text}' if text else ''}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from baoc.core import own_code
-from baoc.core.catalogue import SPECS, WEIGHTS, removed, with_weights
+from baoc.core.catalogue import SPECS, WEIGHTS, removal_message, with_weights
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, did_you_mean
 from baoc.types import Block, Part, Plan, Role
@@ -23,17 +23,17 @@ from baoc.types import Block, Part, Plan, Role
 FALLBACK = "adamw"  # runs anywhere
 HIDDEN = "hidden"  # every matrix that is neither embedding nor head
 FIRST = "first"  # those of the first layer
-OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
-PARTS: Mapping[Role, tuple[Part, ...]] = {Role.ATTENTION: (Part.QK, Part.VO), Role.MLP: (Part.IN, Part.OUT)}
-ROLES: tuple[str, ...] = (
-    *(role.value for role in OUTER),
+OUTER_ROLES = (Role.EMBEDDING, Role.HEAD, Role.NORM)
+PARTS_OF_ROLE: Mapping[Role, tuple[Part, ...]] = {Role.ATTENTION: (Part.QK, Part.VO), Role.MLP: (Part.IN, Part.OUT)}
+RECIPE_KEYS: tuple[str, ...] = (
+    *(role.value for role in OUTER_ROLES),
     HIDDEN,
     FIRST,
     *(
         key
         for role in Role
-        if role not in OUTER
-        for key in (role.value, *(f"{role.value}_{part.value}" for part in PARTS.get(role, ())))
+        if role not in OUTER_ROLES
+        for key in (role.value, *(f"{role.value}_{part.value}" for part in PARTS_OF_ROLE.get(role, ())))
     ),
 )
 _SUFFIXES = (".yaml", ".yml", ".json")  # the latter of a race
@@ -42,7 +42,7 @@ RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class BlockTuning:
     """A recipe's changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own.
 
     Raises ValueError for values that no recipe can have.
@@ -66,16 +66,16 @@ class Tuning:
 
     def __post_init__(self) -> None:
         for lr, betas in (*((lr, None) for lr in self.lr.values()), *((1.0, betas) for betas in self.betas.values())):
-            Tuned(lr=lr, betas=betas)
+            BlockTuning(lr=lr, betas=betas)
 
-    def of(self, block: Block, *, rule: str) -> Tuned | None:
+    def of(self, block: Block, *, rule: str) -> BlockTuning | None:
         """Learning rate and betas of a block that runs `rule`; None where they are the parameter group's."""
         names = list(_names_of(rule))
         by_rule = next((self.lr[name] for name in names if name in self.lr), 1.0)
-        by_role = next((self.lr[key] for key in keys_of(block) if key in self.lr), 1.0)
+        by_role = next((self.lr[key] for key in recipe_keys(block) if key in self.lr), 1.0)
         betas = next((self.betas[name] for name in names if name in self.betas), None)
-        tuned = Tuned(lr=by_rule * by_role, betas=betas)
-        return None if tuned == Tuned() else tuned
+        tuned = BlockTuning(lr=by_rule * by_role, betas=betas)
+        return None if tuned == BlockTuning() else tuned
 
 
 def tuning_of(plan: Plan) -> Tuning | None:
@@ -92,8 +92,8 @@ class Recipe:
         name: What it is called.
         description: One line for `--list recipes`.
         source: Where the method is published.
-        specs: Role (ROLES) -> spec. The most special role counts: `first`, `attention_qk`, `attention`, `hidden`. Roles
-            without a spec run `fallback`.
+        specs: Key (RECIPE_KEYS) -> spec. The most specific key counts: `first`, `attention_qk`, `attention`, `hidden`;
+            norms, embedding and head have their own key alone. Roles without a spec run `fallback`.
         lr: Rule or role -> multiple of the learning rate.
         betas: Rule -> betas, in place of the parameter group's.
         fallback: Specs that a block takes where its own does not apply, the first that does; at last fp32 AdamW.
@@ -129,31 +129,31 @@ class Recipe:
         return Tuning(lr=self.lr, betas=self.betas) if self.lr or self.betas else None
 
     @property
-    def tells_parts(self) -> bool:
+    def needs_part_blocks(self) -> bool:
         """Whether parts of attention or mlp differ, for which blocks have to be made by part."""
-        parts = {f"{role.value}_{part.value}" for role, held in PARTS.items() for part in held}
+        parts = {f"{role.value}_{part.value}" for role, held in PARTS_OF_ROLE.items() for part in held}
         return not parts.isdisjoint({*self.specs, *self.lr})
 
-    def covers(self, block: Block) -> bool:
+    def names_spec_for(self, block: Block) -> bool:
         """Whether it says what the block runs, so that no fallback stands in for what it names by other roles."""
-        return block.name in self.blocks or any(key in self.specs for key in keys_of(block))
+        return block.name in self.blocks or any(key in self.specs for key in recipe_keys(block))
 
-    def wish(self, block: Block) -> tuple[str, str]:
+    def preferred_spec(self, block: Block) -> tuple[str, str]:
         """The key of the recipe that decides for a block (a role, or the block's own name), and the spec under it."""
         if block.name in self.blocks:
             return block.name, self._row(self.blocks[block.name], role=block.role)
-        for key in keys_of(block):
+        for key in recipe_keys(block):
             if key in self.specs:
                 return key, self._row(self.specs[key], role=block.role)
         return block.role.value, self._row((*self.fallback, FALLBACK)[0], role=block.role)
 
-    def chain(self, block: Block) -> tuple[str, ...]:
+    def specs_in_order(self, block: Block) -> tuple[str, ...]:
         """Specs of a block in order of preference: it runs the first that applies to its shape."""
         others = [self._row(spec, role=block.role) for spec in (*self.fallback, FALLBACK)]
-        return tuple(dict.fromkeys((self.wish(block)[1], *others, FALLBACK)))
+        return tuple(dict.fromkeys((self.preferred_spec(block)[1], *others, FALLBACK)))
 
     @property
-    def rows(self) -> tuple[str, ...]:
+    def all_specs(self) -> tuple[str, ...]:
         """Names of all specs that some block may run, fallbacks included."""
         given = [*self.specs.values(), *self.blocks.values(), *self.fallback, FALLBACK]
         found = [self._row(spec, role=role) for spec in given for role in (Role.OTHER, Role.NORM)]
@@ -164,9 +164,9 @@ class Recipe:
         return spec if plain else with_weights(SPECS[spec], self.weights).name
 
 
-def keys_of(block: Block) -> Iterator[str]:
+def recipe_keys(block: Block) -> Iterator[str]:
     """Names of a block's role, the most special first."""
-    if block.role in OUTER:
+    if block.role in OUTER_ROLES:
         yield block.role.value
         return
     if block.depth == 0:
@@ -183,7 +183,9 @@ def _names_of(rule: str) -> Iterator[str]:
     yield from ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
-RULES: tuple[str, ...] = tuple(dict.fromkeys(name for rule in RULE_INFOS for name in reversed(list(_names_of(rule)))))
+RULE_PREFIXES: tuple[str, ...] = tuple(
+    dict.fromkeys(name for rule in RULE_INFOS for name in reversed(list(_names_of(rule))))
+)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -193,11 +195,11 @@ def _check(recipe: Recipe) -> None:
     if not recipe.name or "\n" in recipe.name:
         raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
     for role, spec in recipe.specs.items():
-        if role not in ROLES:
-            close = did_you_mean(role, (*ROLES, *_KEYS), prefix="recipe.")
+        if role not in RECIPE_KEYS:
+            close = did_you_mean(role, (*RECIPE_KEYS, *_KEYS), prefix="recipe.")
             raise BadInputError(
-                f"unknown key recipe.{role} of recipe {recipe.name}{close}\nroles are {', '.join(ROLES)}; beside them "
-                f"a recipe has {', '.join(_KEYS)}"
+                f"unknown key recipe.{role} of recipe {recipe.name}{close}\nroles are {', '.join(RECIPE_KEYS)}; "
+                f"beside them a recipe has {', '.join(_KEYS)}"
             )
         _check_spec(spec, key=f"recipe.{role}")
     others = {f"recipe.blocks.{block}": spec for block, spec in recipe.blocks.items()}
@@ -206,13 +208,13 @@ def _check(recipe: Recipe) -> None:
     if recipe.weights not in WEIGHTS:
         raise BadInputError(f"recipe.weights={recipe.weights} is not allowed: choose one of {', '.join(WEIGHTS)}")
     for key, factor in recipe.lr.items():
-        if key not in (*RULES, *ROLES):
-            raise _unknown_in("lr", key, allowed=(*RULES, *ROLES))
+        if key not in (*RULE_PREFIXES, *RECIPE_KEYS):
+            raise _unknown_in("lr", key, allowed=(*RULE_PREFIXES, *RECIPE_KEYS))
         if not isinstance(cast(object, factor), int | float) or isinstance(factor, bool) or not 0 < factor < 1e6:
             raise BadInputError(f"recipe.lr.{key}={factor} is not allowed: it must be a multiple of the rate, above 0")
     for key, betas in recipe.betas.items():
-        if key not in RULES:
-            raise _unknown_in("betas", key, allowed=RULES)
+        if key not in RULE_PREFIXES:
+            raise _unknown_in("betas", key, allowed=RULE_PREFIXES)
         numbers = [beta for beta in betas if isinstance(cast(object, beta), int | float) and 0 <= beta < 1]
         if len(betas) != 2 or len(numbers) != 2:
             raise BadInputError(f"recipe.betas.{key}={list(betas)} is not allowed: it must be two numbers in [0, 1)")
@@ -220,7 +222,7 @@ def _check(recipe: Recipe) -> None:
 
 def _check_spec(spec: object, *, key: str) -> None:
     if not isinstance(spec, str) or spec not in SPECS:
-        if told := removed(str(spec)):
+        if told := removal_message(str(spec)):
             raise BadInputError(f"{key}: {told}")
         raise BadInputError(
             f"{key}={spec}: there is no such optimizer spec{did_you_mean(spec, SPECS)}\n"
@@ -233,7 +235,7 @@ def _unknown_in(group: str, key: str, *, allowed: tuple[str, ...]) -> BadInputEr
     which = "rules, or beginnings of their names," if group == "betas" else "rules, beginnings of their names, or roles"
     return BadInputError(
         f"unknown key recipe.{group}.{key}{close}\nit goes by {which} such as muon, foam"
-        + (f"; roles are {', '.join(ROLES)}" if group == "lr" else "")
+        + (f"; roles are {', '.join(RECIPE_KEYS)}" if group == "lr" else "")
         + "; `python run.py --list rules` shows every rule"
     )
 
@@ -249,7 +251,7 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
         "name": recipe.name,
         "description": recipe.description,
         "source": recipe.source,
-        **{role: recipe.specs.get(role) for role in ROLES},
+        **{role: recipe.specs.get(role) for role in RECIPE_KEYS},
         "lr": dict(recipe.lr),
         "betas": {rule: list(betas) for rule, betas in recipe.betas.items()},
         "fallback": list(recipe.fallback),
@@ -322,7 +324,7 @@ def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         return RECIPES[str(given)]
     if names_yaml_file(str(given)):
         return read_recipe(Path(given))
-    if (point := own_code.declared("baoc.recipes").get(str(given))) is not None:
+    if (point := own_code.entry_points_of("baoc.recipes").get(str(given))) is not None:
         with own_code.faults("recipe", str(given)):
             found: Any = point.load()
         return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))

@@ -95,7 +95,7 @@ RULE_INFOS: dict[str, RuleInfo] = {
 # Of other packages, with the module that has each one's arithmetic
 OWN_RULES: dict[str, own_code.OwnRule] = {
     rule.info.name: rule
-    for rule in own_code.loaded("baoc.rules", kind=own_code.OwnRule).values()
+    for rule in own_code.load_entry_points("baoc.rules", kind=own_code.OwnRule).values()
     if rule.info.name not in RULE_INFOS
 }
 RULE_INFOS.update({name: rule.info for name, rule in OWN_RULES.items()})

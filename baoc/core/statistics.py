@@ -13,7 +13,7 @@ from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
-LEVEL = 0.9  # of an interval where nothing is said
+DEFAULT_LEVEL = 0.9  # of an interval where nothing is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def student_quantile(probability: float, *, degrees: int) -> float:
     return float(stats.t.ppf(probability, degrees))
 
 
-def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+def mean_interval(values: Sequence[float], *, level: float = DEFAULT_LEVEL) -> Interval:
     """Student's interval of the mean of independent values.
 
     Args:
@@ -65,18 +65,20 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     Raises:
         ValueError: for no value, for one that is not finite, or for a level outside of (0, 1).
     """
-    check(values, level)
+    check_values(values, level)
     n = len(values)
     sd = stdev(values) if n > 1 else math.nan
     return Interval(mean=fmean(values), half=half_interval(sd, n=n, level=level), sd=sd, n=n, level=level)
 
 
-def half_interval(sd: float, *, n: int, level: float = LEVEL) -> float:
+def half_interval(sd: float, *, n: int, level: float = DEFAULT_LEVEL) -> float:
     """Half of Student's interval of the mean of `n` values of standard deviation `sd`; infinite for one value."""
     return student_quantile(0.5 + level / 2, degrees=n - 1) * (sd / math.sqrt(n)) if n > 1 else math.inf
 
 
-def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], *, level: float = LEVEL) -> Interval:
+def paired_difference(
+    ours: Mapping[int, float], theirs: Mapping[int, float], *, level: float = DEFAULT_LEVEL
+) -> Interval:
     """The mean of `ours` - `theirs` over the seeds that both have.
 
     Raises:
@@ -97,7 +99,7 @@ def upper_bound(interval: Interval, *, level: float) -> float:
     return interval.mean + student_quantile(level, degrees=interval.n - 1) * interval.sd / math.sqrt(interval.n)
 
 
-def check(values: Sequence[float], level: float) -> None:
+def check_values(values: Sequence[float], level: float) -> None:
     """Raises ValueError for values of which nothing can be told."""
     if not len(values):
         raise ValueError("no values were given: a mean needs one, an interval two")

@@ -202,7 +202,7 @@ def require_task(name: str, *, task: str) -> None:
     The user's own code is taken at its word: what it gives is checked by the task.
     """
     serves = dataset_row(name).tasks
-    is_own_task = own_code.is_own(task) or task in own_code.declared("baoc.tasks")
+    is_own_task = own_code.names_own_code(task) or task in own_code.entry_points_of("baoc.tasks")
     if serves and task not in serves and not is_own_task:
         fitting = [other.name for other in DATASETS.values() if task in other.tasks]
         raise BadInputError(
@@ -215,7 +215,7 @@ def dataset_row(name: str) -> Dataset:
     """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in DATASETS:
         return DATASETS[name]
-    if name in own_code.declared("baoc.datasets") or own_code.is_own(name):
+    if name in own_code.entry_points_of("baoc.datasets") or own_code.names_own_code(name):
         return Dataset(name=name, description="your own code", tasks=(), module="", builder="", is_own=True)
-    allowed = [*DATASETS, *own_code.declared("baoc.datasets"), own_code.WRITTEN]
+    allowed = [*DATASETS, *own_code.entry_points_of("baoc.datasets"), own_code.WRITTEN]
     raise unknown_name(name, what="dataset", allowed=allowed)

@@ -61,7 +61,7 @@ class OwnDataModule(NumberedDataModule):
     ):
         super().__init__(**batches)
         self.train_source, self.val_source = train, val
-        self.spec = _spec(own_code.short(name), train, val, facts=facts, train_data=train_data)
+        self.spec = _spec(own_code.short_name(name), train, val, facts=facts, train_data=train_data)
 
 
 class Samples:

@@ -233,7 +233,7 @@ def family_of(name: str) -> ModelFamily:
     """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in MODELS:
         return MODELS[name]
-    if name in own_code.declared("baoc.models") or own_code.is_own(name):
+    if name in own_code.entry_points_of("baoc.models") or own_code.names_own_code(name):
         size = ModelSize(name=OWN_SIZE, description="as its arguments say", settings={}, lr=OWN_LR)
         return ModelFamily(
             name=name,
@@ -244,5 +244,5 @@ def family_of(name: str) -> ModelFamily:
             auto={"cpu": OWN_SIZE, "cuda": OWN_SIZE},
             is_own=True,
         )
-    allowed = [*MODELS, *own_code.declared("baoc.models"), own_code.WRITTEN]
+    allowed = [*MODELS, *own_code.entry_points_of("baoc.models"), own_code.WRITTEN]
     raise unknown_name(name, what="model", allowed=allowed)

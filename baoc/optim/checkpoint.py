@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import Tuned
+from baoc.core.recipes import BlockTuning
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import groups
 from baoc.optim import migrate as migration
@@ -67,7 +67,7 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
 
 
 def _spec_entry(
-    spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str], tuned: Tuned | None
+    spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str], tuned: BlockTuning | None
 ) -> dict[str, Any]:
     waiting = [name for name in params if name in unseeded]
     entry = {"spec": spec.name, "rule": spec.rule, "storage": spec.storage, "weights": spec.weights, "params": params}
@@ -189,7 +189,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
         unseeded |= set(entry.get("unseeded", ()))
         if "tuned" in entry:
             lr, betas = entry["tuned"]["lr"], entry["tuned"]["betas"]
-            own = Tuned(lr=float(lr), betas=None if betas is None else (float(betas[0]), float(betas[1])))
+            own = BlockTuning(lr=float(lr), betas=None if betas is None else (float(betas[0]), float(betas[1])))
             tuned |= dict.fromkeys(entry["params"], own)
         if "match" in entry:
             if (

@@ -22,8 +22,8 @@ from baoc.core.catalogue import (
     WEIGHT_DTYPES,
     WEIGHTS,
     base_name,
-    removed,
-    unknown_spec,
+    removal_message,
+    unknown_spec_error,
 )
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES, UpdateRule
@@ -280,7 +280,7 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     """A row by name, or a row of the user's own, checked."""
     if isinstance(spec, str):
         if spec not in SPECS:
-            raise unknown_spec(spec)
+            raise unknown_spec_error(spec)
         spec = SPECS[spec]
     base = spec.rule if spec.storage == "fp32" else f"{spec.rule}_{spec.storage}"
     for name, what, allowed in (
@@ -289,7 +289,7 @@ def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
         (spec.weights, "kind of weights", WEIGHTS),
     ):
         if name not in allowed:
-            told = removed(spec.name) or removed(f"{base}+{spec.weights}")
+            told = removal_message(spec.name) or removal_message(f"{base}+{spec.weights}")
             raise BadInputError(told) if told else unknown_name(name, what=what, allowed=allowed)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in tuple(Placement):

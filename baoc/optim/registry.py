@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES
-from baoc.core.recipes import Tuned, Tuning
+from baoc.core.recipes import BlockTuning, Tuning
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
@@ -99,7 +99,7 @@ class BlockRegistry:
         self.matched_by = matched_by
         self.backend = backend
         self.tuning = tuning
-        self.rows: list[tuple[int, Tuned]] = []
+        self.rows: list[tuple[int, BlockTuning]] = []
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
         self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
@@ -162,7 +162,7 @@ class BlockRegistry:
             part = info if shard is None else replace(info, shape=tuple(twin.shape))  # the rows that this rank steps
             slot = make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard)
             if shard is not None:
-                aligned = STORAGES[spec.storage].aligned
+                aligned = STORAGES[spec.storage].alignment
                 kept = [kept for kept in whole_slot(slot, spec=spec).kept if not kept.codec.in_place]
                 states = {each.decl.name: (prod(each.shape), aligned) for each in kept}
                 check_codec_groups(info, states=states, shard=shard, spec=spec.name)

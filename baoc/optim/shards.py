@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baoc.parallel import SINGLE_PROCESS, ranks, refusal
 from baoc.types import ParamInfo
-from baoc.types.specs import PARTS
+from baoc.types.specs import NUM_ROW_PARTS
 from baoc.units import MIB
 
 
@@ -194,7 +194,9 @@ def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]]
     for numel, grouped in states.values():
         edges = [min(rank * -(-rows // size), rows) * (numel // max(rows, 1)) for rank in range(size)]
         if any(edge % grouped for edge in edges):
-            raise refusal("edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=PARTS)
+            raise refusal(
+                "edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=NUM_ROW_PARTS
+            )
 
 
 def common_group(shards: Mapping[str, Shard]) -> ShardGroup | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.catalogue import STORAGES, WEIGHTS
-from baoc.core.recipes import Tuned
+from baoc.core.recipes import BlockTuning
 from baoc.optim.codecs import CODEC_IMPLS, Kept
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.shards import Shard, largest_shard, unsharded
@@ -23,7 +23,7 @@ from baoc.optim.weights import CORRECTION
 from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import aligned
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, StateLayout
-from baoc.types.specs import PARTS
+from baoc.types.specs import NUM_ROW_PARTS
 
 State = dict[str, Tensor]
 FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
@@ -61,7 +61,7 @@ class Slot:
     counts_steps: bool
     matrix: tuple[int, int] | None
     placement: str = Placement.DEVICE
-    tuned: Tuned | None = None  # what changes of its group's settings
+    tuned: BlockTuning | None = None  # what changes of its group's settings
     taken_in: int | None = None  # sum of the bits of split weights as they came, until the next step
     shard: Shard | None = None
     gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows
@@ -109,7 +109,7 @@ class Slot:
         )
 
 
-def betas_of(tuned: Tuned, group: Mapping[str, Any]) -> tuple[float, float]:
+def betas_of(tuned: BlockTuning, group: Mapping[str, Any]) -> tuple[float, float]:
     """The betas of a tuned block: its own, but for one that a schedule has moved off the group's first value."""
     now = group["betas"]
     if tuned.betas is None:
@@ -164,7 +164,7 @@ def make_slot(
     info: ParamInfo,
     group: int,
     spec: OptimizerSpec,
-    tuned: Tuned | None = None,
+    tuned: BlockTuning | None = None,
     shard: Shard | None = None,
 ) -> Slot:
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
@@ -214,7 +214,7 @@ def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, shard=slot.shard).slab_bytes
 
 
-def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: Tuned | None = None) -> Slot:
+def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
     """A slot of the same parameter under another spec."""
     given = {"info": slot.info, "group": slot.group, "shard": slot.shard}
     return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
@@ -243,7 +243,7 @@ def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
     numel = prod(shape)
     if not shape or shape[0] == rows or not rows:
         return shape
-    return (rows, numel // rows) if numel % rows == 0 else (PARTS, numel // PARTS)
+    return (rows, numel // rows) if numel % rows == 0 else (NUM_ROW_PARTS, numel // NUM_ROW_PARTS)
 
 
 def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
@@ -369,7 +369,9 @@ class Saved:
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
     matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
     unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
-    tuned: Mapping[str, Tuned] = field(default_factory=dict)  # by parameter name, of blocks with settings of their own
+    tuned: Mapping[str, BlockTuning] = field(
+        default_factory=dict
+    )  # by parameter name, of blocks with settings of their own
     num_steps: int = 0
 
     def renamed(self, owners: Mapping[str, str]) -> "Saved":

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from baoc.core.blocks import partition
-from baoc.core.catalogue import STORAGES, removed, select
-from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest
+from baoc.core.catalogue import STORAGES, removal_message, select
+from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest_family
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
@@ -85,9 +85,9 @@ class PlannerSettings:
                 f"recipe={self.recipe.name} and allocator={self.allocator} exclude each other: a recipe says what "
                 "every block runs, so that nothing is left to an allocator. Leave one out"
             )
-        own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.rows, "keep_fp32_roles": ()}
+        own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.all_specs, "keep_fp32_roles": ()}
         own["measured_specs"] = ()
-        if self.blocks_by == "layer_role" and self.recipe.tells_parts:
+        if self.blocks_by == "layer_role" and self.recipe.needs_part_blocks:
             own["blocks_by"] = "layer_part"
         for key, value in own.items():
             object.__setattr__(self, key, value)
@@ -96,7 +96,7 @@ class PlannerSettings:
 def known(name: str, options: Mapping[str, object], what: str) -> str:
     """`name` if it is one of `options`, else BadInputError that lists them."""
     if name not in options:
-        if told := removed(name):
+        if told := removal_message(name):
             raise BadInputError(told)
         raise BadInputError(f"unknown {what} {name!r}: choose one of {', '.join(options)}")
     return name
@@ -157,7 +157,7 @@ class BudgetedBlocks(ABC):
             named = None
         # Nothing was measured of this kind: whole recipes of the nearest one are a guess, its entries by role are not.
         self.extrapolates = named is None and settings.family == AUTO
-        named = nearest(self.params, task=settings.task) if self.extrapolates else named
+        named = nearest_family(self.params, task=settings.task) if self.extrapolates else named
         self.family = families().get(named or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={})

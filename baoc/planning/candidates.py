@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, on_device
+from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, device_spec_name
 from baoc.errors import BadInputError
 from baoc.planning.cost import cost
 from baoc.planning.risk import RiskModel
@@ -155,7 +155,7 @@ def build_candidates(
         for spec in specs.values():
             if reasons[spec.name] is not None or (only or {}).get(block.name, spec.name) != spec.name:
                 continue
-            name, rule = on_device(spec.name), rules[spec.rule]
+            name, rule = device_spec_name(spec.name), rules[spec.rule]
             if name not in risks:
                 risks[name] = risk(
                     block=block,

@@ -63,7 +63,7 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     first = best(options, objective=objective)
     while (
         following := _next(
-            [o for o in options if o.tried or times[o.way] < 2],  # twice, and not tried: nor would a third time
+            [o for o in options if o.tried or times[o.key] < 2],  # twice, and not tried: nor would a third time
             objective=objective,
             race=race,
             late=late,
@@ -71,7 +71,7 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     ) is not None:
         late = race.left_s() <= 0
         options = race.measure(following)
-        times[following.way] += 1
+        times[following.key] += 1
     measured = times.total()
     chosen = best([option for option in options if option.tried], objective=objective)
     if chosen is None:
@@ -79,10 +79,10 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     measured_ones = _measured(options)
     rivals = tuple(o for o in options if could_win(o, measured=measured_ones, objective=objective, over=chosen))
     gain = max((upper(option, measured=measured_ones) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
-    of_first = [option for option in options if first and option.way == first.way and option.fits]
+    of_first = [option for option in options if first and option.key == first.key and option.fits]
     won = max((chosen.samples_per_s / o.samples_per_s - 1 for o in of_first if o.compared or o.tried), default=0.0)
     marked = replace(chosen, chosen=True)
-    marks = [marked if option.way == chosen.way else option for option in options]
+    marks = [marked if option.key == chosen.key else option for option in options]
     return Choice(options=marks, chosen=marked, left=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won))
 
 
@@ -116,10 +116,10 @@ def _surest(options: Sequence[Option], *, objective: str) -> Option | None:
     """The best one where each is as slow as it may be. One that was compared may be behind a promise that is far above
     it, as small micro-batches are that were measured because they are small."""
     slow = {
-        option.way: replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options
+        option.key: replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options
     }
     found = best(list(slow.values()), objective=objective)
-    return next((option for option in options if found and option.way == found.way), None)
+    return next((option for option in options if found and option.key == found.key), None)
 
 
 def _measured(options: Sequence[Option]) -> list[Option]:
@@ -128,7 +128,7 @@ def _measured(options: Sequence[Option]) -> list[Option]:
 
 def could_win(option: Option, *, measured: Sequence[Option], objective: str, over: Option) -> bool:
     """Whether an option that was not tried would be the best of those that were measured, at the rate it may have."""
-    if option.tried or not option.fits or option.way == over.way or math.isnan(option.samples_per_s):
+    if option.tried or not option.fits or option.key == over.key or math.isnan(option.samples_per_s):
         return False
     hoped = replace(option, samples_per_s=upper(option, measured=measured))
     return best([over, hoped], objective=objective) is hoped
@@ -140,7 +140,7 @@ def upper(option: Option, *, measured: Sequence[Option]) -> float:
     bounds = [
         (1 + BOUND) * other.samples_per_s * max(1.0, forwards(other) / forwards(option))
         for other in measured
-        if other.micro_batch >= option.micro_batch and other.release <= option.release and other.way != option.way
+        if other.micro_batch >= option.micro_batch and other.release <= option.release and other.key != option.key
     ]
     return min([option.samples_per_s / (1 - _error(option)), *bounds])
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
-from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, on_device
+from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, device_spec_name
 from baoc.planning.transfer import STORED, copy_seconds
 from baoc.types import Block, Cost, LatencyTable, LinkRates, OptimizerSpec, ParamInfo, Placement, Role, RuleInfo
 from baoc.units import MIB
@@ -30,7 +30,7 @@ def _slab_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int
         return 0
     storage = STORAGES[spec.storage]
     sizes = [(decl, prod(decl.shape(param))) for decl in rule.states]
-    parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, param=param)].part_bytes(numel)]
+    parts = [n for decl, numel in sizes for n in CODECS[storage.codec(decl, param=param)].tensor_bytes(numel)]
     parts.append(WEIGHTS[spec.weights].correction_bytes * param.numel)
     return sum(map(aligned, parts))
 
@@ -147,7 +147,7 @@ def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) ->
 
     The same for streamed states, whose copies are counted apart.
     """
-    name = on_device(spec.name)
+    name = device_spec_name(spec.name)
     assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
     tensors = sum(1 for param in block.params if param.numel)
     return latency.fixed_s[name] * tensors + latency.per_element_s[name] * block.numel
@@ -160,7 +160,7 @@ def whole_step_seconds(
     where a spec was not timed."""
     seconds = latency.base_step_s + latency.step_s
     for block in blocks:
-        if on_device(choices[block.name]) not in latency.fixed_s:
+        if device_spec_name(choices[block.name]) not in latency.fixed_s:
             return math.nan
         seconds += step_seconds(block, spec=specs[choices[block.name]], latency=latency)
     return seconds

@@ -62,7 +62,7 @@ def savings(
 
     def counted(less: Mapping[str, int]) -> int:
         if count == "copies" and footprint.intervals:
-            return footprint.saved_at_most(less)
+            return footprint.savings_at_peak(less)
         return sum(less.values()) * (1 if count == "weights" else 2)
 
     formats = _formats(specs).values()

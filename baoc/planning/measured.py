@@ -12,9 +12,9 @@ from math import sqrt
 from statistics import NormalDist
 
 from baoc.core.catalogue import SPECS, WEIGHTS, select
-from baoc.core.measured import Change, Family, MeasuredRecipe, at_rate, faded
-from baoc.core.recipes import Recipe, keys_of
-from baoc.core.statistics import LEVEL
+from baoc.core.measured import Change, Family, MeasuredRecipe, faded_rate, with_rate
+from baoc.core.recipes import Recipe, recipe_keys
+from baoc.core.statistics import DEFAULT_LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.risk import entry_of
@@ -70,7 +70,7 @@ def picked_of(family: Family) -> float:
     """How many times more standard deviations the best of all entries has to be better by than one that was named
     before: each was measured at two rates, so that the best looks better than it is (Bonferroni)."""
     tried = 2 * sum(len(held) for held in family.roles.values())
-    return NormalDist().inv_cdf(1 - (1 - LEVEL) / max(tried, 1)) / NormalDist().inv_cdf(LEVEL)
+    return NormalDist().inv_cdf(1 - (1 - DEFAULT_LEVEL) / max(tried, 1)) / NormalDist().inv_cdf(DEFAULT_LEVEL)
 
 
 def ranked(planner: BudgetedBlocks, *, family: Family) -> list[MeasuredRecipe]:
@@ -95,7 +95,7 @@ def whole(
     weights = weights or sorted(offered, key=list(WEIGHTS).index)
     for one in ranked(planner, family=family):
         rate = rate_here(planner, one.rate, family=family)
-        recipe = at_rate(one.recipe, rate)
+        recipe = with_rate(one.recipe, rate)
         recipe = streamed(recipe) if hosted else recipe
         for name in weights:
             held = replace(recipe, weights=name)
@@ -108,7 +108,7 @@ def whole(
 def rate_here(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
     """What a measured multiple of the learning rate is on this network. Outside run.py, where weights may be
     pretrained, a guess from the nearest family raises no rate."""
-    rate = faded(rate, num_params=planner.num_params, measured=family.num_params)
+    rate = faded_rate(rate, num_params=planner.num_params, measured=family.num_params)
     return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 
 
@@ -143,9 +143,9 @@ def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = Tr
     """The planner of a recipe on the same blocks, offered what `planner` is; None where it does not apply, or runs rows
     that are not offered. `covers`: nor where it tells parts that these blocks do not, or leaves some to its fallback.
     """
-    if covers and recipe.tells_parts and planner.settings.blocks_by != "layer_part":
+    if covers and recipe.needs_part_blocks and planner.settings.blocks_by != "layer_part":
         return None
-    if covers and not all(map(recipe.covers, planner.blocks)):
+    if covers and not all(map(recipe.names_spec_for, planner.blocks)):
         return None
     try:
         sub = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
@@ -183,10 +183,10 @@ def mixture(planner: BudgetedBlocks, *, family: Family, than: Choice | None) -> 
         block: {c.spec: c for c in options}
         for block, options in planner.candidates(risk="measured", profile=None).items()
     }
-    runs = {block.name: base.recipe.wish(block)[1] for block in planner.blocks}
+    runs = {block.name: base.recipe.preferred_spec(block)[1] for block in planner.blocks}
     blocks: dict[str, list[Block]] = {}
     for block in planner.blocks:
-        blocks.setdefault(next(key for key in keys_of(block) if key != "first"), []).append(block)
+        blocks.setdefault(next(key for key in recipe_keys(block) if key != "first"), []).append(block)
     entries = [
         (change, role, spec)
         for role, held in blocks.items()
@@ -214,7 +214,7 @@ def mixture(planner: BudgetedBlocks, *, family: Family, than: Choice | None) -> 
             description=f"{base.name} with {spec} in {role}",
             specs={**base.recipe.specs, role: spec},
         )
-        recipe = at_rate(recipe, rate, by_role={role: change.multiple} if change.multiple != 1 else {})
+        recipe = with_rate(recipe, rate, by_role={role: change.multiple} if change.multiple != 1 else {})
         plan = recipe_plan(planner, recipe)
         if plan is not None:
             return Choice(recipe=recipe, plan=plan, change=shifted, rate=rate)
@@ -236,8 +236,11 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
         told = f"{recipe.description}; {change} against {family.reference}, by role"
     else:
         told = f"{one.value:.4g} ({one.sd:.2g})"
-        against, change = next(iter(one.against.items()), (family.reference, one.change))
-        parts = [f"{other} {family.recipe(other).value:.4g}: {difference}" for other, difference in one.against.items()]
+        against, change = next(iter(one.changes_against.items()), (family.reference, one.change))
+        parts = [
+            f"{other} {family.recipe(other).value:.4g}: {difference}"
+            for other, difference in one.changes_against.items()
+        ]
         told += f" against {', '.join(parts)}" if parts else ""
     where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
     far = f"; not measured at {num_params:,} parameters" if num_params > FAR * family.num_params else ""
@@ -253,7 +256,7 @@ def basis_of(choice: Choice, *, family: Family, plan: Plan, planner: BudgetedBlo
     )
     text = f"{held}; {told}, {where}{far}{narrow}{rate}{worse}"
     if planner.extrapolates and one is not None:
-        theirs = faded(one.rate, num_params=num_params, measured=family.num_params)
+        theirs = faded_rate(one.rate, num_params=num_params, measured=family.num_params)
         kept = "; the learning rate stays as given, as weights may be pretrained "
         kept += f"(there it was {theirs:.3g} times AdamW's)"
         text = (

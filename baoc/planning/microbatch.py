@@ -36,8 +36,8 @@ class Axes:
     num_layers: int = 0
     release: tuple[bool, ...] = (False,)
 
-    def ways(self, *, batch_size: int) -> list[tuple[int, int, bool]]:
-        """Every combination with the least and the most recomputed layers, see `Option.way`."""
+    def option_keys(self, *, batch_size: int) -> list[tuple[int, int, bool]]:
+        """Every combination with the least and the most recomputed layers, see `Option.key`."""
         return [
             (size, recomputed, release)
             for recomputed in self.recomputed

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
-from baoc.core.measured import Family, MeasuredRecipe, at_rate, families
+from baoc.core.measured import Family, MeasuredRecipe, families, with_rate
 from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
 from baoc.planning.measured import ADAMW, best_rate, ranked, recipe_plan, streamed
 from baoc.planning.planner import Planner
@@ -95,11 +95,11 @@ def proposals(
 def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
     """A recipe that fits, at the multiple of the learning rate at which it measured best, as a plan by the table has it
     (1 where it was not measured): a race's own multiples come on top. None where it does not fit or apply."""
-    fitting = next(_variants(planner, at_rate(recipe, best_rate(planner, recipe, family=family))), None)
+    fitting = next(_variants(planner, with_rate(recipe, best_rate(planner, recipe, family=family))), None)
     if fitting is None:
         return None
     recipe, plan = fitting
-    wished = {recipe.wish(block)[1] for block in plan.blocks if block.role not in _OUTER}
+    wished = {recipe.preferred_spec(block)[1] for block in plan.blocks if block.role not in _OUTER}
     return Proposal(
         name=recipe.name,
         plan=plan,
@@ -121,7 +121,7 @@ def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     for one in ranked(planner, family=family):
         recipe = RECIPES.get(one.name, one.recipe)
         proposal = _proposal(planner, recipe, family=family)
-        if proposal is None or not all(map(recipe.covers, proposal.plan.blocks)):
+        if proposal is None or not all(map(recipe.names_spec_for, proposal.plan.blocks)):
             continue
         if (key := _what_runs(proposal)) not in made:
             measured[key], made[key] = one, proposal

@@ -15,7 +15,7 @@ import numpy as np
 
 from baoc.core.catalogue import base_name
 from baoc.core.measured import KAPPA, Change, Family
-from baoc.core.recipes import FIRST, keys_of
+from baoc.core.recipes import FIRST, recipe_keys
 from baoc.types import (
     Block,
     GradientStats,
@@ -294,21 +294,21 @@ class MeasuredRisk(RiskModel):
         if change is None:
             worst = max(one.bound(self.kappa) for held in self.family.roles.values() for one in held.values())
             return Risk(total=max(worst, 0.0) + prior.total, terms=prior.terms)
-        part = block.numel / max(self.role_numel.get(next(keys_of(block)), block.numel), 1)
+        part = block.numel / max(self.role_numel.get(next(recipe_keys(block)), block.numel), 1)
         return Risk(total=part * change.bound(self.kappa), terms={"change": part * change.mean})
 
 
 def entry_of(block: Block, spec: str, *, family: Family) -> Change | None:
     """The change by `spec` in the role of a block, against the family's base; 0 where that runs it, too."""
-    if family.base is not None and family.recipe(family.base).recipe.wish(block)[1] == spec:
+    if family.base is not None and family.recipe(family.base).recipe.preferred_spec(block)[1] == spec:
         return Change(mean=0.0, sd=0.0, n=0)
-    return family.entry([key for key in keys_of(block) if key != FIRST], spec)
+    return family.change_for([key for key in recipe_keys(block) if key != FIRST], spec)
 
 
 def risk_of(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
     sizes: dict[str, int] = {}
     for block in blocks:
-        key = next(keys_of(block))
+        key = next(recipe_keys(block))
         sizes[key] = sizes.get(key, 0) + block.numel
     return MeasuredRisk(family=family, role_numel=sizes, kappa=kappa)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from baoc.core.catalogue import device_rows, on_device
+from baoc.core.catalogue import device_spec_name, device_specs
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
@@ -35,15 +35,15 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     states are stepped as those on the device are.
     """
     given, params = list(specs), list(params)
-    found = _of_rows(device_rows(given), params=[local_shard(param) for param in params])
+    found = _of_rows(device_specs(given), params=[local_shard(param) for param in params])
     if any(is_sharded(param) for param in params):
-        summing = [spec for spec in device_rows(given) if sums_columns(RULE_INFOS[spec.rule])]
+        summing = [spec for spec in device_specs(given) if sums_columns(RULE_INFOS[spec.rule])]
         found |= _measured(summing, params=[local_shard(param) for param in params], backend=EagerBackend.name)
         exchanged = exchanged_bytes(params)
         found |= {
-            spec.name: exchanged for spec in device_rows(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
+            spec.name: exchanged for spec in device_specs(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
         }
-    return {spec.name: found[on_device(spec.name)] for spec in given}
+    return {spec.name: found[device_spec_name(spec.name)] for spec in given}
 
 
 def _of_rows(specs: list[OptimizerSpec], *, params: list[torch.Tensor]) -> dict[str, int]:

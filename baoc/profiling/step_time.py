@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from baoc.core.catalogue import device_rows
+from baoc.core.catalogue import device_specs
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import stand_in
@@ -53,7 +53,7 @@ def time_specs(
 
     steps: dict[str, MakeStep] = {FUSED: make_fused}
     known = read_timings(cache_dir, key=timing_key(device))
-    specs = device_rows(specs)
+    specs = device_specs(specs)
     for spec in specs:
         if spec.name in needed or spec.name in known:
             steps[spec.name] = _maker(spec, device=device, num_elements=num_elements)
@@ -78,7 +78,7 @@ def time_specs(
 def specs_timed_first(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
     """Names of the specs to be timed at once: on a GPU those whose seconds bytes do not tell, for others have to be
     compiled first, which takes seconds for each."""
-    return {spec.name for spec in device_rows(specs) if device.type != "cuda" or not bytes_tell_seconds(spec)}
+    return {spec.name for spec in device_specs(specs) if device.type != "cuda" or not bytes_tell_seconds(spec)}
 
 
 def with_link_rates(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:

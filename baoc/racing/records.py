@@ -14,7 +14,7 @@ from baoc.config.race import RaceConfig
 from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import AUTO
-from baoc.core.own_code import short
+from baoc.core.own_code import short_name
 from baoc.core.recipes import BY_RACE, RACED, Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
@@ -202,7 +202,7 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
     """Writes race.json into the race's folder and into the library."""
     files.write_json(folder / RACE_FILE, content)
     family = content["family"]
-    model, data = short(family["model"]["name"]), short(family["dataset"]["name"])
+    model, data = short_name(family["model"]["name"]), short_name(family["dataset"]["name"])
     name = f"{model}_{family['model']['size']}_{data}_{content['budget']}"
     files.write_json(library / f"{name}_{folder.resolve().parent.name}_{folder.name}.json", content)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from baoc.core.statistics import LEVEL, Interval, paired_difference, upper_bound
+from baoc.core.statistics import DEFAULT_LEVEL, Interval, paired_difference, upper_bound
 
 MARGIN = 0.01  # of the incumbent's score, within which fewer bytes decide
 POOLED_SDS = 3.0
@@ -97,7 +97,7 @@ def incumbent(entrants: Sequence[Entrant], scores: Scores) -> str:
 
 
 def clearly_behind(
-    entrants: Sequence[Entrant], scores: Scores, *, last_rung: bool, level: float = LEVEL
+    entrants: Sequence[Entrant], scores: Scores, *, last_rung: bool, level: float = DEFAULT_LEVEL
 ) -> dict[str, str]:
     """The entrants that leave at this rung, each with the reason; never the incumbent.
 
@@ -130,7 +130,7 @@ def challenger(entrants: Sequence[Entrant], scores: Scores) -> str | None:
 
 
 def verdict(
-    entrants: Sequence[Entrant], *, pilot: Scores, fresh: Scores, margin: float = MARGIN, level: float = LEVEL
+    entrants: Sequence[Entrant], *, pilot: Scores, fresh: Scores, margin: float = MARGIN, level: float = DEFAULT_LEVEL
 ) -> Verdict:
     """The choice among the entrants that reached the last rung.
 

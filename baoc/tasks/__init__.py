@@ -119,6 +119,6 @@ def task_info(name: str) -> TaskInfo:
     """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in TASKS:
         return TASKS[name]
-    if name in own_code.declared("baoc.tasks") or own_code.is_own(name):
+    if name in own_code.entry_points_of("baoc.tasks") or own_code.names_own_code(name):
         return TaskInfo(name=name, description="your own code", module="", cls="", is_own=True)
-    raise unknown_name(name, what="task", allowed=[*TASKS, *own_code.declared("baoc.tasks"), own_code.WRITTEN])
+    raise unknown_name(name, what="task", allowed=[*TASKS, *own_code.entry_points_of("baoc.tasks"), own_code.WRITTEN])

@@ -177,8 +177,8 @@ def advise(
         ),  # keys a decision
     )
     step: Any = model.training_step if loss is None else loss
-    made = own_code.told(make_batch, key="make_batch")
-    told = own_code.told(step, key="training_step" if loss is None else "loss")
+    made = own_code.with_faults(make_batch, key="make_batch")
+    told = own_code.with_faults(step, key="training_step" if loss is None else "loss")
     task = _UserTask(model, run=told, whole=loss is None, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         stack.callback(restore_rng, capture_rng(where))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget, resolve_auto
-from baoc.core.catalogue import SPECS, on_device
+from baoc.core.catalogue import SPECS, device_spec_name
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import take_from_others
@@ -351,7 +351,9 @@ def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
     autocast only, which is the caller's. Raises BadInputError where the probe is without it."""
     try:
         session.measure(probe)
-        if any(SPECS[base].weights != "native" for base in map(on_device, session.plan.allocation.choices.values())):
+        if any(
+            SPECS[base].weights != "native" for base in map(device_spec_name, session.plan.allocation.choices.values())
+        ):
             with cast_to_bf16(session.bf16_params, module=session.module):
                 probe.footprint(context_bytes=session.context_bytes, released=session.released)
     except RuntimeError as error:

@@ -94,7 +94,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         config=to_plain(config),
         group=run_dir.parent.name,
         job_type=config.mode,
-        tags=tuple(own_code.short(part.name) for part in (config.task, config.model, config.budget, config.allocator)),
+        tags=tuple(
+            own_code.short_name(part.name) for part in (config.task, config.model, config.budget, config.allocator)
+        ),
     )
     folder = files.FolderGuard(run_dir)
     with closing(folder), finishing(loggers):

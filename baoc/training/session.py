@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from baoc.config.schema import ReallocationConfig
 from baoc.config.validate import check_ranges, require
 from baoc.core.blocks import partition
-from baoc.core.catalogue import on_device
+from baoc.core.catalogue import device_spec_name
 from baoc.core.measured import AUTO
 from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
@@ -682,7 +682,7 @@ class Session:
         profiler = _profiler_with_room(planner, self.params, **given)
         plan = self.ranks.broadcast_result(planner.propose)
         for _ in range(MOST_RETIMED if measurer is not None else 0):
-            used = set(map(on_device, plan.allocation.choices.values()))
+            used = set(map(device_spec_name, plan.allocation.choices.values()))
             assumed = used & set(planner.latency.assumed if planner.latency else ())
             if not assumed:
                 break

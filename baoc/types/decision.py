@@ -224,14 +224,19 @@ class Footprint:
         held = 0 if self.released else None  # of released ones it is unknown which are alive
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
         gaps = 0 if self.device.startswith(("cpu", "meta")) else min(temporary, GAPS_BYTES)  # absent cards have names
-        return max(self._less(self._parts(step), saved=saved or {})) + self.fixed_bytes + state_bytes + gaps
+        return (
+            max(self._bytes_after_savings(self._all_intervals(step), saved=saved or {}))
+            + self.fixed_bytes
+            + state_bytes
+            + gaps
+        )
 
     @property
     def fixed_bytes(self) -> int:
         """What is there at every moment beside weights, gradients, activations and this optimizer's state."""
         return self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes + self.others_bytes
 
-    def _parts(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
+    def _all_intervals(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
         whole = PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes)
         # Where gradients are released they are gone, and activations with them, when a sample of all is put together.
         beside = max(self.weights_bytes, self.settled_bytes) if self.released else self.resident_bytes
@@ -247,12 +252,16 @@ class Footprint:
             *beside_steps,
         )
 
-    def saved_at_most(self, saved: Mapping[str, int]) -> int:
+    def savings_at_peak(self, saved: Mapping[str, int]) -> int:
         """Bytes that 16-bit parameters save at the largest interval of forward, backward and validation."""
         largest = max(self.intervals, key=lambda interval: interval.num_bytes, default=None)
-        return sum(saved.values()) if largest is None else largest.num_bytes - self._less((largest,), saved=saved)[0]
+        return (
+            sum(saved.values())
+            if largest is None
+            else largest.num_bytes - self._bytes_after_savings((largest,), saved=saved)[0]
+        )
 
-    def _less(self, intervals: tuple[PeakInterval, ...], *, saved: Mapping[str, int]) -> list[int]:
+    def _bytes_after_savings(self, intervals: tuple[PeakInterval, ...], *, saved: Mapping[str, int]) -> list[int]:
         """Bytes of each interval with `saved` taken off its weights, its gradients and its copies."""
         if not saved:
             return [interval.num_bytes for interval in intervals]

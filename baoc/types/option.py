@@ -49,7 +49,7 @@ class Option:
         return ", ".join(parts)
 
     @property
-    def way(self) -> tuple[int, int, bool]:
+    def key(self) -> tuple[int, int, bool]:
         """Micro-batch, recomputed layers and release: what tells an option from the others."""
         return self.micro_batch, self.recomputed, self.release
 

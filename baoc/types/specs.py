@@ -6,7 +6,7 @@ from math import prod
 
 from baoc.types.network import ParamInfo
 
-PARTS = 32  # of a sharded tensor, by rows: what a rank has is some of them where the number of ranks divides it
+NUM_ROW_PARTS = 32  # of a sharded tensor, by rows: what a rank has is some of them where the number of ranks divides it
 
 
 class StateKind(StrEnum):
@@ -95,30 +95,30 @@ class CodecInfo:
     scale_bytes: int = 0
     phased: bool = False
 
-    def part_bytes(self, numel: int) -> tuple[int, ...]:
+    def tensor_bytes(self, numel: int) -> tuple[int, ...]:
         """Bytes of each tensor that keeps `numel` numbers: the payload, then the scales where there are any."""
         payload = -(-numel * self.bits // 8)
         return (payload, -(-numel // self.group) * self.scale_bytes) if self.group else (payload,)
 
     def nbytes(self, numel: int) -> int:
-        return sum(self.part_bytes(numel))
+        return sum(self.tensor_bytes(numel))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageScheme:
-    """Which codec keeps which kind of state. PER_ROW and PER_COLUMN states are always fp32: they are small.
+    """Which codec keeps which kind of state.
 
-    So is every state of fewer than `least_numel` numbers, and of a sharded parameter each of which a group of
-    `aligned` numbers could lie on two ranks, so that what is kept would depend on their number: of one that has neither
-    whole groups in each row nor in each of PARTS equal parts.
+    PER_ROW and PER_COLUMN states are always fp32, as they are small. So is a state of fewer than `min_numel` numbers.
+    So is a state of a sharded parameter where a group of `alignment` numbers could lie on two ranks, as its codes would
+    then depend on the number of ranks: neither its rows nor its NUM_ROW_PARTS equal parts are whole groups.
     """
 
     name: str
     description: str
     m: str
     v: str
-    least_numel: int = 0
-    aligned: int = 1
+    min_numel: int = 0
+    alignment: int = 1
 
     def codec(self, decl: StateDecl, *, param: ParamInfo | None = None) -> str:
         """Name of the codec of a state of `param`; of a large one where that is not said."""
@@ -127,13 +127,13 @@ class StorageScheme:
         if param is not None:
             whole = param if param.whole is None else replace(param, shape=param.whole)
             numel = prod(decl.shape(whole))
-            if numel < self.least_numel or (param.whole and not self._in_whole_groups(numel, rows=param.whole[0])):
+            if numel < self.min_numel or (param.whole and not self._in_whole_groups(numel, rows=param.whole[0])):
                 return "fp32"
         return self.m if decl.kind is StateKind.M else self.v
 
     def _in_whole_groups(self, numel: int, *, rows: int) -> bool:
-        by_part = rows % PARTS == 0 and numel // PARTS % self.aligned == 0
-        return numel // max(rows, 1) % self.aligned == 0 or by_part
+        by_part = rows % NUM_ROW_PARTS == 0 and numel // NUM_ROW_PARTS % self.alignment == 0
+        return numel // max(rows, 1) % self.alignment == 0 or by_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

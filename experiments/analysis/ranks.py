@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import permutation_test, rankdata
 
-from baoc.core.statistics import LEVEL, check
+from baoc.core.statistics import DEFAULT_LEVEL, check_values
 
 MOST_EXACT = 7  # values, up to which all permutations are counted: 5,040
 PERMUTATIONS = 4999  # drawn of more values, so that the least p is 1/5,000
@@ -38,8 +38,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float], *, seed: int = 0) -
     """
     if len(x) != len(y) or len(x) < 3:
         raise ValueError(f"{len(x)} and {len(y)} values: a rank correlation needs two sides of one length, 3 or more")
-    check(x, LEVEL)
-    check(y, LEVEL)
+    check_values(x, DEFAULT_LEVEL)
+    check_values(y, DEFAULT_LEVEL)
     if len(set(x)) == 1 or len(set(y)) == 1:
         return RankCorrelation(rho=math.nan, p=1.0, n=len(x))
     a, b = ranks(x), ranks(y)

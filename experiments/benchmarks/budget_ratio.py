@@ -226,7 +226,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
         known = [option for option in options if option.tried and option.fits]
         if known and choice.chosen is not None:
             best = max(known, key=lambda option: option.samples_per_s)
-            rate = next(option.samples_per_s for option in known if option.way == choice.chosen.way)
+            rate = next(option.samples_per_s for option in known if option.key == choice.chosen.key)
             found = {
                 "decide_s": decide_s,
                 "measured": choice.measured,

@@ -18,7 +18,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import Recipe, keys_of
+from baoc.core.recipes import Recipe, recipe_keys
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.allocators.recipe import pick
 from baoc.planning.planner import Planner, PlannerSettings
@@ -106,7 +106,7 @@ class Bench:
     @property
     def roles(self) -> list[str]:
         """Roles of the blocks, the most special name of each, without `first`."""
-        return list(dict.fromkeys(next(key for key in keys_of(block) if key != "first") for block in self.blocks))
+        return list(dict.fromkeys(next(key for key in recipe_keys(block) if key != "first") for block in self.blocks))
 
     def specs(self, run: Run) -> dict[str, str]:
         if run.plan is not None:
@@ -116,7 +116,7 @@ class Bench:
     def runs_spec(self, run: Run) -> bool:
         """Whether the spec of a replaced role runs on some block of it."""
         specs = self.specs(run)
-        return any(run.role in keys_of(block) and specs[block.name] == run.spec for block in self.blocks)
+        return any(run.role in recipe_keys(block) and specs[block.name] == run.spec for block in self.blocks)
 
 
 class Replicas:
@@ -270,7 +270,7 @@ class Replicas:
 
 
 def _multiple(run: Run, block: Block) -> float:
-    return next((run.multiples[key] for key in keys_of(block) if key in run.multiples), 1.0)
+    return next((run.multiples[key] for key in recipe_keys(block) if key in run.multiples), 1.0)
 
 
 def _betas(run: Run, rule: str) -> tuple[float, float]:

@@ -162,12 +162,12 @@ def row_of(result: Any, bench: Any, *, steps: int, lr: float) -> dict[str, Any]:
 
 def by_role(bench: Any, run: Any) -> dict[str, str]:
     """Role -> the spec that its blocks run, the first layer's apart where they differ."""
-    from baoc.core.recipes import keys_of
+    from baoc.core.recipes import recipe_keys
 
     specs = bench.specs(run)
     found: dict[str, str] = {}
     for block in sorted(bench.blocks, key=lambda block: block.depth == 0):
-        keys = list(keys_of(block))
+        keys = list(recipe_keys(block))
         role = next(key for key in keys if key != "first")
         if found.setdefault(role, specs[block.name]) != specs[block.name]:
             found[f"first.{role}"] = specs[block.name]
@@ -463,7 +463,7 @@ def compile_all(given: argparse.Namespace, graphed: Any) -> None:
         }
     specs |= {spec for recipe in whole_recipes().values() for spec in (*recipe.specs.values(), *recipe.fallback)}
     if given.recipes:
-        specs = {row for name in given.recipes for row in whole_recipes()[name].rows}
+        specs = {row for name in given.recipes for row in whole_recipes()[name].all_specs}
     ordered, spawn = sorted(specs), mp.get_context("spawn")
     parts = [ordered[place :: given.compilers] for place in range(given.compilers)]
     workers = [spawn.Process(target=compile_specs, args=(part, given.device), daemon=True) for part in parts]

@@ -89,7 +89,7 @@ def befalling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str,
     monkeypatch.setattr(training, "run", None, raising=False)
     monkeypatch.setitem(sys.modules, "baoc.training.run", training)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the reader of the tests' output is still there
-    own_code.forget()
+    own_code.forget_used()
 
     def install(name: str, error: BaseException) -> None:
         def body(*_: Any, **__: Any) -> None:

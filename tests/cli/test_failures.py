@@ -13,7 +13,7 @@ from baoc.errors import BadInputError
 @pytest.fixture(autouse=True)
 def _no_own_code() -> None:
     """An error is also the user's own code's where some was loaded, as by a test before."""
-    own_code.forget()
+    own_code.forget_used()
 
 
 class OutOfMemoryError(RuntimeError):

@@ -305,6 +305,6 @@ def test_an_entry_point_of_another_kind_is_left_out_with_a_warning(monkeypatch, 
     from importlib.metadata import EntryPoint
 
     point = EntryPoint(name="x", value="math:pi", group="baoc.rules")
-    monkeypatch.setattr(own_code, "declared", lambda group: {"x": point})
-    assert own_code.loaded("baoc.rules", kind=own_code.OwnRule) == {}
+    monkeypatch.setattr(own_code, "entry_points_of", lambda group: {"x": point})
+    assert own_code.load_entry_points("baoc.rules", kind=own_code.OwnRule) == {}
     assert "baoc.rules=x of math:pi is a float and is left out" in caplog.text

@@ -13,7 +13,7 @@ from baoc.core.catalogue import (
     STORAGES,
     WEIGHTS,
     base_name,
-    removed,
+    removal_message,
     select,
     with_placement,
     with_weights,
@@ -96,7 +96,7 @@ def test_rows_of_before_are_told_with_the_nearest_of_today(name: str, instead: s
     assert instead in SPECS and name not in SPECS
     with pytest.raises(BadInputError, match=rf"^{re.escape(name)} was removed, FOAM .* choose {re.escape(instead)}\."):
         select([name])
-    assert not any(map(removed, SPECS))
+    assert not any(map(removal_message, SPECS))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_rows_of_before_are_told_with_the_nearest_of_today(name: str, instead: s
     ],
 )
 def test_what_was_removed_is_told_with_what_is_in_its_place(name: str, instead: str):
-    told = removed(name)
+    told = removal_message(name)
     assert f"{name} was removed" in told and instead in told and name not in SPECS
     if "=" not in told.partition(" was removed")[0]:  # a row
         with pytest.raises(BadInputError, match=f"^{re.escape(told)}$"):

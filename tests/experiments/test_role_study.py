@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baoc.core.catalogue import SPECS
-from baoc.core.recipes import keys_of
+from baoc.core.recipes import recipe_keys
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim import BlockwiseOptimizer
 from baoc.planning.cost import state_bytes
@@ -95,7 +95,7 @@ def test_lists_replace_one_role_and_plans_keep_to_their_budget(bench: Bench) -> 
     for run in runs:
         if run.role:
             changed = {name for name, spec in bench.specs(run).items() if spec != base[name]}
-            assert changed <= {block.name for block in bench.blocks if run.role in keys_of(block)}
+            assert changed <= {block.name for block in bench.blocks if run.role in recipe_keys(block)}
             assert changed or run.role_factor != 1
     assert mixtures(bench.roles) == mixtures(bench.roles)
     plan, by_name = random_plan(bench, limit=0.25, drawn=random.Random(1)), {b.name: b for b in bench.blocks}

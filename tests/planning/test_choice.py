@@ -37,7 +37,7 @@ class Rehearser:
         return [self._known(option) for option in self.options]
 
     def _known(self, option: Option) -> Option:
-        way = option.way
+        way = option.key
         seconds = self.compared_s if way in self.compared else self.promised_s
         step_s = self.true_s[way] if way in self.tried else seconds[way]
         tried, compared = way in self.tried, way in self.compared and way not in self.tried
@@ -49,10 +49,10 @@ class Rehearser:
         return 0.25 + (3 if option.accumulation == 1 else 4 / option.accumulation) * option.step_s
 
     def measure(self, option: Option) -> list[Option]:
-        self.spent_s += self.cost_s(replace(option, step_s=self.true_s[option.way]), option.compared)
+        self.spent_s += self.cost_s(replace(option, step_s=self.true_s[option.key]), option.compared)
         if option.compared:
-            self.tried.append(option.way)
-        self.compared.add(option.way)
+            self.tried.append(option.key)
+        self.compared.add(option.key)
         return self.known()
 
     def choose(self, *, run_s: float = EVER) -> Choice:
@@ -67,10 +67,10 @@ class Rehearser:
     def loss(self, choice: Choice) -> float:
         """Of samples per second, against the best of all options at their true speeds."""
         assert choice.chosen is not None
-        true = [replace(option, samples_per_s=BATCH / self.true_s[option.way]) for option in self.options]
+        true = [replace(option, samples_per_s=BATCH / self.true_s[option.key]) for option in self.options]
         found = best(true, objective="throughput")
         assert found is not None
-        return 1 - BATCH / self.true_s[choice.chosen.way] / found.samples_per_s
+        return 1 - BATCH / self.true_s[choice.chosen.key] / found.samples_per_s
 
 
 def drawn(draw: random.Random, *, limit_s: float = EVER) -> Rehearser | None:
@@ -92,11 +92,11 @@ def drawn(draw: random.Random, *, limit_s: float = EVER) -> Rehearser | None:
                 risk = None if left < 0.1 * states else max(0.0, 0.3 * (1 - left / states))
                 made = replace(option(size, rate=0.0, risk=risk), recomputed=recomputed, release=release)
                 options.append(replace(made, num_layers=LAYERS, accumulation=BATCH // size))
-                true_s[made.way] = BATCH // size * micro_s * (1 + host * release) * draw.uniform(0.99, 1.01)
+                true_s[made.key] = BATCH // size * micro_s * (1 + host * release) * draw.uniform(0.99, 1.01)
     if not any(option.fits for option in options):
         return None
     known = {
-        o.way
+        o.key
         for recomputed in (0, LAYERS)
         for fitting in [[o for o in options if o.fits and o.recomputed == recomputed and not o.release]]
         for o in fitting
@@ -191,7 +191,7 @@ def test_without_seconds_a_promise_far_above_what_was_compared_is_tried():
         ]
         step_s = {small: BATCH / 100, whole: BATCH / promised}
         late = Rehearser(options, true_s=step_s, promised_s=step_s, compared_s=step_s, compared={small}, limit_s=0.0)
-        assert late.choose().chosen.way == expected and late.tried == [expected]  # pyright: ignore[reportOptionalMemberAccess]
+        assert late.choose().chosen.key == expected and late.tried == [expected]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_without_seconds_one_promise_at_most_is_followed():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from baoc.core.catalogue import SPECS, on_device
+from baoc.core.catalogue import SPECS, device_spec_name
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.planning.cost import (
     adamw_state_bytes,
@@ -116,7 +116,7 @@ def test_where_the_device_is_the_host_its_bytes_are_charged(spec: str):
     placed, shared = (cost(MATRIX, spec=row, rule=rule, shared=shared) for shared in (False, True))
     assert placed.state_bytes + placed.host_bytes == everything
     assert (placed.charged_bytes, shared.charged_bytes) == (placed.state_bytes, everything)
-    assert everything == cost(MATRIX, spec=SPECS[on_device(spec)], rule=rule).charged_bytes
+    assert everything == cost(MATRIX, spec=SPECS[device_spec_name(spec)], rule=rule).charged_bytes
 
 
 def test_a_spec_that_was_not_timed_is_no_zero():

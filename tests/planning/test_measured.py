@@ -7,7 +7,7 @@ import pytest
 
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
-from baoc.core.measured import KAPPA, Change, Family, MeasuredRecipe, faded, families, family_of, nearest
+from baoc.core.measured import KAPPA, Change, Family, MeasuredRecipe, faded_rate, families, family_of, nearest_family
 from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError
 from baoc.planning.measured import MIXED, PRIOR, picked_of
@@ -21,7 +21,13 @@ from tests.support.transformers import WIDTH, llama, within
 def whole(name: str, mean: float, *, sd: float = 0.002, rate: float = 1.0) -> MeasuredRecipe:
     change = Change(mean=mean, sd=sd, n=4)
     return MeasuredRecipe(
-        recipe=RECIPES[name], rate=rate, value=2 + mean, sd=0.01, change=change, against={"adamw": change}, uniform=True
+        recipe=RECIPES[name],
+        rate=rate,
+        value=2 + mean,
+        sd=0.01,
+        change=change,
+        changes_against={"adamw": change},
+        uniform=True,
     )
 
 
@@ -125,23 +131,27 @@ def test_a_kind_that_nobody_measured_takes_the_best_recipe_of_the_nearest_and_sa
 
 
 def test_the_nearest_kind_is_by_what_a_network_reads():
-    assert nearest(own_kind()) == "vision" and nearest(own_kind()[:1]) is None
+    assert nearest_family(own_kind()) == "vision" and nearest_family(own_kind()[:1]) is None
     table = ParamInfo(name="tok.weight", shape=(256, 64), dtype="float32", role=Role.EMBEDDING)
     recurrent = [replace(param, shape=param.shape[:2], role=Role.OTHER) for param in own_kind()]
-    assert nearest([table, *recurrent]) == "language"
-    assert nearest(recurrent) is None  # a perceptron, or parameters without names
+    assert nearest_family([table, *recurrent]) == "language"
+    assert nearest_family(recurrent) is None  # a perceptron, or parameters without names
     one_dimension = [replace(param, shape=param.shape[:3]) for param in own_kind()]
     head = replace(table, name="lm_head.weight", role=Role.HEAD)
-    assert nearest([table, *one_dimension]) is None and nearest([table, *one_dimension, head]) == "language"
+    assert (
+        nearest_family([table, *one_dimension]) is None and nearest_family([table, *one_dimension, head]) == "language"
+    )
 
 
 def test_a_table_of_classes_makes_no_convolutional_net_one_for_language():
     labels = ParamInfo(name="label_emb.weight", shape=(10, 96), dtype="float32", role=Role.EMBEDDING)
     head = replace(labels, name="head.weight", role=Role.HEAD)
-    assert nearest([labels, *own_kind(), head]) == "vision"
+    assert nearest_family([labels, *own_kind(), head]) == "vision"
     images = ParamInfo(name="out.weight", shape=(3, 96, 3, 3), dtype="float32", role=Role.CONV)
-    assert nearest([labels, *own_kind(), images]) == "diffusion"
-    assert nearest([labels, *own_kind(), head], task="diffusion") == "diffusion"  # the task decides where it is known
+    assert nearest_family([labels, *own_kind(), images]) == "diffusion"
+    assert (
+        nearest_family([labels, *own_kind(), head], task="diffusion") == "diffusion"
+    )  # the task decides where it is known
     settings = PlannerSettings(risk="measured", family="auto", task="vision")
     assert Planner(llama(), budget=Budget(name="some", state_fraction=0.5), settings=settings).extrapolates
     with pytest.raises(BadInputError, match="unknown task_family 'visoin': choose one of"):
@@ -277,7 +287,7 @@ def test_a_mixture_is_the_best_entry_that_fits_by_brute_force():
     found: set[object] = set()
     for fraction in (0.1, 0.15, 0.157, 0.2, 0.225, 0.25, 0.6, 0.65, 1.0):
         of = planner(fraction, family=table(roles))
-        base = {block.name: ZERO.recipe.wish(block)[1] for block in of.blocks}
+        base = {block.name: ZERO.recipe.preferred_spec(block)[1] for block in of.blocks}
         mixed = {
             (role, spec): base | {block.name: spec for block in of.blocks if block.role == role}
             for role, spec in entries
@@ -343,9 +353,9 @@ def test_families_follow_from_shapes_and_roles():
 
 
 def test_a_multiple_of_the_rate_fades_with_the_distance_in_size():
-    assert faded(4.0, num_params=10**5, measured=10**6) == faded(4.0, num_params=10**6, measured=10**6) == 4.0
-    assert faded(4.0, num_params=10**7, measured=10**6) == pytest.approx(2.0)
-    assert faded(4.0, num_params=10**9, measured=10**6) == 1.0
+    assert faded_rate(4.0, num_params=10**5, measured=10**6) == faded_rate(4.0, num_params=10**6, measured=10**6) == 4.0
+    assert faded_rate(4.0, num_params=10**7, measured=10**6) == pytest.approx(2.0)
+    assert faded_rate(4.0, num_params=10**9, measured=10**6) == 1.0
     far = planner(0.25, family=replace(FAMILY, num_params=100)).propose()
     assert far.basis is not None and not far.basis.lr and "not measured at" in far.basis.text
 
@@ -353,7 +363,7 @@ def test_a_multiple_of_the_rate_fades_with_the_distance_in_size():
 def test_the_shipped_table_names_its_reference_and_where_it_was_measured():
     for family in families().values():
         assert family.recipe(family.reference).change.mean == 0 and family.recipe(family.reference).uniform
-        assert "adamw" in family.recipes[0].against and family.num_params > 1e5 and family.steps >= 400
+        assert "adamw" in family.recipes[0].changes_against and family.num_params > 1e5 and family.steps >= 400
         assert all(one.change.n >= 2 for one in family.recipes)
 
 

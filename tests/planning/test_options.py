@@ -137,7 +137,7 @@ def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
     assert small.risk == 0 and small.peak_bytes == budget.memory_bytes and small.accumulation == 30
     assert small.step_s == pytest.approx(24 + 1.0)
     assert small.samples_per_s == pytest.approx(240 / small.step_s)
-    assert large.way == small.way == (8, False, False) and large.peak_bytes == small.peak_bytes
+    assert large.key == small.key == (8, False, False) and large.peak_bytes == small.peak_bytes
     assert huge.risk is None and huge.why == "does not fit even with the least state"
     assert huge.peak_bytes > budget.memory_bytes
     tight = Planner(PARAMS, budget=Budget(name="t", memory_bytes=12 * MIB + ADAMW // 2), footprint=footprint(1))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baoc.core.measured import faded, families
+from baoc.core.measured import faded_rate, families
 from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
@@ -40,7 +40,7 @@ def test_a_recipe_brings_the_multiple_of_the_rate_at_which_it_measured_best():
         made = {one.name: one for one in proposals(planner, recipes=asked)}
         name = next(name for name in ("muon8", "muon8_lean") if name in made)  # the same here, and one of them races
         measured = family.recipe(name)
-        rate = faded(measured.rate, num_params=planner.num_params, measured=family.num_params)
+        rate = faded_rate(measured.rate, num_params=planner.num_params, measured=family.num_params)
         assert rate > 1 and (tuning := made[name].tuning) is not None
         assert {tuning.lr["muon"], tuning.lr["adamw"]} == {rate}
     assert made["slimadam"].tuning == find_recipe("slimadam").tuning  # nothing of it was measured
@@ -77,7 +77,7 @@ def test_a_recipe_by_parts_is_not_raced_where_the_network_does_not_tell_them_apa
     budget = Budget(name="some", state_fraction=0.3)
     made = proposals(Planner(params, budget=budget, settings=PlannerSettings(risk="measured", family="auto")), most=99)
     assert {"muon_int8", "muon_int4"} <= {spec for one in made for spec in one.choices.values()}
-    assert all(one.recipe is None or all(map(one.recipe.covers, one.plan.blocks)) for one in made)
+    assert all(one.recipe is None or all(map(one.recipe.names_spec_for, one.plan.blocks)) for one in made)
     assert "muon_int8" in made[0].choices.values()
 
 

@@ -30,9 +30,10 @@ class Pick:
 
 def pick(block: Block, *, recipe: Recipe) -> Pick:
     """The first spec of the recipe's chain that applies to the block; its last one, fp32 AdamW, runs anywhere."""
-    role, wished = recipe.wish(block)
+    role, wished = recipe.preferred_spec(block)
     why_not = {
-        name: applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule]) for name in recipe.chain(block)
+        name: applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
+        for name in recipe.specs_in_order(block)
     }
     spec = next(name for name, why in why_not.items() if why is None)
     return Pick(role=role, spec=spec, wished=wished, why_not=why_not[wished] or "")

@@ -35,9 +35,10 @@ class UniformAllocator(UniformBaseline):
         )
 
     def _runs(self, options: Sequence[Candidate]) -> bool:
-        return any(candidate.spec == self.spec and candidate.role not in self.kept for candidate in options)
+        return any(candidate.spec == self.spec and candidate.role not in self.adamw_roles for candidate in options)
 
 
 UNIFORM: tuple[UniformAllocator, ...] = tuple(
-    UniformAllocator(name=row.name, spec=row.spec, kept=row.kept, matching=row.matching) for row in UNIFORM_BASELINES
+    UniformAllocator(name=row.name, spec=row.spec, adamw_roles=row.adamw_roles, matching=row.matching)
+    for row in UNIFORM_BASELINES
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from baoc.core.catalogue import on_device
+from baoc.core.catalogue import device_spec_name
 from baoc.planning.planner import Planner
 from baoc.types import Budget, Plan, Profile
 
@@ -46,7 +46,7 @@ def adopted(
     if set(choices) != names:
         notes.append(f"parameters were cut into {len(choices)} blocks, are into {len(names)}")
     moved = [b for b in names & set(choices) if choices[b] != plan.allocation.choices[b]]
-    elsewhere = [b for b in moved if on_device(choices[b]) == on_device(plan.allocation.choices[b])]
+    elsewhere = [b for b in moved if device_spec_name(choices[b]) == device_spec_name(plan.allocation.choices[b])]
     if elsewhere:
         first = min(elsewhere)
         notes.append(

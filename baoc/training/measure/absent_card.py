@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from baoc.config.resolve import needs_microbatch_search
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
-from baoc.core.catalogue import device_rows, with_placement
+from baoc.core.catalogue import device_specs, with_placement
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data.base import DataModule
 from baoc.models.switches import params_keeping_activations, recomputable_layers, set_recomputed
@@ -142,7 +142,7 @@ def plan_for(
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None:
         raise none_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
-    made.planner.footprint, made.planner.latency = made.assumed(chosen.way)
+    made.planner.footprint, made.planner.latency = made.assumed(chosen.key)
     plan = made.planner.propose()
     Recorder(run_dir).planned(made.planner, plan)
     console.say(
@@ -213,7 +213,7 @@ class _CardOptions:
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
         self.lines = {
             spec.name: self._moving_s(bytes_moved_per_element(spec))
-            for spec in device_rows(self.planner.specs.values())
+            for spec in device_specs(self.planner.specs.values())
         }
 
     def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
@@ -254,7 +254,7 @@ class _CardOptions:
             looks = self.looks[recomputed]
             looks.trials.extend(tried(size, as_bf16=looks.as_bf16) for size in sizes[1:2])
             self.alike = layers is not None
-        ways = [way for way in axes.ways(batch_size=self.config.batch_size) if way[1] == recomputed]
+        ways = [way for way in axes.option_keys(batch_size=self.config.batch_size) if way[1] == recomputed]
         options = [self._option(way) for way in ways if way[0] in sizes]
         return [option for option in options if option is not None]
 
@@ -263,11 +263,11 @@ class _CardOptions:
         with the plan of all, or with the least state. None where layers differ, as no line is above them then."""
         made: list[Option | None] = []
         for option in [option for option in ends if option.recomputed and option.fits] if self.alike else []:
-            size, most, release = option.way
+            size, most, release = option.key
             kept = self._option((size, 0, release))
             if kept is None:
                 continue
-            self.planner.footprint, self.planner.latency = self.assumed(option.way)
+            self.planner.footprint, self.planner.latency = self.assumed(option.key)
             numbers = worth_recomputing(
                 self.planner,
                 most=most,

@@ -171,7 +171,7 @@ def decide(
         if choice is not None:  # what measuring options won, and what was left
             left = [option.name for option in choice.left]
             account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
-        own_s = decision.measurements.compiled_s(made.chosen.way) if made is not None else 0.0
+        own_s = decision.measurements.compiled_s(made.chosen.key) if made is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
         account |= {"total_s": phases.total_s, "training_s": own_s, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
@@ -406,9 +406,9 @@ class Decision:
         with self.phases("plans of the options"):
             self._plan_by(before)
         self.begin(compiled=chosen.compiled)
-        self.measurements.in_16_bits |= {chosen.way} if kept.in_16_bits else set()
+        self.measurements.in_16_bits |= {chosen.key} if kept.in_16_bits else set()
         try:
-            trial = self.measurements.look_at(chosen.way, blocks=self.blocks)
+            trial = self.measurements.look_at(chosen.key, blocks=self.blocks)
         except BaocError:
             raise
         except Exception:  # of a compiler, which may raise any; then it is decided anew
@@ -437,10 +437,10 @@ class Decision:
         return Entry(
             chosen=chosen,
             options=tuple(choice.options),
-            footprint=self.footprints[chosen.way],
-            latency=self.latency(chosen.way),
+            footprint=self.footprints[chosen.key],
+            latency=self.latency(chosen.key),
             run_s=run_s,
-            in_16_bits=chosen.way in self.measurements.in_16_bits,
+            in_16_bits=chosen.key in self.measurements.in_16_bits,
         )
 
     # -- options ------------------------------------------------------------------------------------------------------
@@ -531,7 +531,9 @@ class Decision:
         self.context = int(
             self.ranks.all_reduce_max(context_bytes(self.where))[0]
         )  # has grown by the kernels of what was tried since
-        ways = [way for way in self.axes.ways(batch_size=self.config.batch_size) if self.measurements.reaches(way[1])]
+        ways = [
+            way for way in self.axes.option_keys(batch_size=self.config.batch_size) if self.measurements.reaches(way[1])
+        ]
         with self.phases("plans of the options"):
             if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
                 self.planner.budget = replace(self.budget, step_time=None)
@@ -658,11 +660,11 @@ class Decision:
         if slow or self.budget.memory_bytes is None or not self.measurements.capped:
             return options
         for _ in range(VERIFIED):
-            least = min(options, key=lambda option: (option.peak_bytes, not self.measurements.is_measured(option.way)))
-            if self.measurements.is_measured(least.way):
+            least = min(options, key=lambda option: (option.peak_bytes, not self.measurements.is_measured(option.key)))
+            if self.measurements.is_measured(least.key):
                 break
             with self.phases("the least option"):
-                if not self.measurements.measure(least.way, blocks=self.blocks):
+                if not self.measurements.measure(least.key, blocks=self.blocks):
                     break
             options = self.made()
         return options
@@ -683,7 +685,7 @@ class Decision:
         tries = option.compared or option.compiled or blind
         tell(f"deciding how a batch is run: {'trying' if tries else 'comparing'} {option.name}")
         measure = self.measurements.try_out if tries else self.measurements.compare
-        measure(option.way, blocks=self.blocks, specs=self._stepped_by(option.way))
+        measure(option.key, blocks=self.blocks, specs=self._stepped_by(option.key))
         if blind and self.measurements.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         return self.options()
@@ -693,7 +695,7 @@ class Decision:
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
         if not tried and not option.compiled:
             return COMPARING_S + (2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s))
-        looks_s = 0.0 if self.measurements.is_measured(option.way) else LOOKING_S + 3 * micro_s
+        looks_s = 0.0 if self.measurements.is_measured(option.key) else LOOKING_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
         rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
