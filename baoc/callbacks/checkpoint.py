@@ -31,13 +31,13 @@ from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import DISK_FULL_ERRNOS, CheckpointError, exception_chain
 from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.tracking.checkpoints import (
+    CHECKPOINT_FOLDER,
     CHECKPOINT_SCHEMA,
+    CHECKPOINT_SUFFIX,
     CHECKSUM_KEY,
-    FOLDER,
-    LAST,
+    LAST_CHECKPOINT,
     META_KEY,
     SCHEMA_KEY,
-    SUFFIX,
     WRITTEN_KEY,
     load_checked,
     newest_first,
@@ -72,7 +72,7 @@ class AsideCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Anything that Lightning wrote, not only ours: a user may go on from a checkpoint of an earlier Trainer."""
-        return load_checked(path, ours=False, weights_only=weights_only is not False)
+        return load_checked(path, baoc_only=False, weights_only=weights_only is not False)
 
 
 class SafeCheckpoint(Checkpoint):
@@ -104,7 +104,7 @@ class SafeCheckpoint(Checkpoint):
         track: Callable[[str], AbstractContextManager[Any]] | None = None,
         vote: StepVote | None = None,
     ):
-        self.folder = Path(run_dir) / FOLDER
+        self.folder = Path(run_dir) / CHECKPOINT_FOLDER
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
         self._written_at = monotonic()
@@ -126,7 +126,7 @@ class SafeCheckpoint(Checkpoint):
 
     @property
     def last_path(self) -> Path:
-        return self.folder / LAST
+        return self.folder / LAST_CHECKPOINT
 
     @property
     def best_model_path(self) -> str:
@@ -208,7 +208,7 @@ class SafeCheckpoint(Checkpoint):
             return
         try:
             step = int(load_checked(last)["global_step"])
-            last.replace(self.folder / f"step_{step:08d}{SUFFIX}")
+            last.replace(self.folder / f"step_{step:08d}{CHECKPOINT_SUFFIX}")
         except CheckpointError as error:
             log.warning("%s; it is kept as %s.damaged", error, last.name)
             last.replace(self.folder / f"{last.name}.damaged")
@@ -228,7 +228,7 @@ class SafeCheckpoint(Checkpoint):
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self._ranks.rank == 0 and self.keep > 1 and self.last_path.is_file() and self._last_step:
-            self.last_path.replace(self.folder / f"step_{self._last_step:08d}{SUFFIX}")
+            self.last_path.replace(self.folder / f"step_{self._last_step:08d}{CHECKPOINT_SUFFIX}")
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
         self._vote.done("checkpoint")
@@ -236,7 +236,7 @@ class SafeCheckpoint(Checkpoint):
 
     def _prune(self, keep: int) -> None:
         """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
-        paths = list(self.folder.glob(f"step_*{SUFFIX}"))
+        paths = list(self.folder.glob(f"step_*{CHECKPOINT_SUFFIX}"))
         if len(paths) > keep:  # to know their age each is opened
             for path in newest_first(paths)[keep:]:
                 path.unlink(missing_ok=True)
@@ -248,7 +248,7 @@ class SafeCheckpoint(Checkpoint):
         score, before = float(value), self.best
         if self._ranks.broadcast(any(self.sign * score >= self.sign * held for held in before.values())):
             return
-        self.best = {f"best_{trainer.global_step:08d}{SUFFIX}": score}
+        self.best = {f"best_{trainer.global_step:08d}{CHECKPOINT_SUFFIX}": score}
         (name,) = self.best
         self._write(trainer, self.folder / name)
         for other in before.keys() - self.best:

@@ -28,8 +28,8 @@ SCHEMA_KEY = "baoc_schema"
 META_KEY = "baoc"
 WRITTEN_KEY = "written_s"  # inside META_KEY: seconds since 1970, since copying a file changes its own time
 CHECKSUM_KEY = "baoc_sealed"  # true in a checkpoint that was written with a checksum, so that a lost one is noticed
-FOLDER = "checkpoints"
-SUFFIX = ".ckpt"
+CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT_SUFFIX = ".ckpt"
 _OF_PARTS = {
     "pathlib": ("PosixPath", "WindowsPath"),
     "torch": ("Size",),  # and dtypes
@@ -40,16 +40,16 @@ _OF_PARTS = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
 }
-LAST = f"last{SUFFIX}"
+LAST_CHECKPOINT = f"last{CHECKPOINT_SUFFIX}"
 REMEDY = "give resume=auto (the newest intact one), or the path of another checkpoint or run folder"
 
 
-def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_only: bool = True) -> dict[str, Any]:
+def load_checked(path: str | os.PathLike[str], *, baoc_only: bool = True, weights_only: bool = True) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU, after its checksums were verified. Its tensors are pages of the file,
     mapped privately: writing to them leaves the file as it is.
 
     Args:
-        ours: False also accepts Lightning checkpoints of other programs.
+        baoc_only: False also accepts Lightning checkpoints of other programs.
         weights_only: False runs code from the file; for trusted sources only.
 
     Raises CheckpointError, which says what is wrong and what to do.
@@ -70,7 +70,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
         raise _may_run_code(path, error) from None
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {first_line(error)[:160]}; {REMEDY}") from error
-    if not isinstance(content, dict) or (ours and SCHEMA_KEY not in content):
+    if not isinstance(content, dict) or (baoc_only and SCHEMA_KEY not in content):
         keys = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
             f"{path} was not written by baoc: it holds no {SCHEMA_KEY!r} but {keys or 'nothing'}; {REMEDY}"
@@ -86,7 +86,7 @@ def load_checked(path: str | os.PathLike[str], *, ours: bool = True, weights_onl
     return content
 
 
-RACE = "race"  # folder of a run with the runs of its race, which are not the run's own
+RACE_FOLDER = "race"  # folder of a run with the runs of its race, which are not the run's own
 
 
 class _NamesCodeError(Exception):
@@ -145,7 +145,9 @@ def resolve_resume(
     if path.is_dir():
         found = _find_newest(path, match=None, check=check)
         if found is None:
-            raise CheckpointError(f"{path} holds no intact checkpoint (*{SUFFIX}, also in its sub-folders); {REMEDY}")
+            raise CheckpointError(
+                f"{path} holds no intact checkpoint (*{CHECKPOINT_SUFFIX}, also in its sub-folders); {REMEDY}"
+            )
         return found
     _load(path, check=check)
     return path
@@ -166,9 +168,14 @@ def _find_newest(
     if not folder.is_dir():
         return None
     walk = os.walk(folder)  # which passes over folders that go meanwhile, or may not be read
-    paths = [Path(top, name) for top, _, names in walk for name in names if name.endswith(SUFFIX) and name[0] != "."]
+    paths = [
+        Path(top, name)
+        for top, _, names in walk
+        for name in names
+        if name.endswith(CHECKPOINT_SUFFIX) and name[0] != "."
+    ]
     found = [path for path in paths if os.path.isfile(path)]
-    for path in newest_first(path for path in found if RACE not in path.relative_to(folder).parts):
+    for path in newest_first(path for path in found if RACE_FOLDER not in path.relative_to(folder).parts):
         try:
             meta = _load(path, check=check).get(META_KEY, {})
         except CheckpointError as error:
@@ -181,7 +188,7 @@ def _find_newest(
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     """Checkpoints by the time they were written, newest first; of files written together `last.ckpt` comes first."""
-    return sorted(paths, key=lambda path: (_written_s(path), path.name == LAST, path.name), reverse=True)
+    return sorted(paths, key=lambda path: (_written_s(path), path.name == LAST_CHECKPOINT, path.name), reverse=True)
 
 
 def _written_s(path: Path) -> float:
@@ -203,7 +210,7 @@ def _check_archive(path: Path) -> bool:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
     if not path.exists():
-        names = sorted(p.name for p in path.parent.glob(f"*{SUFFIX}")) if path.parent.is_dir() else []
+        names = sorted(p.name for p in path.parent.glob(f"*{CHECKPOINT_SUFFIX}")) if path.parent.is_dir() else []
         hint = f"that folder holds {', '.join(names[:8])}" if names else "that folder holds no checkpoint"
         raise CheckpointError(f"there is no checkpoint {path}: {hint}; {REMEDY}")
     size = path.stat().st_size

@@ -89,10 +89,10 @@ def test_foreign_files(tmp_path: Path) -> None:
     torch.save({"model": 1, "step": 2}, tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match="was not written by baoc: it holds no 'baoc_schema' but model, step"):
         load_checked(tmp_path / "other.ckpt")
-    assert load_checked(tmp_path / "other.ckpt", ours=False) == {"model": 1, "step": 2}
+    assert load_checked(tmp_path / "other.ckpt", baoc_only=False) == {"model": 1, "step": 2}
     torch.save(torch.zeros(3), tmp_path / "tensor.ckpt")
     with pytest.raises(CheckpointError, match="but Tensor"):
-        load_checked(tmp_path / "tensor.ckpt", ours=False)
+        load_checked(tmp_path / "tensor.ckpt", baoc_only=False)
 
 
 def test_python_objects_are_not_loaded(tmp_path: Path) -> None:
