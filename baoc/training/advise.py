@@ -38,7 +38,7 @@ from baoc.training.measure.microbatch_search import decide
 from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
-from baoc.training.session import RecipeLike, SessionSettings, with_recipe, with_weights
+from baoc.training.session import RecipeLike, SessionSettings, with_recipe, without_scratch_measurements
 from baoc.training.user_optimizer import check_arguments
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
@@ -158,7 +158,7 @@ def advise(
     require(kind in ("cpu", "cuda") and there, "device", asked, "cpu or cuda, or cuda:INDEX of a GPU that is there")
     where = torch.device(kind + colon + index)
     settings = with_recipe(SessionSettings() if settings is None else settings, recipe=recipe)
-    settings = with_weights(settings, network=model, pretrained=pretrained)
+    settings = without_scratch_measurements(settings, network=model, pretrained=pretrained)
     found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]
     config = RunConfig(

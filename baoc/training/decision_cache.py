@@ -127,7 +127,7 @@ def path_of(key: Mapping[str, Any]) -> Path:
     return cache_folder() / f"decision-{json_sha256(key)[:32]}.json"
 
 
-def read_decision(key: Mapping[str, Any]) -> Entry | None:
+def load_decision(key: Mapping[str, Any]) -> Entry | None:
     """The decision for this key; None where there is none that is whole."""
     try:
         kept: Any = json.loads(read_private(path_of(key)) or "")
@@ -140,7 +140,7 @@ def read_decision(key: Mapping[str, Any]) -> Entry | None:
         return None
 
 
-def keep_decision(key: Mapping[str, Any], entry: Entry) -> None:
+def store_decision(key: Mapping[str, Any], entry: Entry) -> None:
     """Keeps a decision for the next run, in the place of what was there for this key; the oldest entries go."""
     body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
     write_private(path_of(key), json.dumps({"digest": json_sha256(body), "body": body}))

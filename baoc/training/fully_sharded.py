@@ -113,7 +113,7 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
     """
 
     strategy_name = "baoc_fsdp"
-    name_told = "BaocFSDPStrategy"
+    display_name = "BaocFSDPStrategy"
 
     def __init__(
         self,

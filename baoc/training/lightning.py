@@ -54,11 +54,11 @@ from baoc.training.session import (
     Resharding,
     Session,
     SessionSettings,
-    held_at_most,
-    reduced_rows,
+    bf16_weight_specs,
+    largest_shards,
     refuse_sharded,
     with_recipe,
-    with_weights,
+    without_scratch_measurements,
 )
 from baoc.training.user_optimizer import (
     averaging_callbacks,
@@ -95,7 +95,7 @@ class BudgetedStrategy(Strategy):
     See BaocStrategy. `ranks` are those that train together, known from `setup_environment` on.
     """
 
-    name_told = "BaocStrategy"
+    display_name = "BaocStrategy"
     keeps_gradients = False  # between steps
     silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
@@ -128,7 +128,7 @@ class BudgetedStrategy(Strategy):
         self.verbose = verbose
         self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
         self.narrators: list[Narrator] = []
-        self.layers_told = ""  # see Session
+        self.layers_summary = ""  # see Session
         self._first_step: PeakMeter | None = None
         self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
         self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
@@ -200,7 +200,7 @@ class BudgetedStrategy(Strategy):
         take_from_others(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         theirs = self._taken_over(module)
-        self.settings = with_weights(self.settings, network=module, pretrained=self._pretrained)
+        self.settings = without_scratch_measurements(self.settings, network=module, pretrained=self._pretrained)
         settings = replace(self.settings, release=released_clipping(trainer, self.settings.release))
         if module.automatic_optimization:
             self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
@@ -208,7 +208,7 @@ class BudgetedStrategy(Strategy):
             self.reallocators = self._planned_apart(module, theirs, settings=settings)
         self.reallocator = reallocator = self.reallocators[0]
         for old, one in zip(theirs, self.reallocators, strict=True):
-            one.beside = [other for other in self.reallocators if other is not one]
+            one.siblings = [other for other in self.reallocators if other is not one]
             one.listeners.extend(self.reallocation_listeners)
             rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)
             if self.lr_scheduler_configs:
@@ -225,7 +225,7 @@ class BudgetedStrategy(Strategy):
         self.narrators = [
             Narrator(
                 one,
-                name=f"{self.name_told}, optimizer {number}" if several else self.name_told,
+                name=f"{self.display_name}, optimizer {number}" if several else self.display_name,
                 verbose=self.verbose,
                 device=self.root_device,
                 log=loggers_of(trainer, prefix=f"optimizer_{number}/" if several else ""),
@@ -234,7 +234,7 @@ class BudgetedStrategy(Strategy):
         ]
         unseen = set(self.reallocators)
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
-            narrator.layers_told = self.layers_told
+            narrator.layers_summary = self.layers_summary
             if self._unmeasured is not None:
                 one.optimizer.after_step.append(partial(self._learn, one, unseen=unseen))
             else:
@@ -265,12 +265,12 @@ class BudgetedStrategy(Strategy):
                     latency=self.latency,
                     record_latency=self.record_latency,
                     hides=settings.overlap and leaves_gradients(trainer),
-                    weights_wait=self._waits,
+                    weights_on_host=self._waits,
                     decided=self.decided,
                 )
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))
-            self.context_bytes, self.layers_told = session.context_bytes, session.layers_told
+            self.context_bytes, self.layers_summary = session.context_bytes, session.layers_summary
             visit.close()
             device = self.root_device if self._waits else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
@@ -291,7 +291,7 @@ class BudgetedStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         return Session(
-            held_at_most(describe(module, optimizer_groups=theirs.param_groups), params=params),
+            largest_shards(describe(module, optimizer_groups=theirs.param_groups), params=params),
             params=params,
             budget=self.budget,
             settings=settings,
@@ -384,7 +384,7 @@ class BudgetedStrategy(Strategy):
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
         """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
-        low = [spec.name for spec in reduced_rows(self.settings.planner)]
+        low = [spec.name for spec in bf16_weight_specs(self.settings.planner)]
         if low and trainer.precision not in ("bf16-mixed", "bf16-true"):
             more = ", ..." if len(low) > 3 else ""
             raise BadInputError(
@@ -409,7 +409,7 @@ class BudgetedStrategy(Strategy):
     def summary(self) -> str:
         """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
         told = [narrator.summary() for narrator in self.narrators]
-        return "\n\n".join(told) or f"{self.name_told}: no plan before a fit"
+        return "\n\n".join(told) or f"{self.display_name}: no plan before a fit"
 
     def on_train_start(self) -> None:
         """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
@@ -527,7 +527,7 @@ class BudgetedStrategy(Strategy):
             narrator.resumed()
             for listener in self.resume_listeners:
                 listener(reallocator.step, reallocator.plan)
-            reallocator.tell_conversion(optimizer.load_report.moves, notes=notes)
+            reallocator.report_resume(optimizer.load_report.moves, notes=notes)
 
 
 class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
@@ -624,7 +624,7 @@ class RanksStrategy(BudgetedStrategy):
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:
             raise BadInputError(
-                f"the module sets automatic_optimization=False: {self.name_told} trains one AdamW in automatic "
+                f"the module sets automatic_optimization=False: {self.display_name} trains one AdamW in automatic "
                 "optimization. Use that, or BaocStrategy in one process"
             )
 
@@ -642,7 +642,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
     """
 
     strategy_name = DDP_STRATEGY_NAME
-    name_told = "BaocDDPStrategy"
+    display_name = "BaocDDPStrategy"
     keeps_gradients = True  # in buckets
 
     def __init__(
@@ -662,7 +662,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.reallocator is not None
-        self.reallocator.moving = self._moving
+        self.reallocator.around_migration = self._moving
         self._wrap()
         if self._arrived is not None:
             self._arrived.narrowed()  # anew: DistributedDataParallel wrote the same numbers to the weights again

@@ -36,7 +36,7 @@ class Narrator:
         self.first_step_bytes: int | None = None
         self.alone = True  # False: another optimizer's memory is in no window of this one's on a CPU
         self.by_rank: tuple[int, ...] = ()  # peaks as of the newest comparison; empty for a process alone
-        self.layers_told = ""  # see Session
+        self.layers_summary = ""  # see Session
         self.num_moves = 0  # that were accepted
         self._stepped = self._begun = self._told = False
         self._pid = os.getpid()
@@ -129,7 +129,7 @@ class Narrator:
             each = rank_peaks_text(self.by_rank if any(self.by_rank) else ())
             lines.append(f"peak {measured}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
-        if self.reallocator.awaited is not None:
+        if self.reallocator.deferred_budget is not None:
             lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
         elif limit is None:
             lines.append(f"budget {plan.budget.name}: no limit on memory or state")
@@ -149,8 +149,8 @@ class Narrator:
         """The plan, before the first step."""
         if self.verbose:
             say(summary_text(self.plan, title=f"{self.name}: plan for budget {self.plan.budget.name}") + "\n")
-            if self.layers_told:
-                say(f"{self.name}: {self.layers_told}")
+            if self.layers_summary:
+                say(f"{self.name}: {self.layers_summary}")
         self._begun = True
         self._log()
 

@@ -46,12 +46,12 @@ from baoc.training.session import (
     RecipeLike,
     Session,
     SessionSettings,
-    held_at_most,
+    bf16_weight_specs,
+    largest_shards,
     make_profiler,
-    reduced_rows,
     refuse_sharded,
     with_recipe,
-    with_weights,
+    without_scratch_measurements,
 )
 from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened, without_bf16
 from baoc.types import Budget, Plan
@@ -134,7 +134,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         free = -int(group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
-        settings = with_weights(settings, network=module, pretrained=pretrained)
+        settings = without_scratch_measurements(settings, network=module, pretrained=pretrained)
         refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
             raise BadInputError(
@@ -144,10 +144,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         unknown = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
-        if reduced_rows(settings.planner) and averaged(named):
+        if bf16_weight_specs(settings.planner) and averaged(named):
             settings = without_bf16(settings, because=["AveragedModel"])
         session = Session(
-            infos if limit.memory_bytes is None else held_at_most(infos, params=named),
+            infos if limit.memory_bytes is None else largest_shards(infos, params=named),
             params=named,
             budget=limit,
             settings=settings,
@@ -161,7 +161,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             cap_device(device, budget=limit)
         try:
             if probe is None:
-                session.recompute_as_asked()
+                session.set_recomputed_layers()
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
@@ -179,7 +179,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             raise
         self.reallocator = session.reallocator(weakref.proxy(self))
         self.narrator = Narrator(self.reallocator, name="BaocOptimizer", verbose=verbose, device=device)
-        self.narrator.layers_told = session.layers_told
+        self.narrator.layers_summary = session.layers_summary
         self._settings = settings
         self._first_step = first_step  # None once it is measured
         if first_step is not None:
@@ -263,7 +263,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         super().load_state_dict(state_dict)
         if self._changed is not None and self.load_report is not None:
             self.narrator.resumed()
-            self.reallocator.tell_conversion(self.load_report.moves, notes=self._changed)
+            self.reallocator.report_resume(self.load_report.moves, notes=self._changed)
 
     # -- copies, made together with the model: its parameters are then the copy's -----------------------------------
 
@@ -359,7 +359,7 @@ def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
     except RuntimeError as error:
         if not session.bf16_params or "dtype" not in str(error):
             raise
-        low = [spec.name for spec in reduced_rows(session.settings.planner)]
+        low = [spec.name for spec in bf16_weight_specs(session.settings.planner)]
         raise BadInputError(
             f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}, ...), but the probe's layers get inputs "
             f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "

@@ -121,8 +121,8 @@ class Reallocator:
         self._late_step: LateStep | None = None  # which is measured now
         self._late_came = False  # in the step that runs, so that the next one is measured
         self.late_specs: dict[str, str] = {}  # of these, and of those that a checkpoint had and that are still to come
-        self.awaited: Budget | None = None  # of memory, to be planned for once a first step has been measured
-        self.goes_on = False  # with the allocation of a checkpoint under the same budget
+        self.deferred_budget: Budget | None = None  # of memory, to be planned for once a first step has been measured
+        self.continues_saved_plan = False  # with the allocation of a checkpoint under the same budget
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -131,13 +131,15 @@ class Reallocator:
         self.profile: Profile | None = None
         self.listeners: list[Listener] = []
         self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
-        self.beside: Sequence[Reallocator] = ()  # of the other optimizers of one loop, on the same device
-        self.tracked: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        self.moving: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # True where weights change type
+        self.siblings: Sequence[Reallocator] = ()  # of the other optimizers of one loop, on the same device
+        self.memory_phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.around_migration: Callable[[bool], AbstractContextManager[Any]] = (
+            nullcontext  # True where weights change type
+        )
         self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
         self.step = 0
         self.last_decision = 0
-        self.watched_from = (
+        self.profiled_since_step = (
             0  # the step after which the profiler began; later than 0 where a resumed run starts it anew
         )
         self.num_accepted = 0
@@ -146,8 +148,8 @@ class Reallocator:
         """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
         optimizer: whoever copies tells it of the copy's."""
         listening: dict[str, Any] = {"listeners": [], "peak_listeners": []}
-        listening |= {"tracked": nullcontext, "moving": nullcontext}
-        listening |= {"network": None, "_late_step": None, "beside": ()}
+        listening |= {"memory_phase": nullcontext, "around_migration": nullcontext}
+        listening |= {"network": None, "_late_step": None, "siblings": ()}
         return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
 
     # -- what the training loop calls -----------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class Reallocator:
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
         self._count_late(late.added_bytes)
-        if self.planner.budget.memory_bytes is not None and self.awaited is None:
+        if self.planner.budget.memory_bytes is not None and self.deferred_budget is None:
             self._late_came = True
             if all(params[info.name][0].grad is None for info in infos):  # else in the very step that brought them
                 self._measure_late()
@@ -192,7 +194,7 @@ class Reallocator:
             return
         network = None if self.network is None else self.network()
         self._late_came = False
-        others = [one.optimizer.state for one in self.beside]
+        others = [one.optimizer.state for one in self.siblings]
         self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget, others=others)
 
     def _learn_late(self) -> None:
@@ -225,7 +227,7 @@ class Reallocator:
 
     def _note_peak(self, num_bytes: int) -> None:
         """Keeps what was held at most before a peak begins anew, for each verdict on this device."""
-        for one in (self, *self.beside):
+        for one in (self, *self.siblings):
             one.late_peak_bytes = max(one.late_peak_bytes, num_bytes)
             for listener in one.peak_listeners:
                 listener(num_bytes)
@@ -242,7 +244,7 @@ class Reallocator:
 
     def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0) -> LatePlan:
         """`counted`: bytes of theirs that the predicted peak has already."""
-        settings, least = self.planner.settings, self.awaited is not None
+        settings, least = self.planner.settings, self.deferred_budget is not None
         saved = self.late_specs if share is None else {}
         plan = replace(self.plan, peak_bytes=self.plan.peak_bytes - counted)
         late = plan_late(infos, plan=plan, settings=settings, saved=saved, least=least, share=share)
@@ -305,8 +307,8 @@ class Reallocator:
             self._learn_late()
         if self._late_came:
             self._measure_late()
-        if self.profiler is not None and self.step - self.watched_from >= self.settings.warmup_steps:
-            with self.tracked("decision"):
+        if self.profiler is not None and self.step - self.profiled_since_step >= self.settings.warmup_steps:
+            with self.memory_phase("decision"):
                 self.decide()
 
     # -- a decision by gradients ----------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ class Reallocator:
     def _migrate(self, proposal: Plan) -> tuple[BlockMove, ...]:
         """Moves the optimizer, block by block."""
         texts = {reason.block: reason.text for reason in proposal.reasons}
-        with self.tracked("migration"):
+        with self.memory_phase("migration"):
             moments = self.profiler.moments() if self.profiler is not None else {}
             self.optimizer.retune(tuning_of(proposal))
             done = self._moved(proposal.allocation.choices, moments=moments)
@@ -466,12 +468,12 @@ class Reallocator:
     def _moved(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
         live = self.optimizer.registry.live
         cast = any(live[block].spec.weights != to_spec(spec).weights for block, spec in choices.items())
-        with self.moving(cast):
+        with self.around_migration(cast):
             return tuple(self.optimizer.migrate(choices, moments=moments))
 
     # -- who listens ----------------------------------------------------------------------------------------------
 
-    def tell_conversion(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
+    def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
         """After a resume that was no mere continuation: an event that says what changed and what became of each block.
 
         `moves`: what the optimizer's loading converted, its states by now those of the plan in force.
@@ -510,10 +512,10 @@ class Reallocator:
             choices=self.plan.allocation.choices,
             gap=self.plan.allocation.gap,
             profile=self.profile,
-            watched_from=self.watched_from,
+            watched_from=self.profiled_since_step,
             tuning=tuning_of(self.plan) or Tuning(),
-            budget=self.awaited or self.planner.budget,
-            planned=self.awaited is None or self.goes_on,
+            budget=self.deferred_budget or self.planner.budget,
+            planned=self.deferred_budget is None or self.continues_saved_plan,
             late=self.late_specs,
             state_bytes=self.optimizer.state_bytes(),
             profiler={},
@@ -537,7 +539,12 @@ class Reallocator:
         footprint = self.planner.footprint
         if saved.last_decision and self.profiler is not None:
             self.planner.count_profile(0, temporary_bytes=0)
-        known = {"saved": saved.budget, "risk_model": saved.risk_model, "gap": saved.gap, "awaited": self.awaited}
+        known = {
+            "saved": saved.budget,
+            "risk_model": saved.risk_model,
+            "gap": saved.gap,
+            "awaited": self.deferred_budget,
+        }
         try:
             plan, changed = self.ranks.broadcast_result(
                 lambda: adopted(self.planner, saved.choices, profile=profile, **known)
@@ -547,14 +554,14 @@ class Reallocator:
             raise
         self.step, self.num_accepted = saved.step, saved.num_accepted
         self.profile, self.last_decision = profile, saved.last_decision
-        self.watched_from = saved.watched_from if saved.profiler else self.step
+        self.profiled_since_step = saved.watched_from if saved.profiler else self.step
         self._saved_bytes = saved.state_bytes
         if saved.last_decision:
             self._stop_observing()
         planned = saved.planned
         if planned is None:
             planned = saved.choices != dict(self.planner.least().allocation.choices)
-        self.goes_on = self.step > 0 and planned and not changed
+        self.continues_saved_plan = self.step > 0 and planned and not changed
         if saved.profiler and self.profiler is None and self.settings.mode == "once":
             notes.append("statistics of gradients are left out, as this optimizer has decided already")
         notes = changed + notes
@@ -568,7 +575,7 @@ class Reallocator:
             try:
                 self.profiler.load_state_dict(saved.profiler)
             except CheckpointError:
-                self.watched_from = self.step
+                self.profiled_since_step = self.step
                 notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
         return notes
 

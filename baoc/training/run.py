@@ -38,7 +38,7 @@ from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_summary, make_loggers
 from baoc.training.measure.absent_card import card_of, plan_for, write_plan_line
-from baoc.training.measure.microbatch_search import Decided, decide, device_of, take_option
+from baoc.training.measure.microbatch_search import SearchResult, decide, device_of, take_option
 from baoc.training.prepare import prepare
 from baoc.training.resume import (
     check_resume,
@@ -48,7 +48,7 @@ from baoc.training.resume import (
     with_decision,
     write_decision,
 )
-from baoc.training.session import with_weights
+from baoc.training.session import without_scratch_measurements
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
@@ -82,7 +82,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     if choice:
         write_decision(choice, run_dir=run_dir)
     elif resolved.needs_microbatch_search:
-        settings = with_weights(session_settings(config), network=task, pretrained=None)
+        settings = without_scratch_measurements(session_settings(config), network=task, pretrained=None)
         given = {"device": device, "settings": settings, "run_dir": run_dir}
         decided = decide_together(config, task=task, data=data, group=group, **given)
         config, latency = decided.config, decided.latency
@@ -133,7 +133,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
 def decide_together(
     config: RunConfig, *, task: Task, data: DataModule, device: str, group: Ranks, run_dir: Path, **given: Any
-) -> Decided:
+) -> SearchResult:
     """The decision by the share of a batch that each rank has: on rank 0's device, and taken over by all; under fsdp by
     all ranks in step, on the network as it is cut."""
     size = config.trainer.devices

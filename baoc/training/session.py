@@ -131,7 +131,9 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **asked
     return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
 
 
-def with_weights(settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None) -> SessionSettings:
+def without_scratch_measurements(
+    settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None
+) -> SessionSettings:
     """The settings without what was measured in training from scratch, where weights are `pretrained`: as it says, or
     with None as far as the network tells."""
     require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
@@ -184,14 +186,14 @@ def _profiler_with_room(
     raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
-def bytes_may_differ(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
+def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
     """Whether a run with the budget that a refusal names may need other bytes: torch's allocator reserves less where it
     may not have more, so a step that was measured outside of the cap, or with weights of 16 bits, tells others."""
     other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
     return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is SINGLE_PROCESS
 
 
-def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
+def least_confirmed_bytes(least: int, *, plan_at: Callable[[int], int]) -> int | None:
     """The least bytes of a few that were planned for, `least` first; None where nothing could be planned. `plan_at`
     plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError."""
     held = None
@@ -211,17 +213,17 @@ def least_planned(least: int, *, plan_at: Callable[[int], int]) -> int | None:
     return held
 
 
-def reduced_rows(planner: PlannerSettings) -> list[OptimizerSpec]:
+def bf16_weight_specs(planner: PlannerSettings) -> list[OptimizerSpec]:
     """The specs of a catalogue that keep weights in 16 bits."""
     return [spec for spec in planner.rows.values() if spec.weights != "native"]
 
 
-def bf16_params_of(
+def params_that_may_be_bf16(
     blocks: Sequence[Block], *, params: Mapping[str, Tensor], planner: PlannerSettings
 ) -> dict[str, Tensor]:
     """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
     only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator that leaves no choice
-    rows = [(spec, RULE_INFOS[spec.rule]) for spec in reduced_rows(planner) if only in (None, spec.name)]
+    rows = [(spec, RULE_INFOS[spec.rule]) for spec in bf16_weight_specs(planner) if only in (None, spec.name)]
     keep = planner.keep_fp32_roles
     found = {
         param.name: params[param.name]
@@ -232,7 +234,7 @@ def bf16_params_of(
     return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
 
 
-def held_at_most(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
+def largest_shards(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
     """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
     return tuple(largest_shard(info, param=params[info.name]) for info in infos)
 
@@ -249,7 +251,7 @@ def refuse_sharded(
         raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
 
 
-def only_bf16(planner: PlannerSettings) -> bool:
+def all_specs_use_bf16_weights(planner: PlannerSettings) -> bool:
     """Whether every plan of these settings keeps in 16 bits whatever it may."""
     only = ALLOCATORS[planner.allocator].traits.only_spec
     return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
@@ -330,11 +332,11 @@ class Session:
         self.released = released if settings.release is not False else []  # for who measures a step
         hidden = {p.name for block in blocks if block.role not in (Role.EMBEDDING, Role.HEAD) for p in block.params}
         self.hidden = [param for name, param in params.items() if name in hidden]  # that Muon may step
-        self.bf16_params = bf16_params_of(blocks, params=params, planner=planner)
+        self.bf16_params = params_that_may_be_bf16(blocks, params=params, planner=planner)
         self.bf16_savings = bf16_savings(self.bf16_params)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
-        self.layers_told = ""  # how they are recomputed and gathered, where that was asked for
+        self.layers_summary = ""  # how they are recomputed and gathered, where that was asked for
         self.resharding: Resharding | None = None  # if it is open
         self.reshards: bool | None = None
         self.planner: Planner
@@ -361,7 +363,7 @@ class Session:
             return plan()
         except InfeasibleBudgetError as error:
             own = self.budget.memory_bytes is None or self.settings.planner.recipe is not None
-            if own or not bytes_may_differ(self.device, error):
+            if own or not needs_confirmation(self.device, error):
                 raise  # bytes of states were counted, and of a recipe its own bytes are named
             refusal = error.without_frames()
         raise self.confirmed(refusal, plan=plan)
@@ -377,7 +379,7 @@ class Session:
             plan()
             return self.plan.least_feasible_bytes
 
-        least = least_planned(refusal.least_feasible_bytes, plan_at=plan_at)
+        least = least_confirmed_bytes(refusal.least_feasible_bytes, plan_at=plan_at)
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
             self.recompute(0)  # as the module was, for whoever catches the refusal
@@ -423,12 +425,12 @@ class Session:
             if not self.reshards and (kept[0] > most or kept[1] > layers):
                 planned(True)
         gathered = "gathered again in backward" if self.reshards else "gathered once, from forward to backward"
-        self.layers_told = "; ".join(filter(None, (self.layers_told, f"layers are {gathered}")))
+        self.layers_summary = "; ".join(filter(None, (self.layers_summary, f"layers are {gathered}")))
 
     def _in_layers(self, plan: Callable[[], None]) -> None:
         """Plans by `plan` with as many recomputed layers as the settings ask for."""
         if self.settings.checkpointing != "auto":
-            self.recompute_as_asked()
+            self.set_recomputed_layers()
             return plan()
         num_layers, number = len(self._layers()), 0
         if num_layers and self.budget.memory_bytes is not None:
@@ -439,9 +441,9 @@ class Session:
                 raise
         else:
             plan()
-        self.layers_told = f"recomputed layers {number} of {num_layers}"
+        self.layers_summary = f"recomputed layers {number} of {num_layers}"
 
-    def recompute_as_asked(self) -> None:
+    def set_recomputed_layers(self) -> None:
         """Sets the number of recomputed layers that the settings have. Raises BadInputError where the module has no
         layers, or fewer, and for auto, which only a measurer can tell."""
         asked = self.settings.checkpointing
@@ -455,7 +457,7 @@ class Session:
         num_layers = len(self._layers())
         number = max(1, num_layers) if asked is True else int(asked)
         self.recompute(number)
-        self.layers_told = f"recomputed layers {number} of {num_layers}"
+        self.layers_summary = f"recomputed layers {number} of {num_layers}"
 
     def _layers(self) -> list[nn.Module]:
         if self.module is None:
@@ -514,7 +516,7 @@ class Session:
         latency: LatencyTable | None = None,
         record_latency: bool = False,
         hides: bool = False,
-        weights_wait: bool = False,
+        weights_on_host: bool = False,
         decided: Footprint | None = None,
     ) -> None:
         """Plans by what `measurer` finds within the budget's cap.
@@ -523,8 +525,8 @@ class Session:
         `hides`: gradients are final in backward, so that host placement can pass there. `decided`: a footprint by which
         this very step was found to fit. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory.
         """
-        inside = {} if weights_wait else self.bf16_params  # which a measurement in 16 bits has yet to cast
-        whole = not (self.bf16_savings and (weights_wait or only_bf16(self.settings.planner)))
+        inside = {} if weights_on_host else self.bf16_params  # which a measurement in 16 bits has yet to cast
+        whole = not (self.bf16_savings and (weights_on_host or all_specs_use_bf16_weights(self.settings.planner)))
         measured = partial(self._footprint, measurer)
         footprint, in_bf16 = measured(bf16_params=inside, whole=whole)
         with cast_to_bf16(inside if in_bf16 else {}, module=self.module):

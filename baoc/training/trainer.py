@@ -119,7 +119,7 @@ def make_strategy(
         plan_listeners=[
             recorder.planned,
             lambda _, plan: log_plan(loggers, plan=plan),
-            lambda *_: say(strategy.layers_told) if strategy.layers_told else None,
+            lambda *_: say(strategy.layers_summary) if strategy.layers_summary else None,
         ],
         reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
@@ -227,7 +227,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     profiler = strategy.reallocator.profiler
     held = [part.buffers for part in (profiler, task.ema) if part is not None]
     memory.held = lambda: [buffers() for buffers in held]
-    strategy.reallocator.tracked = memory.track
+    strategy.reallocator.memory_phase = memory.track
     strategy.reallocator.peak_listeners.append(memory.note_peak)
     if task.ema is not None and memory.every_step:
         task.ema.tracked = lambda: memory.track("averaging")

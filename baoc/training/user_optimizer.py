@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.planning.allocators import ALLOCATORS
-from baoc.training.session import SessionSettings, reduced_rows
+from baoc.training.session import SessionSettings, bf16_weight_specs
 from baoc.types import Budget
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> Sessio
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""
     planner = settings.planner
-    rows, narrow = planner.rows, [spec.name for spec in reduced_rows(planner)]
+    rows, narrow = planner.rows, [spec.name for spec in bf16_weight_specs(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec
     if not narrow:
         return settings

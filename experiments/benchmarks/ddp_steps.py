@@ -119,7 +119,7 @@ class Decisions:
     def _planned(self, plan: Any, strategy: BaocDDPStrategy) -> None:
         self._note(plan)
         if strategy.reallocator is not None:
-            strategy.reallocator.tracked = self._timed
+            strategy.reallocator.memory_phase = self._timed
 
     @contextmanager
     def _timed(self, label: str) -> Iterator[None]:

@@ -64,7 +64,7 @@ from baoc.profiling.footprint import memory_reserve_bytes  # noqa: E402
 from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.training.measure.absent_card import PROFILE_BYTES, fake_, plan_for  # noqa: E402
 from baoc.training.run import build, quieten  # noqa: E402
-from baoc.training.session import Session, SessionSettings, held_at_most  # noqa: E402
+from baoc.training.session import Session, SessionSettings, largest_shards  # noqa: E402
 from baoc.training.trainer import session_settings  # noqa: E402
 from baoc.training.user_optimizer import widened  # noqa: E402
 from baoc.types import Budget, Footprint, OptimizerSpec, Placement, Plan  # noqa: E402
@@ -318,7 +318,7 @@ def planned_for(
     params = dict(module.named_parameters())
     count = sum(param.numel() for param in params.values())
     session = Session(
-        held_at_most(describe(module), params=params),
+        largest_shards(describe(module), params=params),
         params=params,
         budget=budget,
         settings=widened(SessionSettings(), device="cuda", budget=budget, precision="bf16-true"),

@@ -188,7 +188,7 @@ class TestBaocOptimizer:
         target.reallocator.listeners.append(lambda event, *_: told.append(event.why))
         target.load_state_dict(saved)
         assert told == ["statistics of gradients start anew"]
-        assert target.reallocator.step == target.reallocator.watched_from == 1
+        assert target.reallocator.step == target.reallocator.profiled_since_step == 1
 
     def test_one_wrong_value_is_refused_with_nothing_changed_or_said_or_trained_on(self) -> None:
         source, target = watching(), watching()

@@ -11,7 +11,7 @@ from baoc.core.blocks import partition
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import bf16_params, describe, probe_footprint
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
-from baoc.training.session import bf16_params_of, only_bf16
+from baoc.training.session import all_specs_use_bf16_weights, params_that_may_be_bf16
 from baoc.types import Footprint
 
 
@@ -132,7 +132,9 @@ def test_savings_give_back_what_was_measured(released: bool, accumulation: int):
 def test_only_what_a_plan_may_keep_so_is_narrowed(changes: dict[str, Any], names: set[str] | None):
     net = network()
     params = dict(net.named_parameters())
-    found = bf16_params_of(partition(describe(net), by="tensor"), params=params, planner=PlannerSettings(**changes))
+    found = params_that_may_be_bf16(
+        partition(describe(net), by="tensor"), params=params, planner=PlannerSettings(**changes)
+    )
     assert found.keys() == (params.keys() if names is None else names)
 
 
@@ -147,4 +149,4 @@ def test_only_what_a_plan_may_keep_so_is_narrowed(changes: dict[str, Any], names
 def test_where_no_plan_keeps_weights_in_full_they_are_looked_at_narrowed(
     specs: tuple[str, ...], allocator: str, found: bool
 ):
-    assert only_bf16(PlannerSettings(specs=specs, allocator=allocator)) is found
+    assert all_specs_use_bf16_weights(PlannerSettings(specs=specs, allocator=allocator)) is found

@@ -16,7 +16,7 @@ from baoc.profiling.cuda_emulation import LARGE_PAGE
 from baoc.profiling.depth import LONG, SHORT, extended, layers_of
 from baoc.profiling.timeline import ARRIVED
 from baoc.training.measure.absent_card import fake_, fake_batch
-from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.microbatches import MicroBatchRunner
 from baoc.training.run import build
 from baoc.types import Footprint, PeakInterval
 
@@ -43,7 +43,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
     assert layers is not None and layers.depth > LONG
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
-        trials = Trials(
+        trials = MicroBatchRunner(
             task,
             batch=fake_batch(batch),
             val_batch=None,

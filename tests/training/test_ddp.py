@@ -122,7 +122,7 @@ class Lowered(L.Callback):
         for step, specs in ((4, "adamw_int8+split8"), (8, "adamw")):
             if trainer.global_step == step:
                 reallocator = strategy.reallocator
-                with reallocator.moving(True):
+                with reallocator.around_migration(True):
                     reallocator.optimizer.migrate(dict.fromkeys(reallocator.optimizer.specs, specs))
                 assert isinstance(strategy.model, DistributedDataParallel)
                 self.views = strategy.model.gradient_as_bucket_view

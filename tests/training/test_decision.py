@@ -25,8 +25,8 @@ from baoc.planning.microbatch import Axes, Trial
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.measurements import Measurements
-from baoc.training.measure.microbatch_search import Decision, axes_of
-from baoc.training.measure.microbatches import Trials, grow
+from baoc.training.measure.microbatch_search import MicroBatchSearch, axes_of
+from baoc.training.measure.microbatches import MicroBatchRunner, grow
 from baoc.training.session import make_profiler
 from baoc.types import RunResult
 from tests.support.planners import footprint
@@ -107,8 +107,10 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
 ):
     first = run(tmp_path / "day" / "first")
     seen: list[bool] = []
-    monkeypatch.setattr(Trials, "run", lambda *given, **named: (seen.append(True), run_trial(*given, **named))[1])
-    monkeypatch.setattr(Trials, "rehearsed", None)  # none is measured again
+    monkeypatch.setattr(
+        MicroBatchRunner, "run", lambda *given, **named: (seen.append(True), run_trial(*given, **named))[1]
+    )
+    monkeypatch.setattr(MicroBatchRunner, "rehearsed", None)  # none is measured again
     again = run(tmp_path / "day" / "again", name="again", seed=7)
     assert len(seen) == 1 and rows(tmp_path / "day" / "again") == rows(tmp_path / "day" / "first")
     assert again.peak_bytes_predicted == first.peak_bytes_predicted and again.budget_met
@@ -116,12 +118,12 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
     assert account["kept"] is True and "taken over from " in capsys.readouterr().out
     monkeypatch.undo()
     grown = lambda *given, **named: more(run_trial(*given, **named))  # noqa: E731
-    monkeypatch.setattr(Trials, "run", grown)
+    monkeypatch.setattr(MicroBatchRunner, "run", grown)
     run(tmp_path / "day" / "grown", budget=parse_budget("4.2mb"), seed=8)
     assert "kept" not in json.loads((tmp_path / "day" / "grown" / "deciding.json").read_text()), "decided anew"
 
 
-run_trial = Trials.run
+run_trial = MicroBatchRunner.run
 
 
 def more(trial: Trial) -> Trial:
@@ -148,14 +150,14 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     seen: list[Any] = []
     given = lambda *_, budget, **__: caps.append(budget.memory_bytes)  # noqa: E731
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", given)
-    monkeypatch.setattr("baoc.training.measure.microbatch_search.bytes_may_differ", lambda *_: True)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.needs_confirmation", lambda *_: True)
 
-    def within(trials: Trials, *given: Any, **named: Any) -> Trial:
+    def within(trials: MicroBatchRunner, *given: Any, **named: Any) -> Trial:
         seen.append(trials.module)
         found = run_trial(trials, *given, **named)
         return more(found) if caps[-1] > 2**20 else found
 
-    monkeypatch.setattr(Trials, "run", within)
+    monkeypatch.setattr(MicroBatchRunner, "run", within)
     with pytest.raises(InfeasibleBudgetError, match=r"of 1[4-9] options.*allows 1.00 MiB.* was found to do") as caught:
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
     assert count_recomputed_layers(seen[-1].model) == 0, "layers are as they were"
@@ -179,7 +181,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str
         yield
         inside[0] = True
 
-    def capped(trials: Trials, micro_batch: int, **arguments: Any) -> Trial:
+    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> Trial:
         if inside[0] and not context and not has_room(arguments):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_trial(trials, micro_batch, **arguments)
@@ -188,8 +190,8 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str
         if context:
             raise BadInputError("of which the CUDA context alone takes 822 MiB")
 
-    run_trial = Trials.run
-    monkeypatch.setattr(Trials, "run", capped)
+    run_trial = MicroBatchRunner.run
+    monkeypatch.setattr(MicroBatchRunner, "run", capped)
     monkeypatch.setattr("baoc.training.measure.measurements.uncapped", uncapped)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.uncapped", uncapped)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", cap)
@@ -208,7 +210,7 @@ def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
 
 
 def test_where_all_gradients_at_once_have_no_room_they_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Trials keep them all, so that none has room; what released ones leave is told by a look outside of the cap."""
+    """Measurements keep all gradients, so none has room; one outside of the cap tells what release leaves."""
     standing_in(monkeypatch, has_room=lambda arguments: bool(arguments.get("released")), context=False)
     model = ModelConfig(checkpointing=False)
     result = run(tmp_path / "day" / "freed", budget=parse_budget("16mb"), model=model, objective="throughput")
@@ -250,7 +252,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path):
 
 
 class Card:
-    """Trials whose seconds are flat up to 8 samples and whose bytes are 10 and 1 per sample, with room for `room`."""
+    """A runner whose seconds are flat up to 8 samples and whose bytes are 10 and 1 per sample, with room for `room`."""
 
     def __init__(self, *, room: int, slow: float = 1.0):
         self.room, self.slow = room, slow
@@ -357,15 +359,15 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     """A stand-in for CUDA's cap: with weights in full a trial has no room, so none is run but with 16 bits."""
     seen: list[bool] = []
 
-    def capped(trials: Trials, micro_batch: int, **arguments: Any) -> Trial:
+    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> Trial:
         narrow = {param.dtype for param in trials.module.parameters()} != {torch.float32}
         seen.append(narrow)
         if not narrow:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_trial(trials, micro_batch, **arguments)
 
-    run_trial = Trials.run
-    monkeypatch.setattr(Trials, "run", capped)
+    run_trial = MicroBatchRunner.run
+    monkeypatch.setattr(MicroBatchRunner, "run", capped)
     given = replace(config().trainer, max_steps=2, precision="bf16-mixed")
     wide = replace(config().catalogue, specs=("*", "*+split8"))
     asked: dict[str, Any] = {"objective": "throughput", "budget": parse_budget("3.3mb")}
@@ -417,14 +419,14 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     """What torch would compile runs as it is here, and its seconds are said to be more or less."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     monkeypatch.setattr(switches, "compiled_layers", {})
-    monkeypatch.setattr(Decision, "may_compile", lambda self, _: not self.measurements.compiled)
-    rehearse, compiled = Trials.rehearsed, []
+    monkeypatch.setattr(MicroBatchSearch, "may_compile", lambda self, _: not self.measurements.compiled)
+    rehearse, compiled = MicroBatchRunner.rehearsed, []
 
-    def rehearsed(self: Trials, *given: Any, **named: Any) -> float:
+    def rehearsed(self: MicroBatchRunner, *given: Any, **named: Any) -> float:
         compiled.append(switches.is_compiled(self.module))
         return rehearse(self, *given, **named) * ((1e-3 if faster else 1e3) if compiled[-1] else 1.0)
 
-    monkeypatch.setattr(Trials, "rehearsed", rehearsed)
+    monkeypatch.setattr(MicroBatchRunner, "rehearsed", rehearsed)
     run_dir = tmp_path / "day" / "auto"
     result = run(run_dir, objective="throughput")
     assert {row["compiled"] for row in rows(run_dir)} == {"True", "False"} == {str(value) for value in compiled}
@@ -478,7 +480,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
     )
 
     def may(rate: float, **changes: Any) -> bool:
-        return Decision.may_compile(cast(Any, SimpleNamespace(**vars(self) | changes)), cast(Any, option(rate)))
+        return MicroBatchSearch.may_compile(cast(Any, SimpleNamespace(**vars(self) | changes)), cast(Any, option(rate)))
 
     option = lambda rate: SimpleNamespace(samples_per_s=rate)  # noqa: E731
     assert may(7.5) and not may(7.7)  # 420 s or more
@@ -495,8 +497,8 @@ def test_a_decision_goes_on_where_compiled_layers_fail(
     def fails(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no rule for this operator")
 
-    monkeypatch.setattr(Trials, "compile", fails)
-    monkeypatch.setattr(Decision, "may_compile", lambda self, _: asked == "auto")
+    monkeypatch.setattr(MicroBatchRunner, "compile", fails)
+    monkeypatch.setattr(MicroBatchSearch, "may_compile", lambda self, _: asked == "auto")
     run_dir = tmp_path / "day" / "auto"
     result = run(run_dir, model=ModelConfig(options={"dropout": 0.1}, compile=asked))
     (row,) = [row for row in rows(run_dir) if row["compiled"] == "True"]
@@ -545,7 +547,7 @@ def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypat
     decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)
     decision.config = config(objective="throughput")
     fast: Any = SimpleNamespace(fits=True, step_s=1.0)
-    assert Decision.too_slow(decision, way, than=[fast]) is None
+    assert MicroBatchSearch.too_slow(decision, way, than=[fast]) is None
 
 
 def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
@@ -556,5 +558,5 @@ def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
     for context in (10, 10, 14, 14, 6):
         planner.footprint = replace(footprint(8), context_bytes=context)
         with pytest.raises(InfeasibleBudgetError):
-            Decision.proposed(self, (8, 0, False))
+            MicroBatchSearch.proposed(self, (8, 0, False))
     assert len(plans) == 2, "with less context another one may be better"

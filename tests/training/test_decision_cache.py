@@ -19,7 +19,7 @@ from baoc.cache import CACHE_VARIABLE, read_private, write_private
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.training import decision_cache
-from baoc.training.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
+from baoc.training.decision_cache import Entry, key_of, load_decision, path_of, store_decision
 from baoc.types import LatencyTable
 from tests.support.planners import footprint, option
 from tests.support.training_runs import config
@@ -55,10 +55,10 @@ def key(
 
 def test_what_is_kept_comes_back_as_it_was():
     made = entry()
-    keep_decision(key(), made)
-    assert repr(read_decision(key())) == repr(made), "as text: what is not a number is not equal to itself"
-    keep_decision(key(), entry(run_s=7.0))
-    again = read_decision(key())
+    store_decision(key(), made)
+    assert repr(load_decision(key())) == repr(made), "as text: what is not a number is not equal to itself"
+    store_decision(key(), entry(run_s=7.0))
+    again = load_decision(key())
     assert again is not None and again.run_s == 7.0
     assert key(budget="5505024000b") == key(budget="5250mb"), "a refusal's bytes, by whatever name they are given"
 
@@ -85,16 +85,16 @@ def test_what_is_kept_comes_back_as_it_was():
     ids=str,
 )
 def test_for_anything_else_there_is_none(other: dict[str, Any]):
-    keep_decision(key(), entry())
-    assert read_decision(key(**other)) is None and read_decision(key()) is not None
+    store_decision(key(), entry())
+    assert load_decision(key(**other)) is None and load_decision(key()) is not None
 
 
 @pytest.mark.parametrize("name", ["source_hash", "versions", "machine"])
 def test_nor_for_other_code_versions_or_machines(name: str, monkeypatch: pytest.MonkeyPatch):
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     value = "other" if name == "source_hash" else {"torch": "0.0"}
     monkeypatch.setattr(decision_cache, name, lambda *_: value)
-    assert read_decision(key()) is None
+    assert load_decision(key()) is None
 
 
 @pytest.mark.parametrize("door", ["a setting", "an object"])
@@ -106,29 +106,29 @@ def test_nor_for_own_code_that_was_edited(door: str, tmp_path: Path, monkeypatch
     given: dict[str, Any] = {"asked": config(model=ModelConfig(name=f"{file}:build"))}
     if door == "an object":
         given = {"asked": config(model=ModelConfig(name="Net")), "network": import_module("a_net").build()}
-    keep_decision(key(**given), entry())
-    assert read_decision(key(**given)) is not None
+    store_decision(key(**given), entry())
+    assert load_decision(key(**given)) is not None
     file.write_text(file.read_text().replace("pass", "forward = nn.Linear.__call__"))
-    assert read_decision(key(**given)) is None
+    assert load_decision(key(**given)) is None
     sys.modules.pop("a_net", None)
 
 
 def test_nor_under_variables_that_steer_kernels(monkeypatch: pytest.MonkeyPatch):
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert read_decision(key()) is None
+    assert load_decision(key()) is None
 
 
 def test_nor_for_one_of_several_ranks(monkeypatch: pytest.MonkeyPatch):
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     monkeypatch.setattr(decision_cache, "ranks", lambda: SimpleNamespace(size=2))
-    assert read_decision(key()) is None
+    assert load_decision(key()) is None
 
 
 def test_what_a_run_is_called_and_how_long_it_is_does_not_matter():
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     longer = replace(config(), trainer=replace(config().trainer, max_steps=9999), name="other", seed=5)
-    assert read_decision(key(longer)) is not None
+    assert load_decision(key(longer)) is not None
 
 
 def torn(path: Path) -> None:
@@ -140,7 +140,7 @@ def changed(path: Path) -> None:
 
 
 def of_another_key(path: Path) -> None:
-    keep_decision(key(budget="7gb"), entry())
+    store_decision(key(budget="7gb"), entry())
     path.write_text(path_of(key(budget="7gb")).read_text())
 
 
@@ -172,22 +172,22 @@ def linked(path: Path) -> None:
     [torn, changed, of_another_key, of_an_older_form, no_text, for_others_to_write, in_a_folder_of_others, linked],
 )
 def test_what_is_not_whole_or_not_ones_own_is_none_and_is_written_anew(damage: Any, own_cache: Path):
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     damage(path_of(key()))
-    assert read_decision(key()) is None
+    assert load_decision(key()) is None
     own_cache.chmod(0o700)
-    keep_decision(key(), entry())
-    assert read_decision(key()) is not None
+    store_decision(key(), entry())
+    assert load_decision(key()) is not None
 
 
 def test_several_processes_at_once_leave_whole_ones(own_cache: Path):
     """Each replaces the file in one rename: whoever reads meanwhile has one or the other."""
     asked = key()
-    keep_decision(asked, entry())
+    store_decision(asked, entry())
 
     def work(number: int) -> bool:
-        keep_decision(asked, entry(run_s=float(number)))
-        return read_decision(asked) is not None
+        store_decision(asked, entry(run_s=float(number)))
+        return load_decision(asked) is not None
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(40)))
@@ -197,9 +197,9 @@ def test_several_processes_at_once_leave_whole_ones(own_cache: Path):
 def test_only_the_newest_are_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decision_cache, "MOST", 2)
     for age, budget in enumerate(("1gb", "2gb", "3gb")):
-        keep_decision(key(budget=budget), entry())
+        store_decision(key(budget=budget), entry())
         os.utime(path_of(key(budget=budget)), (age, age))
-    keep_decision(key(), entry())
+    store_decision(key(), entry())
     left = [budget for budget in ("1gb", "2gb", "3gb", "8gb") if path_of(key(budget=budget)).exists()]
     assert left == ["3gb", "8gb"]
 

@@ -292,7 +292,11 @@ def test_what_is_planned_anew_leaves_room_for_what_goes_on(tmp_path: Path):
     strategy = BaocStrategy(tight, verbose=False)
     trained(strategy, Gan(), max_epochs=2, ckpt_path=str(path))
     kept, anew = strategy.reallocators
-    assert kept.goes_on and kept.optimizer.state_bytes() == kept.plan.state_bytes_adamw and not anew.goes_on
+    assert (
+        kept.continues_saved_plan
+        and kept.optimizer.state_bytes() == kept.plan.state_bytes_adamw
+        and not anew.continues_saved_plan
+    )
     assert room // 2 < kept.optimizer.state_bytes() + anew.optimizer.state_bytes() <= room
 
 
@@ -340,7 +344,7 @@ def test_a_resumed_batch_that_no_longer_fits_is_planned_for_as_in_a_fresh_run(tm
     assert not any(one.plan.binding for one in first.reallocators)
     strategy = run(f"{budget}b", path=path)
     for one in strategy.reallocators:
-        assert one.goes_on and one.plan.binding and one.plan.peak_bytes <= budget
+        assert one.continues_saved_plan and one.plan.binding and one.plan.peak_bytes <= budget
 
 
 def test_what_needs_a_step_of_lightnings_is_refused():

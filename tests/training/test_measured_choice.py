@@ -26,7 +26,7 @@ from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
 from baoc.training.fully_sharded import cut, one_mesh
-from baoc.training.session import Session, SessionSettings, with_weights
+from baoc.training.session import Session, SessionSettings, without_scratch_measurements
 from baoc.types import ImageDataSpec, Role, StateKind
 from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
@@ -241,4 +241,4 @@ def test_weights_that_were_read_are_known_after_the_strategy_has_cut_them_and_fr
         assert all(map(is_sharded, module.parameters()))
         assert "read by from_pretrained" in pretrained_reason(module)
         assert SessionSettings().planner.family is not None
-        assert with_weights(SessionSettings(), network=module, pretrained=None).planner.family is None
+        assert without_scratch_measurements(SessionSettings(), network=module, pretrained=None).planner.family is None

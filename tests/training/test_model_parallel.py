@@ -111,7 +111,7 @@ def gathered(size: int, *, budget: str, again: Any = "auto", module: Any = Deep)
     weights = fitted(size, steps=3, module=module(), strategy=strategy, memory=memory)
     assert strategy.plan is not None
     peaks = strategy.plan.peak_bytes, memory.peak_bytes
-    return {"weights": weights, "told": strategy.layers_told, "peaks": peaks}
+    return {"weights": weights, "told": strategy.layers_summary, "peaks": peaks}
 
 
 def work(rank: int, size: int, store: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
 from baoc.training.measure import microbatches
 from baoc.training.measure.absent_card import fake_, fake_batch
-from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.microbatches import MicroBatchRunner
 from baoc.training.run import build
 from baoc.training.session import declared_blocks
 from baoc.types import PeakInterval
@@ -43,7 +43,7 @@ def footprint(name: str, *, checkpointing: bool, fake: bool, narrow: bool, run_d
 
     def run(batch):
         device = torch.device("cpu")
-        trials = Trials(task, batch=batch, val_batch=None, device=device, precision="bf16-mixed")
+        trials = MicroBatchRunner(task, batch=batch, val_batch=None, device=device, precision="bf16-mixed")
         params = {name: param for name, param in task.named_parameters() if param.ndim > 1 and narrow}
         with cast_to_bf16(params):
             return trials.run(micro_batch, accumulation=1, timed=False).footprint
@@ -74,7 +74,7 @@ def test_fake_tensors_count_what_real_ones_take(name, checkpointing, tmp_path):
 def test_trials_cast_as_training_does():
     """Lightning's autocast keeps no copies, which would be there all forward where activations are recomputed."""
     given = {"batch": None, "val_batch": None, "device": torch.device("cpu"), "precision": "bf16-mixed"}
-    with Trials(L.LightningModule(), **given).autocast():
+    with MicroBatchRunner(L.LightningModule(), **given).autocast():
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
@@ -105,7 +105,7 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     module = Module()
     module.net = torch.nn.Linear(4, 1)
     cpu = torch.device("cpu")
-    trials = Trials(module, batch=torch.ones(4, 4), val_batch=None, device=cpu, precision="32-true")
+    trials = MicroBatchRunner(module, batch=torch.ones(4, 4), val_batch=None, device=cpu, precision="32-true")
     trials.ranks = Agreeing()
     given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
     getattr(trials, tried)(2, **given.get(tried, {}))
@@ -122,7 +122,9 @@ def test_what_is_tried_leaves_running_statistics_and_generators_as_they_were(tri
 
     module = Module()
     module.net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-    trials = Trials(module, batch=torch.randn(4, 4), val_batch=None, device=torch.device("cpu"), precision="32-true")
+    trials = MicroBatchRunner(
+        module, batch=torch.randn(4, 4), val_batch=None, device=torch.device("cpu"), precision="32-true"
+    )
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     getattr(trials, tried)(4, **given)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -132,7 +134,7 @@ def test_what_is_tried_leaves_running_statistics_and_generators_as_they_were(tri
 def test_validation_counts_where_only_a_later_look_knows_intervals(monkeypatch: pytest.MonkeyPatch):
     """Of the first look the largest number alone is known, as of steps too long to be followed."""
     made: dict[str, Any] = {"batch": torch.ones(4, 4), "val_batch": torch.ones(4, 4), "precision": "32-true"}
-    trials = Trials(L.LightningModule(), device=torch.device("cpu"), **made)
+    trials = MicroBatchRunner(L.LightningModule(), device=torch.device("cpu"), **made)
     first = replace(made_footprint(2), validation_bytes=10**9, intervals=())
     later = replace(first, validation_bytes=0, intervals=(PeakInterval(name="backward", num_bytes=9),))
     looks = iter([first, later])
@@ -150,7 +152,7 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
     resolved = resolve(from_hydra(compose([f"model={name}", f"model.size={size}"])), device="cpu")
     task, data = build(resolved, run_dir=tmp_path, device="cpu")
     batch = next(iter(data.make_train_loader(limit=None)))
-    trials = Trials(task, batch=batch, val_batch=None, device=torch.device("cpu"), precision="32-true")
+    trials = MicroBatchRunner(task, batch=batch, val_batch=None, device=torch.device("cpu"), precision="32-true")
     blocks = partition(describe(task), declared=declared_blocks(task))
     measured = {}
     for number in range(len(recomputable_layers(task.model)) + 1):

@@ -26,7 +26,7 @@ from baoc.profiling.bf16_params import as_native
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
-from baoc.training.session import least_planned
+from baoc.training.session import least_confirmed_bytes
 from baoc.types import Footprint
 from tests.support.plan_runs import asked, plan
 from tests.support.training_runs import config
@@ -184,5 +184,5 @@ def test_a_refusal_names_a_budget_that_was_planned_for(named: int, enough: dict[
             raise InfeasibleBudgetError("no", budget_bytes=num_bytes, least_feasible_bytes=120)
         return enough[num_bytes]
 
-    least = least_planned(named, plan_at=plan_at)
+    least = least_confirmed_bytes(named, plan_at=plan_at)
     assert asked_for == told and least == min(filter(enough.get, told), default=None)

@@ -172,7 +172,7 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
 def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exception | None):
     session: Any = Session.__new__(Session)
     session.settings, session.device, session.ranks = SessionSettings(), torch.device("cpu"), SINGLE_PROCESS
-    session.module, session.layers_told, session.reshards = None, "", None
+    session.module, session.layers_summary, session.reshards = None, "", None
     session.budget, switched = parse_budget("1mb"), list[bool]()
     plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.5))
     session.planner_for = lambda *_, **__: SimpleNamespace(propose=lambda: plan)

@@ -18,7 +18,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
-from baoc.training.measure.microbatch_search import Decision
+from baoc.training.measure.microbatch_search import MicroBatchSearch
 from baoc.training.measure.probe import Probe
 from baoc.types import Option, PeakInterval, Plan
 from tests.support.decision import transformer
@@ -158,5 +158,5 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
     decision = SimpleNamespace(
         budget=parse_budget("8mb"), measurements=measurements, phases=PhaseTimer(), blocks=[], made=made
     )
-    found = Decision.least_measured(cast(Any, decision), made())
+    found = MicroBatchSearch.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

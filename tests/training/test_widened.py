@@ -12,7 +12,7 @@ from baoc.optim.backends.fused import has_kernel
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.training.lightning import widened
-from baoc.training.session import Session, SessionSettings, reduced_rows
+from baoc.training.session import Session, SessionSettings, bf16_weight_specs
 from baoc.types import Budget
 from tests.support.planners import footprint
 from tests.support.sessions import session
@@ -69,4 +69,4 @@ def test_every_row_that_a_plan_may_run_has_its_temporaries(monkeypatch: pytest.M
     known = run.complete(footprint(8))
     planner = Planner(run.infos, budget=budget, settings=settings.planner, footprint=known)
     assert "muon_int8+bf16_sr" in planner.specs and set(planner.specs) == set(known.step_temporary_bytes)
-    assert {spec.name for spec in reduced_rows(settings.planner)} >= {"muon_int8+bf16_sr", "muon_int8+split8"}
+    assert {spec.name for spec in bf16_weight_specs(settings.planner)} >= {"muon_int8+bf16_sr", "muon_int8+split8"}

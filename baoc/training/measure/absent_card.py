@@ -1,7 +1,7 @@
 """`mode=plan` for a GPU that is not in this machine: bytes are counted from shapes, seconds from data-sheet values.
 
 1. `fake_` puts fake tensors in the place of the network's. Forward and backward of a small micro-batch run on them;
-   nothing is allocated or computed (`Trials` with `emulate_cuda`, which rounds as CUDA's allocator does).
+   nothing is allocated or computed (`MicroBatchRunner` with `emulate_cuda`, which rounds as CUDA's allocator does).
 2. `_CardOptions` makes a footprint on the card of them, and seconds of operations and bytes by the card's rates.
 3. Each micro-batch, number of recomputed layers and release of gradients is planned; `best` chooses by `objective`.
 """
@@ -54,11 +54,11 @@ from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
 from baoc.training.measure.microbatch_search import axes_of, leave
-from baoc.training.measure.microbatches import Trials
+from baoc.training.measure.microbatches import MicroBatchRunner
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.plan_files import Recorder
 from baoc.training.resume import decision_of, with_decision
-from baoc.training.session import Session, SessionSettings, only_bf16
+from baoc.training.session import Session, SessionSettings, all_specs_use_bf16_weights
 from baoc.training.user_optimizer import widened
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement, Plan
 from baoc.units import format_bytes
@@ -164,7 +164,7 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Looks:
-    """Trials with one number of recomputed layers; `as_bf16`: with weights in 16 bits where a plan may keep such."""
+    """Measurements with one number of recomputed layers; `as_bf16`: with bf16 weights where a plan may keep them."""
 
     trials: list[Trial]
     as_bf16: bool
@@ -223,7 +223,7 @@ class _CardOptions:
         precision = str(self.config.trainer.precision or "32-true")
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trials = Trials(
+            trials = MicroBatchRunner(
                 self.task,
                 batch=self.batch,
                 val_batch=None,
@@ -237,7 +237,7 @@ class _CardOptions:
             needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
             no_room = memory is not None and needed > memory
             # As on the card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
-            only_as_bf16 = hopeless or only_bf16(self.session.settings.planner) or no_room
+            only_as_bf16 = hopeless or all_specs_use_bf16_weights(self.session.settings.planner) or no_room
             whole = [] if self.bf16_savings and only_as_bf16 else [False]
             for as_bf16 in [*whole, *([True] if self.bf16_savings else [])]:
                 looks = _Looks(trials=[tried(sizes[0], as_bf16=as_bf16)], as_bf16=as_bf16)
@@ -305,7 +305,9 @@ class _CardOptions:
             release=release,
         )
 
-    def _tried(self, trials: Trials, size: int, *, accumulation: int, layers: Layers | None, as_bf16: bool) -> Trial:
+    def _tried(
+        self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: Layers | None, as_bf16: bool
+    ) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
         run = partial(trials.run, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
@@ -320,7 +322,7 @@ class _CardOptions:
                     return Trial(micro_batch=size, footprint=footprint)
             return run()
 
-    def _forward_flops(self, trials: Trials, size: int, *, layers: Layers | None) -> int:
+    def _forward_flops(self, trials: MicroBatchRunner, size: int, *, layers: Layers | None) -> int:
         """Of a forward pass of `size` samples; each layer does what the one before it did."""
 
         def count(depth: int | None) -> int:

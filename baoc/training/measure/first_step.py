@@ -45,7 +45,7 @@ class FirstStep:
         # Not `self.close`: the registry of finalizers would keep sessions, their module and so the owner itself.
         weakref.finalize(owner, _close, self._hooks, self._cap).atexit = False
         for reallocator in reallocators:
-            reallocator.awaited = self._sessions[0].budget
+            reallocator.deferred_budget = self._sessions[0].budget
             hook = reallocator.optimizer.register_load_state_dict_post_hook(lambda _: self._measure())
             self._hooks.callback(hook.remove)
 
@@ -91,14 +91,14 @@ class FirstStep:
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
             reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
-            reallocator.planner.budget, reallocator.awaited = budget, None
+            reallocator.planner.budget, reallocator.deferred_budget = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
         (seen,) = self._sessions[0].ranks.all_reduce_max(seen)  # all stay, or all are planned for anew
         fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
-        staying = [reallocator for reallocator in reallocators if reallocator.goes_on and fitted]
+        staying = [reallocator for reallocator in reallocators if reallocator.continues_saved_plan and fitted]
         clear_cache(device)  # states get memory of their own, not gaps between gradients
         with self._cap:
             leave_to_others(reallocators, staying=staying)

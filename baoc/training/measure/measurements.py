@@ -23,7 +23,7 @@ from baoc.planning.microbatch import Axes, Trial, at_size, between, released, se
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
-from baoc.training.measure.microbatches import Trials, grow
+from baoc.training.measure.microbatches import MicroBatchRunner, grow
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
 TRIALS_S = 3.0  # about what trials of one kind may take
@@ -44,11 +44,11 @@ class Measurements:
         bf16_savings: Bytes that each of them saves in 16 bits, by name.
         capped: False where the CUDA context alone exceeds the budget. Sizes are then measured without the cap, for the
             error message.
-        compiled: A way is run by torch.compile where it is measured as it would be trained. Trials in small are run by
-            layers as they are, as each size is compiled for seconds: lines through them are scaled by what compiled
-            ones were measured to take.
-        explored: Trials in small that were made so far, by recomputed layers, and whether with 16-bit weights; those
-            that are there are not made again.
+        compiled: Options are measured with compiled layers, as they would be trained. Small measurements run layers
+            uncompiled, as compiling takes seconds per size; lines through them are scaled by what compiled options
+            were measured to take.
+        explored: Small measurements of earlier searches, by recomputed layers, and whether their weights were bf16.
+            They are not repeated.
 
     Attributes:
         measured_in_bf16: Numbers of recomputed layers that were measured with 16-bit weights, to stay in the cap.
@@ -60,7 +60,7 @@ class Measurements:
         config: RunConfig,
         *,
         task: Task,
-        trials: Trials,
+        trials: MicroBatchRunner,
         where: torch.device,
         budget: Budget,
         axes: Axes,
@@ -226,7 +226,7 @@ class Measurements:
     # -- trying ---------------------------------------------------------------------------------------------------
 
     def explore(self, recomputed: int) -> None:
-        """Trials of several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
+        """Measures several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
         cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
         at once it is no option then, unless layers are compiled, which may take less."""
         trials, in_bf16 = self._known.get(recomputed, ([], False))

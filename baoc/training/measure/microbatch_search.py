@@ -3,9 +3,9 @@ checkpointing), released gradients, compiled layers; each with the plan of optim
 
 1. `decide` looks for a kept decision of the same network, batch, card and settings (`decision_cache`), and confirms it
    by one measurement of its bytes.
-2. Else `Decision.explore` runs a few small micro-batches with no layer recomputed and with all (`Trials`). Bytes and
+2. Else `MicroBatchSearch.explore` runs a few small micro-batches with no layer recomputed and with all. Bytes and
    seconds of the others are interpolated (`Measurements`).
-3. `Decision.made` plans each option, a (micro-batch, recomputed layers, release), within the budget.
+3. `MicroBatchSearch.made` plans each option, a (micro-batch, recomputed layers, release), within the budget.
 4. `planning.choice.choose` measures the options that promise most, as training will run them, and takes the best by
    `objective`, in about DECIDING_S seconds.
 5. The table of options is printed and left as options.csv. Where none fits, the refusal names a budget that was tried.
@@ -57,19 +57,19 @@ from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
-from baoc.training.decision_cache import Entry, keep_decision, key_of, path_of, read_decision
+from baoc.training.decision_cache import Entry, key_of, load_decision, path_of, store_decision
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.measurements import Measurements, Way
-from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, Trials
+from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, MicroBatchRunner
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.resume import decision_of, with_decision, write_decision
 from baoc.training.session import (
     Session,
     SessionSettings,
-    bytes_may_differ,
-    held_at_most,
-    least_planned,
+    largest_shards,
+    least_confirmed_bytes,
     make_profiler,
+    needs_confirmation,
     refuse_sharded,
 )
 from baoc.training.user_optimizer import widened
@@ -89,7 +89,7 @@ COMPILED_GAIN = 0.1  # of a run's seconds, that compiled layers are taken to sav
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class SearchResult:
     """What was chosen: `config` with it, and the latency table with the rest of its step, to plan the run with.
 
     `footprint`: by which it fits. A look at the same step from another layout of memory may take a page more.
@@ -138,7 +138,7 @@ def decide(
     settings: SessionSettings,
     run_dir: Path,
     confirm: bool = True,
-) -> Decided:
+) -> SearchResult:
     """Micro-batch, recomputed layers and release chosen; the network is left with its layers set that way.
 
     Raises InfeasibleBudgetError where no option fits, with the least budget that one would need: on a GPU, unless
@@ -156,15 +156,17 @@ def decide(
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
-        decision = Decision(config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases)
+        decision = MicroBatchSearch(
+            config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases
+        )
         with phases("the key"):
             key = decision.key()
-            made, choice = decision.ranks.broadcast_result(lambda: read_decision(key)), None
+            made, choice = decision.ranks.broadcast_result(lambda: load_decision(key)), None
         if made is None or not decision.confirms(made):
             choice = decision.search(began=began, tell=tell)
             made = decision.entry(choice)
             if made is not None:
-                keep_decision(key, made)
+                store_decision(key, made)
         options = [*choice.options] if choice is not None else [*made.options] if made is not None else []
         leave(options, run_dir=run_dir, objective=config.objective)
         account: dict[str, Any] = {"kept": True}
@@ -181,14 +183,16 @@ def decide(
         if made is None:
             told_by = {"budget": decision.budget, "axes": decision.axes, "specs": decision.planner.specs}
             refusal = none_fits(options, **told_by)
-            if not (confirm and bytes_may_differ(decision.where, refusal)):
+            if not (confirm and needs_confirmation(decision.where, refusal)):
                 raise refusal
             del decision
             visit.close()  # the device is as it was before
             least_bytes = format_bytes(refusal.least_feasible_bytes)
             console.say(f"no option fits budget {config.budget.name}: whether one fits within {least_bytes} is tried")
             given: dict[str, Any] = {"task": task, "data": data, "device": device, "settings": settings}
-            least = least_planned(refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given))
+            least = least_confirmed_bytes(
+                refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given)
+            )
             raise refusal if least is None else none_fits(options, least_bytes=least, **told_by)
     chosen = made.chosen
     if confirm:
@@ -201,7 +205,7 @@ def decide(
             f"gradients are released in the backward pass, to hold budget {config.budget.name}{norm}. "
             "optim.release_gradients=false rules this out"
         )
-    return Decided(
+    return SearchResult(
         config=replace(with_decision(config, choice=decision_of(chosen)), budget=decision.budget),
         latency=made.latency,
         option=chosen,
@@ -230,7 +234,7 @@ def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> N
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
 
-class Decision:
+class MicroBatchSearch:
     """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts.
 
     Ranks that have parts of the task decide in step: what is measured, and rank 0's clock, are the same on all of them.
@@ -261,7 +265,7 @@ class Decision:
         refuse_sharded(self.params, budget=self.budget, settings=settings)
         with phases("the network's blocks"):
             self.session = Session(
-                held_at_most(describe(task, optimizer_groups=task._groups()), params=self.params),
+                largest_shards(describe(task, optimizer_groups=task._groups()), params=self.params),
                 params=self.params,
                 budget=self.budget,
                 settings=settings,
@@ -452,12 +456,12 @@ class Decision:
         found = self.session.largest(self.session.complete(self.planner.footprint))
         return {name: getattr(found, name) for name in CONSTANT}
 
-    def _trials(self, data: DataModule, *, precision: str) -> Trials:
+    def _trials(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
         with self.phases("first batches"):
             batch = next(iter(data.make_train_loader(limit=None)))
             val_batch = next(iter(data.val_dataloader()), None)
         given = {"device": self.where, "precision": precision, "phases": self.phases}
-        return Trials(self.task, batch=batch, val_batch=val_batch, **given)
+        return MicroBatchRunner(self.task, batch=batch, val_batch=val_batch, **given)
 
     def _bring(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
         """The task comes to the device: whether within a cap, and whether with those weights in 16 bits from the
@@ -730,7 +734,7 @@ def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
     console.print_options(options, objective=objective)
 
 
-def compile_is_open(decision: Decision) -> bool:
+def compile_is_open(decision: MicroBatchSearch) -> bool:
     """Whether a run that is long enough has compiled layers searched, too."""
     is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.measurements.capped
     return is_open and decision.axes.num_layers > 0 and not decision.sharded

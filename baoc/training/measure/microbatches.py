@@ -41,7 +41,7 @@ SERIES = 2  # of repeats at most, where the allocator was at work in the one bef
 RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
 
 
-class Trials:
+class MicroBatchRunner:
     """Micro-batches of `module` on `device`, which it is on already.
 
     `batch` and `val_batch` are real ones, of any size. Ranks that have parts of it try in step; what takes most counts,
@@ -281,7 +281,7 @@ class Trials:
 def grow(
     run: Callable[[int], Trial], *, sizes: Sequence[int], max_s: float, fits: Callable[[Footprint], bool]
 ) -> list[Trial]:
-    """Trials of the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
+    """Measures the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
 
     A small micro-batch takes a GPU as long as one several times as large, so it takes the largest to know the seconds
     of those between. Where that would take more than about `max_s`, the largest that does not; where memory ends, one
