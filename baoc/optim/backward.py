@@ -92,7 +92,7 @@ class BeforeStep:
     wanted: Callable[[], bool] = lambda: True
 
 
-class PartObserver(Protocol):
+class GradientObserver(Protocol):
     """An observer of a step's final gradients, which come block by block."""
 
     def begin_step(self) -> None:
@@ -266,10 +266,12 @@ class DropGradients(BackwardStepper):
 
     def __init__(self, owner: SteppedOptimizer, settings: GradientRelease):
         self.settings = settings
-        self.observer: PartObserver | None = None
+        self.observer: GradientObserver | None = None
         self.before_block: Callable[[], object] | None = None
         self.any_released = False
-        self.sizes: dict[Tensor, int] = {}  # gradient bytes to group by, of parameters that stand for larger ones
+        self.gradient_bytes: dict[
+            Tensor, int
+        ] = {}  # gradient bytes to group by, of parameters that stand for larger ones
         self.norm: Tensor | None = None  # of all gradients in the last step that had some
         self._told_hooks = False
         self._know_nothing()
@@ -290,7 +292,7 @@ class DropGradients(BackwardStepper):
         refuse_several_processes("release")
         super()._adopt(owner)
         gradients = sum(param.nbytes for param in owner.registry.names if param.requires_grad)
-        self.together_bytes = grouped_bytes(gradients) if any(param.is_cuda for param in owner.registry.names) else 0
+        self.group_bytes_limit = grouped_bytes(gradients) if any(param.is_cuda for param in owner.registry.names) else 0
         self.attach()
 
     def _reset(self) -> None:
@@ -372,7 +374,7 @@ class DropGradients(BackwardStepper):
             self._refuse_second(param)
         self.seen.add(key)
         if self._order is not None and param.grad is not None:
-            self._order.append((awaited.live.block.name, self.sizes.get(param, param.grad.nbytes)))
+            self._order.append((awaited.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
         if self._device.type == "cuda":
             awaited.group.streams.add(stream_now(self._device))
         if awaited.missing is None:
@@ -385,14 +387,14 @@ class DropGradients(BackwardStepper):
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         self.any_released = False
-        owner.registry.ready()
+        owner.registry.step_unit()
         self._learn()
         if owner.before_step:
             raise BadInputError(
                 "before_step sees the gradients of a whole step, which are never there at once with gradient release: "
                 "set optimizer.releaser.observer, which sees them by parts"
             )
-        self._order = [] if self.together_bytes and not owner.registry.groups else None
+        self._order = [] if self.group_bytes_limit and not owner.registry.step_groups else None
         self._options, self._num_bad = owner.options(), owner.finite_check.num_nonfinite
         if self.observer is not None:
             self.observer.begin_step()
@@ -400,13 +402,13 @@ class DropGradients(BackwardStepper):
     def _learn(self) -> None:
         """What there is to wait for, anew where blocks or groups changed; blocks that were stepped stay so."""
         registry = self.owner.registry
-        if self._groups is registry.groups:
+        if self._groups is registry.step_groups:
             return
         stepped = {awaited.live.block.name for awaited in self._awaited.values() if awaited.stepped}
         groups: dict[tuple[str, ...], _Group] = {}
         self._awaited = {}
         for name, live in registry.live.items():
-            names = registry.groups.get(name, (name,))
+            names = registry.step_groups.get(name, (name,))
             group = groups.setdefault(names, _Group(names=names))
             group.blocks.append(_Awaited(live=live, group=group, stepped=name in stepped))
             self._awaited |= dict.fromkeys([id(slot.param) for slot in live.slots], group.blocks[-1])
@@ -417,7 +419,7 @@ class DropGradients(BackwardStepper):
                 " put the model on one, or train without release"
             )
         self._device = next(iter(devices), self._device)
-        self._groups = registry.groups
+        self._groups = registry.step_groups
 
     def _refuse_second(self, param: Tensor) -> None:
         raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
@@ -444,7 +446,7 @@ class DropGradients(BackwardStepper):
         """Steps blocks of one group with the gradients computed so far: masks, clips, shows, uses and drops them."""
         owner, group = self.owner, blocks[0].group
         assert self._options is not None
-        unit, lives = owner.registry.alone(group.names), [awaited.live for awaited in blocks]
+        unit, lives = owner.registry.backward_unit(group.names), [awaited.live for awaited in blocks]
         others = [] if len(blocks) == len(group.blocks) else [one.live for one in group.blocks if one not in blocks]
         params = [slot.param for live in lives for slot in live.slots]
         with in_order(group.streams), _set_aside(others) if others else nullcontext():
@@ -526,8 +528,8 @@ class DropGradients(BackwardStepper):
         groups = together(
             order,
             left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
-            limit=self.together_bytes,
-            joins=lambda *pair: registry.can_join([registry.live[name] for name in pair]),
+            limit=self.group_bytes_limit,
+            joins=lambda *pair: registry.can_step_together([registry.live[name] for name in pair]),
         )
         registry.regroup(groups)
 
@@ -588,7 +590,7 @@ class DropGradients(BackwardStepper):
         self.norm = None if norm is None else norm.detach().clone()
 
 
-def take_from_others(params: list[Tensor]) -> None:
+def detach_other_releases(params: list[Tensor]) -> None:
     """Detaches the release of other optimizers on any of `params`: the newest optimizer trains them."""
     for releaser in {id(r): r for p in params if (r := _releaser_of(p)) is not None}.values():
         releaser.detach()
@@ -710,10 +712,10 @@ class KeepGradients(BackwardStepper):
         self._reset()
         self._options = owner.options()
         if self._finals and self._learned != set(owner.registry.live):
-            owner.registry.learn_travel(self._finals)
+            owner.registry.reorder_host_blocks(self._finals)
             self._learned = set(owner.registry.live)
         self._finals = []
-        for backend in owner.registry.ready().backends:
+        for backend in owner.registry.step_unit().backends:
             if isinstance(backend, HostedBackend):
                 for index, piece in enumerate(backend.pieces):
                     params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]

@@ -41,7 +41,7 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
     Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. Among them are
     loaded states of parameters that are frozen so far.
     """
-    registry.forget_overwritten()
+    registry.drop_stale_corrections()
     registry.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {
@@ -54,7 +54,7 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
         names, tuned = [slot.name for slot in live.slots], live.slots[0].tuned if live.slots else None
         blocks[name] = _spec_entry(live.spec, params=names, unseeded=live.unseeded, tuned=tuned)
         blocks[name] |= {} if live.match is None else {"match": live.match}
-    if (waiting := registry.waiting) is not None:
+    if (waiting := registry.pending_states) is not None:
         for name in (name for name in waiting.states if name in index):
             state[index[name]] = dict(waiting.states[name])
             tuned = waiting.tuned.get(name)
@@ -91,7 +91,7 @@ def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups with running indices in place of parameters, as torch writes them."""
     plain, start = [], 0
     for group in param_groups:
-        settings = {key: groups.plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {key: groups.to_plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         indices = list(range(start, start + len(group["params"])))
         plain.append({**settings, "params": indices, "param_names": list(group["param_names"])})
         start += len(indices)
@@ -216,9 +216,9 @@ def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
     if not isinstance(entry["spec"], str):
         raise TypeError(f"{entry['spec']!r} is no name of a spec")
     if "rule" not in entry:
-        return groups.to_spec(entry["spec"])
+        return groups.resolve_spec(entry["spec"])
     traits = {key: entry[key] for key in ("rule", "storage", "weights")}
-    return groups.to_spec(OptimizerSpec(name=entry["spec"], description="", **traits))
+    return groups.resolve_spec(OptimizerSpec(name=entry["spec"], description="", **traits))
 
 
 def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:

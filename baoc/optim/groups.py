@@ -40,16 +40,16 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Containers and numbers of any library (ListConfig, NumPy) as Python's own, so that a checkpoint can hold them."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value] if type(value) is list else tuple(plain(item) for item in value)
+        return [to_plain(item) for item in value] if type(value) is list else tuple(to_plain(item) for item in value)
     return value
 
 
@@ -134,7 +134,7 @@ def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
             )
 
 
-def is_made_up(name: str) -> bool:
+def is_placeholder_name(name: str) -> bool:
     """True for the names that parameters without one are given."""
     return name.startswith("param") and name.removeprefix("param").isdecimal()
 
@@ -149,7 +149,7 @@ def _group(
 ) -> dict[str, Any]:
     """One group in plain types; `seen` maps the parameters of this and the groups before to name and settings. One that
     comes without a name is called paramN, N counted over all parameters from `first` on, past names that are taken."""
-    settings = {key: plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
+    settings = {key: to_plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
     params, names = [], []
     for given, param in members_of(raw, index=index):
         if given is None and isinstance(param, Tensor) and param in seen:
@@ -255,7 +255,7 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
             name = next((n for n in (info.name, *info.aliases) if n in params), None)
             if name is None:
                 raise BadInputError(
-                    f"block {block.name} has {info.name}, which the optimizer was not given (it has {some(params)}): "
+                    f"block {block.name} has {info.name}, which the optimizer was not given (it has {shorten(params)}): "
                     "pass a module or named parameters, described with the same names"
                 )
             if name in taken:
@@ -266,17 +266,17 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
             taken.add(name)
     left = [name for name in params if name not in taken]
     if left:
-        raise BadInputError(f"no block has {some(left)}: every trainable parameter needs one")
+        raise BadInputError(f"no block has {shorten(left)}: every trainable parameter needs one")
     return found
 
 
-def some(names: Iterable[str], *, most: int = 4) -> str:
+def shorten(names: Iterable[str], *, most: int = 4) -> str:
     """The first of the names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def to_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
+def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
     """A row by name, or a row of the user's own, checked."""
     if isinstance(spec, str):
         if spec not in SPECS:
@@ -331,7 +331,7 @@ def _unsummed(block: Block, *, rule: UpdateRule) -> str:
 def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, OptimizerSpec]:
     """One spec for all, or a mapping that names every block -> spec per block, in block order."""
     if isinstance(specs, str | OptimizerSpec):
-        chosen = {block.name: to_spec(specs) for block in blocks}
+        chosen = {block.name: resolve_spec(specs) for block in blocks}
     elif not isinstance(specs, Mapping):
         raise BadInputError(f"specs is {specs!r}: give the name of one for all blocks, or a dict of block name to spec")
     else:
@@ -341,8 +341,8 @@ def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, Optimize
             raise unknown_name(unknown[0], what="block", allowed=names)
         missing = [name for name in names if name not in specs]
         if missing:
-            raise BadInputError(f"no spec was given for block(s) {some(missing)}: name one for every block")
-        chosen = {name: to_spec(specs[name]) for name in names}
+            raise BadInputError(f"no spec was given for block(s) {shorten(missing)}: name one for every block")
+        chosen = {name: resolve_spec(specs[name]) for name in names}
     for block in blocks:
         check_applies(chosen[block.name], block=block)
     return chosen
@@ -357,7 +357,7 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
     }
 
 
-def as_it_is(block: Block, params: Mapping[str, Tensor]) -> Block:
+def with_current_dtypes(block: Block, params: Mapping[str, Tensor]) -> Block:
     """The block as its parameters are now: they may have been cast or sharded since they were described."""
     dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
     infos = tuple(

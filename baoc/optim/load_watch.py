@@ -2,7 +2,7 @@
 
 An optimizer cannot see it: `load_state_dict` copies into the parameters as a user's constraint on them does, after
 which corrections are as good as before. So each module of the network that has parameters says so before it loads;
-whether other weights came is decided by their bits at the next step (`arrival.drop_stale`).
+whether other weights came is decided by their bits at the next step (`arrival.drop_stale_correction`).
 """
 
 import weakref
@@ -32,7 +32,7 @@ class _BeforeLoad:
     def __call__(self, module: nn.Module, *_: Any) -> None:
         registry = self._registry()
         if registry is not None:
-            registry.note_bits()
+            registry.checksum_weights()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return getattr, ("", "format")  # takes any arguments and does nothing

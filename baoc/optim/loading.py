@@ -75,7 +75,7 @@ def load(
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
     saved = _apart(saved, registry=registry, slots=slots)
-    registry.forget_overwritten()
+    registry.drop_stale_corrections()
     moves = []
     for live in registry.live.values():
         with registry.states_on_device(live):
@@ -83,7 +83,7 @@ def load(
         if move is not None:
             moves.append(move)
     left = [name for name in saved.states if name not in sources]
-    registry.waiting = saved.of([name for name in left if name in saved.specs])
+    registry.pending_states = saved.of([name for name in left if name in saved.specs])
     report = LoadReport(
         moves=tuple(moves),
         new_names=tuple(name for name in registry.names.values() if name not in sources),
@@ -160,14 +160,18 @@ def _by_position(saved: Saved, *, param_groups: list[dict[str, Any]]) -> dict[st
     theirs = [name for names, _ in saved.groups for name in names]
     ours = [name for group in param_groups for name in group["param_names"]]
     odd, new = set(theirs) - set(ours), set(ours) - set(theirs)
-    if not odd or not new or not (all(map(groups.is_made_up, odd)) or all(map(groups.is_made_up, new))):
+    if (
+        not odd
+        or not new
+        or not (all(map(groups.is_placeholder_name, odd)) or all(map(groups.is_placeholder_name, new)))
+    ):
         return {}
     sizes = [len(names) for names, _ in saved.groups], [len(group["param_names"]) for group in param_groups]
     pairs = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
     if sizes[0] != sizes[1] or any(a not in odd or b not in new for a, b in pairs):
         raise CheckpointError(
-            f"the checkpoint has {groups.some(theirs)} in groups of {sizes[0]} parameters, this optimizer has "
-            f"{groups.some(ours)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
+            f"the checkpoint has {groups.shorten(theirs)} in groups of {sizes[0]} parameters, this optimizer has "
+            f"{groups.shorten(ours)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
             "same parameters in the same groups, or both on named_parameters()"
         )
     return dict(pairs)
@@ -181,8 +185,8 @@ def _check_known(saved: Saved, *, param_groups: list[dict[str, Any]]) -> None:
     for position, group in enumerate(param_groups):
         if unused and group["param_names"] and there.isdisjoint(group["param_names"]):
             raise CheckpointError(
-                f"parameter group {position} has {groups.some(group['param_names'])}, of which the checkpoint has "
-                f"nothing; it has {groups.some(unused)}: build the optimizer on the names that it was saved with (a "
+                f"parameter group {position} has {groups.shorten(group['param_names'])}, of which the checkpoint has "
+                f"nothing; it has {groups.shorten(unused)}: build the optimizer on the names that it was saved with (a "
                 "prefix such as net. is part of a name), or start afresh"
             )
 
@@ -190,12 +194,12 @@ def _check_known(saved: Saved, *, param_groups: list[dict[str, Any]]) -> None:
 def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
     """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
     for live in registry.live.values():
-        saved = registry.waiting
+        saved = registry.pending_states
         slots = [slot for slot in live.slots if saved is not None and slot.name in saved.states]
         if saved is None or not slots:
             continue
         names = [slot.name for slot in slots]
-        registry.waiting = saved.of([name for name in saved.states if name not in names])
+        registry.pending_states = saved.of([name for name in saved.states if name not in names])
         try:
             sources = {slot.name: _check(slot, saved=saved) for slot in slots}
         except CheckpointError as error:
@@ -275,7 +279,7 @@ def _match_groups(saved: Saved, *, param_groups: list[dict[str, Any]]) -> list[d
                 f"parameter group {position} holds parameters that the checkpoint has in groups {indices}, with "
                 "different settings: build the optimizer with the groups it was saved with"
             )
-        new = {key: groups.plain(value) for key, value in settings[0].items()} if settings else {}
+        new = {key: groups.to_plain(value) for key, value in settings[0].items()} if settings else {}
         groups.check_settings({**group, **new})
         if "betas" in new:
             new["betas"] = tuple(float(beta) for beta in new["betas"])
@@ -393,7 +397,7 @@ def _load_match(live: LiveBlock, *, saved: Saved, registry: BlockRegistry, conve
         return
     targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
     known = (targets or rms) if registry.matched_by == "rms" else []  # else they may be of rules that average nothing
-    registry.add_match(live, rms=(sum(r * r for r in known) / len(known)) ** 0.5 if known else None)
+    registry.init_match(live, rms=(sum(r * r for r in known) / len(known)) ** 0.5 if known else None)
 
 
 def _log(report: LoadReport) -> None:

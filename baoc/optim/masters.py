@@ -18,7 +18,7 @@ from baoc.optim.state import LiveBlock, State
 
 def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Name -> fp32 copy on the CPU of every parameter, corrections added; of sharded ones all ranks get the whole."""
-    registry.forget_overwritten()
+    registry.drop_stale_corrections()
     values: dict[Tensor, Tensor] = {}
     for live in registry.live.values():
         with registry.states_on_device(live, keep=False):
@@ -29,7 +29,7 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
     return {name: values[param] if param in values else _copy(unsharded(param)) for name, (param, _) in where}
 
 
-def kept(registry: BlockRegistry) -> Mapping[Tensor, State]:
+def synchronized_states(registry: BlockRegistry) -> Mapping[Tensor, State]:
     """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
     if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in registry.live.values()):
         registry.synchronize()
@@ -64,15 +64,17 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
             continue
         with registry.states_on_device(live):
             whole = value.to(torch.float32)
-            weights.take_in_(param, registry.state[param], whole, weights=slot.weights, name=name)
+            weights.store_in_pieces_(param, registry.state[param], whole, weights=slot.weights, name=name)
         if slot.taken_in is not None:
-            slot.taken_in = weights.bits_of(param)
+            slot.taken_in = weights.checksum(param)
 
 
 def warn_of_stalling(lives: Iterable[LiveBlock]) -> list[str]:
     """Warns of blocks whose weights have 16 bits and are rounded to nearest; returns their names."""
     plain = [live for live in lives if live.spec.weights in ("native", "bf16")]
-    names = [live.block.name for live in plain if any(slot.param.dtype in weights.ROUNDED for slot in live.slots)]
+    names = [
+        live.block.name for live in plain if any(slot.param.dtype in weights.SIXTEEN_BIT_DTYPES for slot in live.slots)
+    ]
     if not names:
         return names
     warnings.warn(

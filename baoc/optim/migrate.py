@@ -178,8 +178,8 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     param = target.param
     wanted = weights.master(param, old).detach()
     dtype = weights.dtype_of(target.weights, info=target.info)
-    weights.make_room_(param, dtype=dtype, device=param.device)
-    weights.take_in_(param, new, wanted, weights=target.weights, name=target.name)
+    weights.replace_data_(param, dtype=dtype, device=param.device)
+    weights.store_in_pieces_(param, new, wanted, weights=target.weights, name=target.name)
     report.note("weights", "converted")
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
@@ -280,11 +280,11 @@ def move(
                 target.unseeded.add(slot.name)
             recast(source, slot, old, new, report=report)
             if source.weights != slot.weights and weights.CORRECTION in new:
-                slot.taken_in = weights.bits_of(slot.param)
+                slot.taken_in = weights.checksum(slot.param)
             registry.set_state(slot, new)
     registry.pack(target)
     target.carried = rms
-    registry.add_match(target, rms=rms)
+    registry.init_match(target, rms=rms)
     registry.live[target.block.name] = target
     return BlockMove(
         block=target.block.name,

@@ -33,12 +33,12 @@ from baoc.optim.backward import (
     DropGradients,
     GradientRelease,
     KeepGradients,
+    detach_other_releases,
     release_settings,
-    take_from_others,
 )
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
-from baoc.optim.registry import BlockRegistry, check_new
+from baoc.optim.registry import BlockRegistry, check_new_blocks
 from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
 from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
@@ -128,12 +128,12 @@ class BlockwiseOptimizer(Optimizer):
         self._registry: BlockRegistry | None = None
         self._keeps_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups.to_groups(params), {key: groups.plain(value) for key, value in defaults.items()})
+        super().__init__(groups.to_groups(params), {key: groups.to_plain(value) for key, value in defaults.items()})
         registry = BlockRegistry(self.state, backend=backend, matched_by=matched_by, tuning=tuning)
-        take_from_others([param for group in self.param_groups for param in group["params"]])
+        detach_other_releases([param for group in self.param_groups for param in group["params"]])
         registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._registry = registry
-        if registry.twins:
+        if registry.local_params:
             self.finite_check.vote = lambda found: bool(ranks().all_reduce_max(found)[0])
         self.overlap = KeepGradients(self)
         if releasing is not None:
@@ -238,12 +238,12 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.finish()
             self.num_steps += 1
             self._note_unseeded()
-        elif self.registry.twins:
-            self.registry.lend_gradients()
+        elif self.registry.local_params:
+            self.registry.set_local_gradients()
             try:
                 self._step_all()
             finally:
-                self.registry.return_gradients()
+                self.registry.drop_local_gradients()
         else:
             self._step_all()
         return loss
@@ -274,7 +274,7 @@ class BlockwiseOptimizer(Optimizer):
             backend(inputs)
         for join in unit.joins:
             join()
-        for slot in self.registry.idle:
+        for slot in self.registry.slots_without_rows:
             if slot.param.grad is not None:
                 self.registry.state[slot.param]["step"] += 1
 
@@ -284,7 +284,7 @@ class BlockwiseOptimizer(Optimizer):
         """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
         registry = self.registry
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
-            same = [group["params"] for group in self.param_groups] == registry.listed
+            same = [group["params"] for group in self.param_groups] == registry.params_by_group
         except RuntimeError:
             same = False
         if not same:
@@ -293,19 +293,19 @@ class BlockwiseOptimizer(Optimizer):
                 "add_param_group, and build another optimizer where some were replaced"
             )
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
-            self._admit(registry.thawed(self.param_groups))
+            self._admit(registry.thawed_params(self.param_groups))
 
     def _ready(self) -> StepUnit:
         """The StepUnit of this step: the last one, unless parameters or states have moved since."""
         registry = self.registry
         unit, held = registry.unit, registry.sample_state
-        if unit is None or registry.unstepped or not registry.placed:
-            return registry.ready()
+        if unit is None or registry.may_be_overwritten or not registry.placed:
+            return registry.step_unit()
         if held is not None and held[0].get(held[1]) is not held[2]:
-            return registry.ready()
+            return registry.step_unit()
         if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
             registry.drop_backends()
-            return registry.ready()
+            return registry.step_unit()
         return unit
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:
@@ -332,7 +332,7 @@ class BlockwiseOptimizer(Optimizer):
                 groups.check_settings({**group, "lr": lr})  # raises: a schedule may have set them
             plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
         options = list(plain)
-        for index, tuned in self.registry.rows:
+        for index, tuned in self.registry.tuned_options:
             own, betas = plain[index], betas_of(tuned, self.param_groups[index])
             options.append(Options(lr=own.lr * tuned.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay))
         return options
@@ -352,8 +352,8 @@ class BlockwiseOptimizer(Optimizer):
         clamping keep: add nothing to these gradients afterwards. With gradient release backward has masked; this then
         steps the blocks of which some parameters have no gradient.
         """
-        self.registry.lend_gradients()
-        unit = self.registry.ready()
+        self.registry.set_local_gradients()
+        unit = self.registry.step_unit()
         if self.releaser is not None:
             self.releaser.flush()
             return None if unit.marking else self.releaser.num_nonfinite
@@ -374,8 +374,8 @@ class BlockwiseOptimizer(Optimizer):
         if self.releaser is not None:
             self.releaser.check_zeroing(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
-        self.finite_check.forget(self.registry.everything)
-        self.registry.return_gradients()
+        self.finite_check.forget(self.registry.all_backends)
+        self.registry.drop_local_gradients()
         super().zero_grad(set_to_none)
 
     @property
@@ -385,13 +385,13 @@ class BlockwiseOptimizer(Optimizer):
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements found since this optimizer was built."""
-        self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
+        self.finite_check.read(self.registry.all_backends, step=self.num_steps + 1, wait=True)
         return self.finite_check.num_nonfinite
 
     @property
     def last_nonfinite(self) -> dict[str, int]:
         """Parameter name -> non-finite elements, at the last time that there were some."""
-        self.finite_check.read(self.registry.everything, step=self.num_steps + 1, wait=True)
+        self.finite_check.read(self.registry.all_backends, step=self.num_steps + 1, wait=True)
         return self.finite_check.last_nonfinite
 
     @property
@@ -448,14 +448,14 @@ class BlockwiseOptimizer(Optimizer):
         for name, given in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
-            spec = groups.to_spec(given)
+            spec = groups.resolve_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
                 targets.append(self.registry.make_block(live[name].block, spec=spec, where=where))
         self._check_between_steps("migrate was called")
-        check_new(targets)
-        self.registry.note_bits()  # in mid-run: until the next step the bits of all corrected weights are known
-        self.registry.forget_overwritten()
+        check_new_blocks(targets)
+        self.registry.checksum_weights()  # in mid-run: until the next step the bits of all corrected weights are known
+        self.registry.drop_stale_corrections()
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self.num_steps == 0
@@ -503,7 +503,7 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report = loading.load(
             saved, registry=self.registry, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
         )
-        self.num_steps, self.registry.unstepped = saved.num_steps, True
+        self.num_steps, self.registry.may_be_overwritten = saved.num_steps, True
         if self.releaser is not None:
             self.releaser.load_state_dict(state_dict.get("release"))
         self._note_unseeded()

@@ -34,9 +34,9 @@ from baoc.core.recipes import BlockTuning, Tuning
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
-from baoc.optim.backends import Backend, Choice, StepUnit, build_alone, build_backends
+from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends, build_backward_backend
 from baoc.optim.nonfinite import new_bad
-from baoc.optim.offload import HostArena, Pipelines, drop_stale, fill, make_room, order_of_travel
+from baoc.optim.offload import HostArena, Pipelines, drop_stale_correction, fill_param, replace_params, transfer_order
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_group, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
@@ -60,7 +60,7 @@ from baoc.units import format_bytes
 log = logging.getLogger(__name__)
 _LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
 _DATA_PTR = Tensor.data_ptr  # of the class: a third faster than looked up in each tensor
-FALLBACK = "adamw"  # spec of a late parameter, unless one spec was given for all
+LATE_SPEC = "adamw"  # spec of a late parameter, unless one spec was given for all
 
 
 class BlockRegistry:
@@ -94,7 +94,7 @@ class BlockRegistry:
         tuning: Tuning | None = None,
     ):
         self.state: dict[Tensor, State] = {}
-        self._shown = shown
+        self._torch_state = shown
         self.arena = HostArena()
         self.matched_by = matched_by
         self.backend = backend
@@ -102,22 +102,22 @@ class BlockRegistry:
         self.rows: list[tuple[int, BlockTuning]] = []
         self.live: dict[str, LiveBlock] = {}
         self.names: dict[Tensor, str] = {}
-        self.twins: dict[Tensor, tuple[Tensor, Shard]] = {}
-        self.shards: ShardGroup | None = None
-        self.idle: list[Slot] = []
+        self.local_params: dict[Tensor, tuple[Tensor, Shard]] = {}
+        self.shard_group: ShardGroup | None = None
+        self.slots_without_rows: list[Slot] = []
         self.frozen: list[Tensor] = []
-        self.listed: list[list[Tensor]] = []
+        self.params_by_group: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # None until a step asks for it
         self.sample_state: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
         self._pipelines: Pipelines | None = None
-        self._finals: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
-        self._alone: dict[tuple[str, ...], StepUnit] = {}
-        self.groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
-        self._choices: dict[str, Choice] = {}
-        self._unread: dict[str, int] = {}  # non-finite elements that dropped backends had found
+        self._gradient_order: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
+        self._backward_units: dict[tuple[str, ...], StepUnit] = {}
+        self.step_groups: dict[str, tuple[str, ...]] = {}  # block -> those that are stepped with it in backward
+        self._choices: dict[str, BackendChoice] = {}
+        self._unreported_nonfinite: dict[str, int] = {}  # non-finite elements that dropped backends had found
         self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
-        self.placed = self.unstepped = False  # `unstepped`: weights may have changed since the last step
-        self.waiting: Saved | None = None  # loaded states of parameters that are not trained yet
+        self.placed = self.may_be_overwritten = False  # `unstepped`: weights may have changed since the last step
+        self.pending_states: Saved | None = None  # loaded states of parameters that are not trained yet
 
     def build(
         self,
@@ -138,7 +138,7 @@ class BlockRegistry:
         blocks = [groups.single_block(info) for info in infos] if blocks is None else list(blocks)
         owners = groups.match_blocks(blocks, params={info.name: where[info.name][0] for info in infos})
         params = {name: where[owner][0] for name, owner in owners.items()}
-        blocks = [groups.as_it_is(block, params) for block in blocks]
+        blocks = [groups.with_current_dtypes(block, params) for block in blocks]
         chosen = groups.specs_by_block(specs, blocks=blocks)
         self.names = {where[name][0]: owner for owner, name in owners.items()}
         for group in param_groups:  # tied parameters are called what their block calls them
@@ -146,8 +146,8 @@ class BlockRegistry:
             group["param_names"] = [self.names.get(param, name) for param, name in pairs]
         where = groups.named_params(param_groups)
         lives = [self.make_block(block, spec=chosen[block.name], where=where) for block in blocks]
-        check_new(lives, device=device)
-        reserved = self.arena.reserve(order_of_travel(lives), device=device)
+        check_new_blocks(lives, device=device)
+        reserved = self.arena.reserve(transfer_order(lives), device=device)
         for live in lives:
             self.add_block(live, device=device, states=reserved.get(live))
         self.refresh(param_groups)
@@ -158,7 +158,7 @@ class BlockRegistry:
         slots = []
         for info in block.params:
             param, group = where[info.name]
-            twin, shard = self._twin(param, name=info.name)
+            twin, shard = self._local_param(param, name=info.name)
             part = info if shard is None else replace(info, shape=tuple(twin.shape))  # the rows that this rank steps
             slot = make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard)
             if shard is not None:
@@ -169,35 +169,35 @@ class BlockRegistry:
             slots.append(slot)
         return LiveBlock(block=block, spec=spec, rule=RULES[spec.rule], slots=slots)
 
-    def _twin(self, param: Tensor, *, name: str) -> tuple[Tensor, Shard | None]:
+    def _local_param(self, param: Tensor, *, name: str) -> tuple[Tensor, Shard | None]:
         """The tensor that is stepped for a parameter, always the same, and how the parameter is cut."""
-        if param not in self.twins:
+        if param not in self.local_params:
             shard = shard_of(param)
             if shard is None:
                 return param, None
-            cut = {self.names.get(owner, "another"): other for owner, (_, other) in self.twins.items()}
-            self.shards = common_group({**cut, name: shard})
-            self.twins[param] = local_shard(param).detach(), shard
-        return self.twins[param]
+            cut = {self.names.get(owner, "another"): other for owner, (_, other) in self.local_params.items()}
+            self.shard_group = common_group({**cut, name: shard})
+            self.local_params[param] = local_shard(param).detach(), shard
+        return self.local_params[param]
 
-    def lend_gradients(self) -> None:
+    def set_local_gradients(self) -> None:
         """Gives twins their parameters' gradients, and the data of parameters that were moved.
 
         All of one kind at once: in every step it is done for each tensor, and the device waits for the host meanwhile.
         """
-        twins = [twin for twin, _ in self.twins.values()]
-        parts = list(map(_LOCAL, self.twins))
+        twins = [twin for twin, _ in self.local_params.values()]
+        parts = list(map(_LOCAL, self.local_params))
         if list(map(_DATA_PTR, parts)) != list(map(_DATA_PTR, twins)):
             for twin, part in zip(twins, parts, strict=True):
                 twin.grad = None
                 twin.data = part.detach()
             self.drop_backends()
-        for twin, grad in zip(twins, map(_GRAD, self.twins), strict=True):
+        for twin, grad in zip(twins, map(_GRAD, self.local_params), strict=True):
             twin.grad = getattr(grad, "_local_tensor", grad)
 
-    def return_gradients(self) -> None:
+    def drop_local_gradients(self) -> None:
         """Drops the twins' gradients, so that whoever drops a parameter's gradient frees it."""
-        for twin, _ in self.twins.values():
+        for twin, _ in self.local_params.values():
             twin.grad = None
 
     def retune(self, tuning: Tuning | None, *, param_groups: list[dict[str, Any]]) -> None:
@@ -218,20 +218,20 @@ class BlockRegistry:
             device: Parameters elsewhere move there; None leaves them where they are.
             states: States that are allocated already, in the order of the block's slots.
         """
-        waiting = make_room(live, device=device)
+        waiting = replace_params(live, device=device)
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
             self.set_state(slot, state)
-            fill(slot, state, whole=waiting.pop(slot.param, None))
-        self.unstepped = True
-        self.add_match(live)
+            fill_param(slot, state, whole=waiting.pop(slot.param, None))
+        self.may_be_overwritten = True
+        self.init_match(live)
         self.live[live.block.name] = live
 
     def set_state(self, slot: Slot, state: State) -> None:
         """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
-        self._shown[slot.owner] = {} if slot.placed_on_host else state
+        self._torch_state[slot.owner] = {} if slot.placed_on_host else state
 
-    def add_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
+    def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
         """Gives a matched block its matching state, without an own RMS yet.
 
         Args:
@@ -248,63 +248,63 @@ class BlockRegistry:
     def __getstate__(self) -> dict[str, Any]:
         """Without the states: the optimizer puts them back into the copy by `adopt`. Raises BadInputError where
         parameters are sharded."""
-        if self.twins:
+        if self.local_params:
             raise refusal("sharded_copy")
         self.drop_backends()
-        return {**self.__dict__, "state": {}, "_shown": {}, "arena": HostArena()}
+        return {**self.__dict__, "state": {}, "_torch_state": {}, "arena": HostArena()}
 
     def adopt(self, shown: dict[Tensor, State]) -> None:
         """Takes a copy's states from `shown` and packs them into slabs, those of host-placed blocks into the arena."""
-        self._shown, self.state = shown, dict(shown)
+        self._torch_state, self.state = shown, dict(shown)
         for live in self.live.values():
             self.pack(live)
-        self._gather()
+        self._gather_host_slabs()
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
         """To be called after blocks, states or groups changed: the next step builds new backends."""
         self.drop_backends()
-        self._gather()
-        self._give_rows(num_groups=len(param_groups))
-        self.listed = [list(group["params"]) for group in param_groups]
-        self.frozen = [p for group in self.listed for p in group if p not in self.names]
-        cut = [slot for live in self.live.values() for slot in live.slots] if self.twins else []
-        self.idle = [slot for slot in cut if slot.counts_steps and not slot.param.numel()]
+        self._gather_host_slabs()
+        self._assign_tuned_options(num_groups=len(param_groups))
+        self.params_by_group = [list(group["params"]) for group in param_groups]
+        self.frozen = [p for group in self.params_by_group for p in group if p not in self.names]
+        cut = [slot for live in self.live.values() for slot in live.slots] if self.local_params else []
+        self.slots_without_rows = [slot for slot in cut if slot.counts_steps and not slot.param.numel()]
 
-    def _give_rows(self, *, num_groups: int) -> None:
+    def _assign_tuned_options(self, *, num_groups: int) -> None:
         """Gives tuned slots their row in a step's options, one for all slots of a group with one tuning."""
         slots = [slot for live in self.live.values() for slot in live.slots if slot.tuned is not None]
         found = {(slot.group, slot.tuned): slot.tuned for slot in slots}
-        self.rows = [(group, tuned) for (group, _), tuned in found.items() if tuned is not None]
+        self.tuned_options = [(group, tuned) for (group, _), tuned in found.items() if tuned is not None]
         places = {key: num_groups + index for index, key in enumerate(found)}
         for slot in slots:
             slot.row = places[slot.group, slot.tuned]
 
     def drop_backends(self) -> None:
         self.synchronize()
-        self._keep_counts()
-        self.unit, self.sample_state, self._alone, self.groups, self._pipelines = None, None, {}, {}, None
+        self._save_nonfinite_counts()
+        self.unit, self.sample_state, self._backward_units, self.step_groups, self._pipelines = None, None, {}, {}, None
 
-    def _keep_counts(self) -> None:
+    def _save_nonfinite_counts(self) -> None:
         """Keeps the counts of non-finite elements of backends that are about to be dropped."""
-        self._unread |= new_bad(self.everything, wait=True)
+        self._unreported_nonfinite |= new_bad(self.all_backends, wait=True)
 
-    def _gather(self) -> None:
+    def _gather_host_slabs(self) -> None:
         """Gathers states of host-placed blocks in the arena, in the order in which they are stepped."""
-        on_cpu = [live for live in order_of_travel(self.live.values()) if live.slots[0].home.type == "cpu"]
+        on_cpu = [live for live in transfer_order(self.live.values()) if live.slots[0].home.type == "cpu"]
         if self.arena.gather(on_cpu, state=self.state):
             self.drop_backends()
 
-    def ready(self) -> StepUnit:
+    def step_unit(self) -> StepUnit:
         """The StepUnit of all blocks, rebuilt where parameters or states have moved."""
         if not self.placed or ((seen := self.sample_state) is not None and seen[0].get(seen[1]) is not seen[2]):
-            self.place()
+            self.move_states()
         elif self.unit is not None and any([backend.moved for backend in self.unit.backends]):
             self.drop_backends()
-        unit = self._built()
-        self.forget_overwritten(begins=True)
+        unit = self._build_unit()
+        self.drop_stale_corrections(begins=True)
         return unit
 
-    def _built(self) -> StepUnit:
+    def _build_unit(self) -> StepUnit:
         if self.unit is None:
             backends, self._choices = build_backends(
                 self.live.values(), state=self.state, name=self.backend, pipelines=self.pipelines
@@ -316,7 +316,7 @@ class BlockRegistry:
                 backends=backends,
                 guarded={slot.param: slot.name for live in looking for slot in live.slots},
                 joins=[pipeline.join for pipeline in self.pipelines],
-                unread=self._unread,
+                unread=self._unreported_nonfinite,
             )
             slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
             if slots:
@@ -326,60 +326,62 @@ class BlockRegistry:
 
     @property
     def backends(self) -> list[Backend]:
-        return self._built().backends
+        return self._build_unit().backends
 
     @property
-    def everything(self) -> StepUnit:
+    def all_backends(self) -> StepUnit:
         """All present backends, those of `alone` included, to ask for the non-finite elements they found."""
-        units = [*filter(None, [self.unit]), *self._alone.values()]
+        units = [*filter(None, [self.unit]), *self._backward_units.values()]
         backends = [backend for unit in units for backend in unit.backends]
-        return StepUnit(backends=backends, guarded={}, unread=self._unread)
+        return StepUnit(backends=backends, guarded={}, unread=self._unreported_nonfinite)
 
-    def alone(self, names: tuple[str, ...]) -> StepUnit:
+    def backward_unit(self, names: tuple[str, ...]) -> StepUnit:
         """The StepUnit of some blocks, on the backend that steps them in `unit` too, which must be one for all."""
-        unit = self._alone.get(names)
+        unit = self._backward_units.get(names)
         if unit is not None and not unit.backends[0].moved:
             return unit
         if unit is not None:
-            self._keep_counts()
+            self._save_nonfinite_counts()
         lives = [self.live[name] for name in names]
-        backend = build_alone(lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines)
+        backend = build_backward_backend(
+            lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines
+        )
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         guarded = {slot.param: slot.name for slot in slots}
-        self._alone[names] = unit = StepUnit(backends=[backend], guarded=guarded)
+        self._backward_units[names] = unit = StepUnit(backends=[backend], guarded=guarded)
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
         """From now on backward steps the blocks of each group together. Their present units go, because step counts are
         views of the newest unit's."""
-        self._keep_counts()
-        self._alone = {}
-        self.groups = {name: group for group in groups for name in group}
+        self._save_nonfinite_counts()
+        self._backward_units = {}
+        self.step_groups = {name: group for group in groups for name in group}
 
-    def can_join(self, lives: Sequence[LiveBlock]) -> bool:
+    def can_step_together(self, lives: Sequence[LiveBlock]) -> bool:
         """Whether one unit can step these blocks: all have one backend, and none is host-placed."""
         one_backend = len({self.choices[live.block.name].backend for live in lives}) == 1
         return one_backend and all(self.pipelines.of(live) is None for live in lives)
 
-    def forget_overwritten(self, *, begins: bool = False) -> None:
+    def drop_stale_corrections(self, *, begins: bool = False) -> None:
         """Drops corrections of split weights that were overwritten. `begins`: a step begins, so later ones cannot be
         told."""
-        for slot in (slot for live in self.live.values() for slot in live.slots) if self.unstepped else ():
-            drop_stale(slot, self.state[slot.param], for_good=begins)
-        self.unstepped &= not begins
+        for slot in (slot for live in self.live.values() for slot in live.slots) if self.may_be_overwritten else ():
+            drop_stale_correction(slot, self.state[slot.param], for_good=begins)
+        self.may_be_overwritten &= not begins
 
-    def note_bits(self) -> None:
+    def checksum_weights(self) -> None:
         """Notes split weights before others may write to them, so that the next step knows which were overwritten.
 
         Before the first step, after a move and after loading it does nothing: the bits were noted when the corrections
         were made, and those that a checkpoint gave may have come before their weights.
         """
-        if self.unstepped:
+        if self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
             if weights.CORRECTION in self.state[slot.param] and slot.param.dtype is torch.bfloat16:
-                slot.taken_in = weights.bits_of(slot.param)
-        self.unstepped = True
+                slot.taken_in = weights.checksum(slot.param)
+        self.may_be_overwritten = True
 
     # -- states on the host ---------------------------------------------------------------------------------------
 
@@ -387,23 +389,23 @@ class BlockRegistry:
     def pipelines(self) -> Pipelines:
         """The buffers through which host-placed blocks pass to be stepped, built when first asked for."""
         if self._pipelines is None:
-            self._pipelines = Pipelines(self.travelling(), home=self.state)
+            self._pipelines = Pipelines(self.host_blocks(), home=self.state)
         return self._pipelines
 
-    def travelling(self) -> list[LiveBlock]:
+    def host_blocks(self) -> list[LiveBlock]:
         """Host-placed blocks in the order in which they are stepped."""
-        last = len(self._finals)
-        placed = order_of_travel(self.live.values())
-        return sorted(placed, key=lambda live: max(self._finals.get(slot.param, last) for slot in live.slots))
+        last = len(self._gradient_order)
+        placed = transfer_order(self.live.values())
+        return sorted(placed, key=lambda live: max(self._gradient_order.get(slot.param, last) for slot in live.slots))
 
-    def learn_travel(self, finals: Sequence[Tensor]) -> None:
+    def reorder_host_blocks(self, finals: Sequence[Tensor]) -> None:
         """Orders host-placed blocks by when their gradients are final; `finals` are parameters in that order.
 
         In another order a buffer would wait for a late block, and blocks that overtake it would be fetched again.
         """
-        before = self.travelling()
-        self._finals = {param: index for index, param in enumerate(finals)}
-        if self.travelling() != before:
+        before = self.host_blocks()
+        self._gradient_order = {param: index for index, param in enumerate(finals)}
+        if self.host_blocks() != before:
             self.drop_backends()
 
     def join(self) -> None:
@@ -444,9 +446,9 @@ class BlockRegistry:
                 self._pipelines.invalidate()
 
     @property
-    def choices(self) -> dict[str, Choice]:
+    def choices(self) -> dict[str, BackendChoice]:
         """Block -> the backend that steps it, and why not another."""
-        self._built()
+        self._build_unit()
         return self._choices
 
     # -- parameters that come late -------------------------------------------------------------------------------------
@@ -470,13 +472,14 @@ class BlockRegistry:
                 block = replace(block, name=f"{block.name}_late")
             late[at] = info, block
         chosen = {
-            info.name: groups.to_spec((specs or {}).get(info.name) or self.late_spec or FALLBACK) for info, _ in late
+            info.name: groups.resolve_spec((specs or {}).get(info.name) or self.late_spec or LATE_SPEC)
+            for info, _ in late
         }
         for info, block in late:  # all are checked before any gets state
             groups.check_param(where[info.name][0], name=info.name)
             groups.check_applies(chosen[info.name], block=block)
         lives = [self.make_block(block, spec=chosen[info.name], where=where) for info, block in late]
-        check_new(lives)
+        check_new_blocks(lives)
         for (info, _), live in zip(late, lives, strict=True):
             self.names[where[info.name][0]] = info.name
             self.add_block(live)
@@ -487,30 +490,30 @@ class BlockRegistry:
         log.log(
             logging.WARNING if self.late_spec is None and not specs else logging.INFO,
             "%s came after the plan was made: run by %s, with %s of state that the plan has not",
-            groups.some(info.name for info, _ in late),
+            groups.shorten(info.name for info, _ in late),
             ", ".join(dict.fromkeys(spec.name for spec in chosen.values())),
             format_bytes(held),
         )
 
-    def thawed(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
+    def thawed_params(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
         """Parameters that were frozen when the optimizer was built and have a gradient now."""
         late = {param for param in self.frozen if param.grad is not None}
         where = groups.named_params(param_groups).items()
         return [groups.param_info(name, param, group=group) for name, (param, group) in where if param in late]
 
-    def place(self) -> None:
+    def move_states(self) -> None:
         """Moves states to their parameters' device, where the model or the states were moved. Raises BadInputError
         where parameters were sharded after the optimizer was built."""
         for param, name in self.names.items():
             refuse_shard(param, name=name)
-            if is_sharded(param) and param not in self.twins:
+            if is_sharded(param) and param not in self.local_params:
                 raise refusal("sharded_late", name=name)
         for live in self.live.values():
             self.pack(live)
             if live.match is not None:
                 live.match = live.match.to(live.slots[0].param.device)
         self.drop_backends()
-        self._gather()
+        self._gather_host_slabs()
         self.placed = True
 
     def pack(self, live: LiveBlock) -> None:
@@ -544,12 +547,12 @@ class BlockRegistry:
         return sum(state["step"].nbytes for state in states if "step" in state)
 
 
-def check_new(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
+def check_new_blocks(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
     """Raises BadInputError where blocks cannot keep their weights or be host-placed as their specs say, or host memory
     is short. `device`: where parameters will be, if they are not there yet."""
     refuse_casts(lives)
     refuse_averages(lives)
-    placed = order_of_travel(lives)
+    placed = transfer_order(lives)
     for live in placed:
         devices = sorted({str(device or slot.param.device) for slot in live.slots})
         if len(devices) > 1:

@@ -18,10 +18,12 @@ _PER_ELEMENT = 0x9E3779B1  # of the hash that rounds at random
 _PER_UNIT = 2.0**8 * _LEVELS  # codes in the number's power of two
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 CORRECTION = "correction"  # key of the state
-ROUNDED = (torch.bfloat16, torch.float16)
-PIECE = 2**20  # elements that are taken in at a time
-LOOK = 2**17  # that are looked at at a time, in 1 MiB
-PIECE_BYTES = 24 * PIECE  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
+SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
+ELEMENTS_PER_PIECE = 2**20  # elements that are taken in at a time
+ELEMENTS_PER_CHECKSUM = 2**17  # that are looked at at a time, in 1 MiB
+CONVERSION_BYTES = (
+    24 * ELEMENTS_PER_PIECE
+)  # what that takes at most beside what stays: fp32 numbers and temporaries of splitting them
 
 
 def rounding_seed(name: str, *, first: int = 0) -> int:
@@ -42,11 +44,11 @@ def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     """The numbers that the parameter stands for, fp32 or wider; the parameter itself where it holds them."""
     if CORRECTION in state:
         return merge_weights(param.detach(), state[CORRECTION])
-    return param.detach().to(torch.float32) if param.dtype in ROUNDED else param
+    return param.detach().to(torch.float32) if param.dtype in SIXTEEN_BIT_DTYPES else param
 
 
 @torch.no_grad()
-def bits_of(param: Tensor) -> int:
+def checksum(param: Tensor) -> int:
     """Checksum of a bf16 parameter: the sum of its bits, on any device and with any strides.
 
     Summed in parts, because torch casts to the wider type first, which would take 8 bytes per element at once.
@@ -54,7 +56,7 @@ def bits_of(param: Tensor) -> int:
     data = param.detach().view(torch.int16)
     data = data.view(-1) if data.is_contiguous() else data
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in data.split(max(1, LOOK // max(1, data[:1].numel()))):
+    for part in data.split(max(1, ELEMENTS_PER_CHECKSUM // max(1, data[:1].numel()))):
         total += part.sum(dtype=torch.int64)
     return int(total)
 
@@ -86,7 +88,7 @@ def store_(
 
 
 @torch.no_grad()
-def make_room_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def replace_data_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gives `param` data of this type on `device`, with its strides, and returns the values to fill it with.
 
     Data that have type and device already stay. An existing gradient is moved and cast too.
@@ -101,7 +103,7 @@ def make_room_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Te
 
 
 @torch.no_grad()
-def take_in_(param: Tensor, state: Mapping[str, Tensor], whole: Tensor, *, weights: str, name: str) -> None:
+def store_in_pieces_(param: Tensor, state: Mapping[str, Tensor], whole: Tensor, *, weights: str, name: str) -> None:
     """Makes `param`, whose data have the type that `weights` asks for, keep `whole`, which may be on another device.
 
     The numbers are those of `store_`, bit for bit, and come PIECE at a time, so that they are never there in full; of a
@@ -111,8 +113,8 @@ def take_in_(param: Tensor, state: Mapping[str, Tensor], whole: Tensor, *, weigh
     near, values = (param.detach().view(-1), whole.view(-1)) if flat else (param.detach(), whole)
     kept = {key: value.view(near.shape) for key, value in state.items() if key == CORRECTION}
     width = max(1, values[:1].numel())
-    for row in range(0, len(values), max(1, PIECE // width)):
-        part = slice(row, row + max(1, PIECE // width))
+    for row in range(0, len(values), max(1, ELEMENTS_PER_PIECE // width)):
+        part = slice(row, row + max(1, ELEMENTS_PER_PIECE // width))
         piece = master(values[part].to(param.device), {})
         parts = {key: value[part] for key, value in kept.items()}
         store_(near[part], parts, piece, weights=weights, name=name, first=row * width)

@@ -78,11 +78,11 @@ def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] |
     """
     narrow = [live for live in lives if live.spec.weights != "native"]
     params = {slot.name: slot.param for live in narrow for slot in live.slots}
-    if narrow and averaged(params, copies=copies):
+    if narrow and has_averaged_copy(params, copies=copies):
         raise refusal("averaged", block=narrow[0].block.name, spec=narrow[0].spec.name)
 
 
-def averaged(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
+def has_averaged_copy(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
     """Whether an AveragedModel averages all of `params` by names and shapes, or no others by shapes alone.
 
     It has copied the network, so that none of its parameters is the network's own; another network that is averaged
@@ -113,7 +113,7 @@ def _averaged_networks() -> list[nn.Module]:
     and once for those that were built before this module was imported."""
     if not _made[0]:
         return []
-    found = [model.module for model in alive(AveragedModel) if hasattr(model, "module")]
+    found = [model.module for model in live_instances(AveragedModel) if hasattr(model, "module")]
     _made[0] = bool(found)
     return found
 
@@ -162,10 +162,10 @@ def _of_ddp() -> set[int]:
     """Identities of the parameters whose gradients a DistributedDataParallel averages, whoever has it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
-    found = alive(DistributedDataParallel)
+    found = live_instances(DistributedDataParallel)
     return {id(param) for ddp in found for param in getattr(ddp, "_module_parameters", ddp.parameters())}
 
 
-def alive(kind: type) -> list[Any]:
+def live_instances(kind: type) -> list[Any]:
     """Objects of a type. isinstance would ask proxies of other libraries, which answer for what they stand for."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from baoc.core.catalogue import with_placement
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
-from baoc.optim.backends import stand_in
+from baoc.optim.backends import proxy_backend
 from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
@@ -47,7 +47,7 @@ class ProxyBlocks:
                 made.append(Block(name=str(number), params=infos, role=Role.OTHER))
                 chosen[str(number)] = _on_device(spec, block=made[-1])
         numel = sum(param.numel() for param in self._small)
-        names = {stand_in(spec, device=next(iter(self._small)).device, numel=numel) for spec in chosen.values()}
+        names = {proxy_backend(spec, device=next(iter(self._small)).device, numel=numel) for spec in chosen.values()}
         decayed = [pair for pair in named if pair[1].ndim > 1]
         plain = [pair for pair in named if pair[1].ndim <= 1]
         parts = [(decayed, 0.01), (plain, 0.0)]
@@ -58,13 +58,13 @@ class ProxyBlocks:
             backend=names.pop() if len(names) == 1 else "auto",
             release=release is not None,
         )
-        self.optimizer.registry.graphs = False  # room may be short, see `build_alone`
+        self.optimizer.registry.graphs = False  # room may be short, see `build_backward_backend`
         self._releaser = self.optimizer.releaser
         if self._releaser is not None and release is not None:
             self._releaser.settings = release  # not told again: the run's own optimizer says what it means
-            self._releaser.sizes = {small: param.nbytes for param, small in self._small.items()}
-            if self._releaser.together_bytes:
-                self._releaser.together_bytes = grouped_bytes(sum(self._releaser.sizes.values()))
+            self._releaser.gradient_bytes = {small: param.nbytes for param, small in self._small.items()}
+            if self._releaser.group_bytes_limit:
+                self._releaser.group_bytes_limit = grouped_bytes(sum(self._releaser.gradient_bytes.values()))
         self._grads = {small: torch.full_like(small, 1e-3) for small in self._small.values()}
         self.compile()
 
@@ -88,11 +88,11 @@ class ProxyBlocks:
                 small.grad = grad
             self.finish()
             return
-        together, self._releaser.together_bytes = self._releaser.together_bytes, 0
+        together, self._releaser.group_bytes_limit = self._releaser.group_bytes_limit, 0
         for param in reversed(list(self._small)):
             self.gradient_ready(param)
         self.finish()
-        self._releaser.together_bytes = together
+        self._releaser.group_bytes_limit = together
 
 
 def _corner(param: Tensor) -> nn.Parameter:
@@ -107,5 +107,5 @@ def _on_device(spec: OptimizerSpec, *, block: Block) -> OptimizerSpec:
     try:
         groups.check_applies(spec, block=block)
     except BadInputError:
-        return groups.to_spec(FALLBACK)
+        return groups.resolve_spec(FALLBACK)
     return spec

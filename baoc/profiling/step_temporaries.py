@@ -11,9 +11,9 @@ from baoc.core.catalogue import device_spec_name, device_specs
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels import available, fits
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.backends import stand_in
+from baoc.optim.backends import proxy_backend
 from baoc.optim.backends.eager import EagerBackend
-from baoc.optim.backends.fused import exchanged_bytes, has_kernel, temporary_bytes
+from baoc.optim.backends.fused import exchanged_temporary_bytes, has_kernel, temporary_bytes
 from baoc.optim.shards import is_sharded, local_shard
 from baoc.planning.candidates import sums_columns
 from baoc.profiling.footprint import StepProbe, step_temporary_bytes
@@ -39,7 +39,7 @@ def step_temporaries(specs: Iterable[OptimizerSpec], *, params: Iterable[torch.T
     if any(is_sharded(param) for param in params):
         summing = [spec for spec in device_specs(given) if sums_columns(RULE_INFOS[spec.rule])]
         found |= _measured(summing, params=[local_shard(param) for param in params], backend=EagerBackend.name)
-        exchanged = exchanged_bytes(params)
+        exchanged = exchanged_temporary_bytes(params)
         found |= {
             spec.name: exchanged for spec in device_specs(given) if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL
         }
@@ -68,7 +68,7 @@ def _measured(
     torch.set_num_threads(1)  # others wait for each other longer than so little takes
     try:
         for spec in specs:
-            by = backend or (EagerBackend.name if moved else stand_in(spec, device=device, numel=numel))
+            by = backend or (EagerBackend.name if moved else proxy_backend(spec, device=device, numel=numel))
             if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL:
                 meta = torch.device("meta")
                 found[spec.name] = max(bytes_of_a_step(spec, meta, largest.dtype, by, shape) for shape in shapes)

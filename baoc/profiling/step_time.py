@@ -9,8 +9,8 @@ import torch
 from baoc.core.catalogue import device_specs
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.backends import stand_in
-from baoc.optim.backends.fused import bytes_tell_seconds
+from baoc.optim.backends import proxy_backend
+from baoc.optim.backends.fused import is_bandwidth_bound
 from baoc.planning.cost import bytes_per_parameter
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling.latency import MakeStep, measure_latency, read_timings, timing_key
@@ -78,7 +78,7 @@ def time_specs(
 def specs_timed_first(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
     """Names of the specs to be timed at once: on a GPU those whose seconds bytes do not tell, for others have to be
     compiled first, which takes seconds for each."""
-    return {spec.name for spec in device_specs(specs) if device.type != "cuda" or not bytes_tell_seconds(spec)}
+    return {spec.name for spec in device_specs(specs) if device.type != "cuda" or not is_bandwidth_bound(spec)}
 
 
 def with_link_rates(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:
@@ -108,7 +108,7 @@ def _parameters(numel: int, tensors: int, device: torch.device) -> list[torch.nn
 
 def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> MakeStep:
     def make(numel: int, tensors: int) -> Callable[[], None]:
-        backend = stand_in(spec, device=device, numel=num_elements)
+        backend = proxy_backend(spec, device=device, numel=num_elements)
         optimizer = BlockwiseOptimizer(_parameters(numel, tensors, device), spec, backend=backend)
         return lambda: optimizer.step()
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.masters import kept
+from baoc.optim.masters import synchronized_states
 from baoc.optim.shards import Shard, is_sharded, local_shard, reshard, shard_of, unsharded_on_rank_0
 from baoc.optim.weights import CORRECTION, master
 from baoc.parallel import refusal
@@ -101,7 +101,7 @@ class EmaWeights(L.Callback):
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
         own = {} if optimizer is None else optimizer.state  # which shows nothing of states on the host
-        states = kept(optimizer.registry) if isinstance(optimizer, BlockwiseOptimizer) else own
+        states = synchronized_states(optimizer.registry) if isinstance(optimizer, BlockwiseOptimizer) else own
         plain: list[Tensor] = []
         targets: list[Tensor] = []
         for name, parameter in module.named_parameters():

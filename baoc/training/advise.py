@@ -31,7 +31,7 @@ from baoc.data.base import DataModule
 from baoc.data.batches import BatchFactory, tensors_in
 from baoc.errors import BadInputError
 from baoc.models.switches import is_compiled, recomputable_layers, set_recomputed
-from baoc.optim.groups import check_settings, plain
+from baoc.optim.groups import check_settings, to_plain
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -150,7 +150,7 @@ def advise(
             f"{split[0]} is a BatchNorm, whose statistics are of one micro-batch, so that another one trains another "
             "network: set such layers to eval(), or take norms without statistics of the batch"
         )
-    check_settings({"lr": 0.0, "eps": 1e-8, "weight_decay": 0.0, "betas": (betas := plain(betas))})
+    check_settings({"lr": 0.0, "eps": 1e-8, "weight_decay": 0.0, "betas": (betas := to_plain(betas))})
     asked = "auto" if device is None else f"cuda:{device}" if type(device) is int else str(device)
     kind, colon, index = asked.partition(":")
     kind = choose_device(kind)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.backward import take_from_others
+from baoc.optim.backward import detach_other_releases
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
 from baoc.parallel import SINGLE_PROCESS, Ranks, check_equal_on_ranks, ranks, refuse_several_processes
@@ -197,7 +197,7 @@ class BudgetedStrategy(Strategy):
                 self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
             )
         self._refuse_mixed_types(trainer)
-        take_from_others(list(module.parameters()))  # whose hooks would step in the probe
+        detach_other_releases(list(module.parameters()))  # whose hooks would step in the probe
         super().setup_optimizers(trainer)
         theirs = self._taken_over(module)
         self.settings = without_scratch_measurements(self.settings, network=module, pretrained=self._pretrained)

@@ -20,19 +20,19 @@ from baoc.core.budgets import parse_budget, resolve_auto
 from baoc.core.catalogue import SPECS, device_spec_name
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
-from baoc.optim.backward import take_from_others
+from baoc.optim.backward import detach_other_releases
 from baoc.optim.groups import (
     check_names,
     check_settings,
     check_tensor,
-    is_made_up,
+    is_placeholder_name,
     members_of,
-    plain,
     raw_groups,
+    to_plain,
 )
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
-from baoc.optim.wrappers import alive, averaged
+from baoc.optim.wrappers import has_averaged_copy, live_instances
 from baoc.parallel import SINGLE_PROCESS, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
@@ -125,11 +125,11 @@ class BaocOptimizer(BlockwiseOptimizer):
             refuse_several_processes("optimizer")
         params = unwrapped(params)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_settings({key: plain(value) for key, value in options.items()})
+        check_settings({key: to_plain(value) for key, value in options.items()})
         module, named, groups = with_network(params, model=unwrapped(model))
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
-        take_from_others([param for _, param in pairs])  # whose hooks would step in the probe
+        detach_other_releases([param for _, param in pairs])  # whose hooks would step in the probe
         group.broadcast_tensors(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
         free = -int(group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
@@ -144,7 +144,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         unknown = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
-        if bf16_weight_specs(settings.planner) and averaged(named):
+        if bf16_weight_specs(settings.planner) and has_averaged_copy(named):
             settings = without_bf16(settings, because=["AveragedModel"])
         session = Session(
             infos if limit.memory_bytes is None else largest_shards(infos, params=named),
@@ -336,7 +336,7 @@ def _warn_of_copies(optimizer: Any) -> None:
         return
     optimizer._counts_once = False
     mine = {param for group in optimizer.param_groups for param in group["params"]}
-    for found in alive(DistributedDataParallel):
+    for found in live_instances(DistributedDataParallel):
         if not found.gradient_as_bucket_view and not mine.isdisjoint(found.parameters()):
             num_bytes = sum(param.nbytes for param in found.parameters() if param.requires_grad)
             log.warning(
@@ -375,7 +375,7 @@ def with_network(
         raise BadInputError(f"model is a {type(model).__name__}: give the torch.nn.Module that has the parameters")
     module = params if model is None and isinstance(params, nn.Module) else model
     named, groups = name_parameters(params, model=model)
-    if module is None and all(map(is_made_up, named)):
+    if module is None and all(map(is_placeholder_name, named)):
         module = network_of(param for group in groups for _, param in group["params"])
         named, groups = name_parameters(groups, model=module)
     return module, named, groups
@@ -387,7 +387,7 @@ def network_of(params: Iterable[Tensor]) -> nn.Module | None:
     `model.parameters()` says neither names nor layers, by which roles, measured recipes and checkpoints go.
     """
     wanted = set(map(id, params))
-    built = [module for module in alive(nn.Module) if "_modules" in module.__dict__]  # by nn.Module.__init__
+    built = [module for module in live_instances(nn.Module) if "_modules" in module.__dict__]  # by nn.Module.__init__
     found = [module for module in built if wanted <= set(map(id, module.parameters()))]
     return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 

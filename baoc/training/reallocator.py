@@ -21,7 +21,7 @@ from baoc.config.schema import ReallocationConfig
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
-from baoc.optim.groups import named_params, to_spec
+from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
@@ -467,7 +467,7 @@ class Reallocator:
 
     def _moved(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
         live = self.optimizer.registry.live
-        cast = any(live[block].spec.weights != to_spec(spec).weights for block, spec in choices.items())
+        cast = any(live[block].spec.weights != resolve_spec(spec).weights for block, spec in choices.items())
         with self.around_migration(cast):
             return tuple(self.optimizer.migrate(choices, moments=moments))
 

@@ -33,7 +33,7 @@ from baoc.models.pretrained import pretrained_reason
 from baoc.models.switches import count_recomputed_layers, recomputable_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
-from baoc.optim.offload import arrival_bytes
+from baoc.optim.offload import weight_conversion_bytes
 from baoc.optim.shards import is_sharded, largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
@@ -582,7 +582,7 @@ class Session:
         return replace(
             footprint,
             step_temporary_bytes=temporaries | step_temporaries(matrices, params=self.hidden or planned),
-            arrival_bytes=arrival_bytes(specs, device=footprint.device),
+            arrival_bytes=weight_conversion_bytes(specs, device=footprint.device),
         )
 
     def largest(self, footprint: Footprint) -> Footprint:

@@ -108,7 +108,7 @@ class Pair:
 def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     return [
         graph
-        for backend in optimizer.registry.ready().marking
+        for backend in optimizer.registry.step_unit().marking
         for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
         for graph in unit.engine.graphs._graphs.values()
         if graph is not None
@@ -116,7 +116,7 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
 
 
 def use_graphs(optimizer: BlockwiseOptimizer, graphs: bool) -> None:
-    for backend in optimizer.registry.ready().backends:  # those that are there from now on
+    for backend in optimizer.registry.step_unit().backends:  # those that are there from now on
         backend.graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -171,7 +171,7 @@ def main() -> None:
                     print(*list(row.values())[:-2], flush=True)
             for case in cases:
                 ratios = [own / kept for own, kept in zip(case.step_ms, cases[0].step_ms, strict=True)]
-                groups = len(set(case.optimizer.registry.groups.values()))
+                groups = len(set(case.optimizer.registry.step_groups.values()))
                 ratio = mean_interval(ratios, level=0.95)
                 table.append((spec, case.how, mean(case.step_ms), ratio.mean, ratio.low, ratio.high, groups))
                 with timed() as seconds:

@@ -48,7 +48,7 @@ def work(specs: Sequence[str]) -> None:
         shapes = [shape for shape in SHAPES if len(shape) == 2 or not matrices]
         params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
         optimizer = BlockwiseOptimizer([(f"p{i}", p) for i, p in enumerate(params)], spec, lr=1e-3, backend="fused")
-        for backend in optimizer.registry.ready().backends:
+        for backend in optimizer.registry.step_unit().backends:
             backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
         for step in range(3):
             for index, param in enumerate(params):

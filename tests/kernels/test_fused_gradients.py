@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BeforeStep
-from baoc.optim.backends import backend_for
+from baoc.optim.backends import choose_backend
 from tests.support.fused_pair import MIXED, SMALL, Pair, dump, poison
 from tests.support.optimizing import build, make_params
 
@@ -212,5 +212,5 @@ def test_a_parameter_that_moved_is_noticed() -> None:
 
 def test_a_backend_that_is_not_asked_for_is_not_taken() -> None:
     live = Pair("adamw", SMALL).eager.registry.live["a"]
-    assert backend_for(live, name="eager").backend == "eager"
-    assert backend_for(live, name="auto").backend == "fused"
+    assert choose_backend(live, name="eager").backend == "eager"
+    assert choose_backend(live, name="auto").backend == "fused"

@@ -99,7 +99,7 @@ def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> 
     assert fused.temporary_bytes(SPECS["muon_int8"], params=params) == polar.workspace_bytes(1, 192, 64)
     assert fused.temporary_bytes(SPECS["muon"], params=[*params, *params]) == polar.workspace_bytes(2, 192, 64)
     assert fused.temporary_bytes(SPECS["adamw_int8"], params=params) == 0
-    assert fused.bytes_tell_seconds(SPECS["lion"]) and not fused.bytes_tell_seconds(SPECS["muon"])
+    assert fused.is_bandwidth_bound(SPECS["lion"]) and not fused.is_bandwidth_bound(SPECS["muon"])
 
 
 @interpreted

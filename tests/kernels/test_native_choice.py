@@ -38,7 +38,7 @@ def test_auto_is_native_for_large_networks_only(monkeypatch: pytest.MonkeyPatch)
         return build(make_params({"a": (20, 50)}), spec).registry.choices["a"].backend
 
     assert chosen("adamw_int8") == "eager"
-    monkeypatch.setattr(backends, "NATIVE_FROM", 1000)
+    monkeypatch.setattr(backends, "MIN_NATIVE_ELEMENTS", 1000)
     assert chosen("adamw_int8") == "native"
     assert chosen("adamw+split8") == "native"
     assert chosen("adamw") == "eager", "it is torch's step bit for bit"
@@ -46,12 +46,12 @@ def test_auto_is_native_for_large_networks_only(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_measurements_stand_for_what_auto_will_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends, "NATIVE_FROM", 1000)
+    monkeypatch.setattr(backends, "MIN_NATIVE_ELEMENTS", 1000)
     cpu = torch.device("cpu")
-    names = {n: backends.stand_in(SPECS[n], device=cpu, numel=1000) for n in ("adamw", "adamw_int8", "muon")}
+    names = {n: backends.proxy_backend(SPECS[n], device=cpu, numel=1000) for n in ("adamw", "adamw_int8", "muon")}
     assert names == {"adamw": "auto", "adamw_int8": "native", "muon": "auto"}
-    assert backends.stand_in(SPECS["adamw_int8"], device=cpu, numel=999) == "auto"
-    assert backends.stand_in(SPECS["adamw_int8"], device=torch.device("cuda"), numel=10**9) == "auto"
+    assert backends.proxy_backend(SPECS["adamw_int8"], device=cpu, numel=999) == "auto"
+    assert backends.proxy_backend(SPECS["adamw_int8"], device=torch.device("cuda"), numel=10**9) == "auto"
 
 
 def test_large_gradients_whose_norm_is_above_the_limit_are_no_reason_to_leave_anything_out():

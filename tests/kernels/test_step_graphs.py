@@ -148,6 +148,6 @@ def test_whole_steps_alone_are_captured(how: str, monkeypatch: pytest.MonkeyPatc
     asked: list[bool] = []
     init = Graphs.__init__
     monkeypatch.setattr(Graphs, "__init__", lambda self, *a, on: asked.append(on) or init(self, *a, on=on))
-    monkeypatch.setattr("baoc.profiling.proxy_blocks.stand_in", lambda *_, **__: "fused")
+    monkeypatch.setattr("baoc.profiling.proxy_blocks.proxy_backend", lambda *_, **__: "fused")
     step_twice(how)
     assert asked and set(asked) == {how == "kept"}

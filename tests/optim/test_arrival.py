@@ -86,8 +86,11 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
         held, before = 2 * numel, before + 4 * host
     least = before + held + 3 * max(0, held - 4 * numel)
     assert least - 2**10 < peak <= least + 24 * 4096
-    assert arrival.arrival_bytes([optimizer.registry.live["a"].spec], device="cuda:0") == weights.PIECE_BYTES
-    assert arrival.arrival_bytes([optimizer.registry.live["a"].spec], device="cpu") == 0
+    assert (
+        arrival.weight_conversion_bytes([optimizer.registry.live["a"].spec], device="cuda:0")
+        == weights.CONVERSION_BYTES
+    )
+    assert arrival.weight_conversion_bytes([optimizer.registry.live["a"].spec], device="cpu") == 0
 
 
 def test_a_plan_has_room_for_what_comes() -> None:
@@ -130,15 +133,17 @@ def test_weights_are_told_apart_by_parts_wherever_they_lie(monkeypatch: pytest.M
     monkeypatch.setattr(weights, "LOOK", 100)
     one = torch.randn(41, 24).bfloat16()
     with _Sums() as sums:
-        known = weights.bits_of(one)
+        known = weights.checksum(one)
     assert max(sums.numels) == 100 and sum(sums.numels) == one.numel()
     room = torch.zeros(3 + one.numel()).bfloat16()
     elsewhere = room[3:].view(41, 24).copy_(one)
     turned = one.t().contiguous().t()
-    assert [weights.bits_of(same) for same in (elsewhere, turned)] == [known, known]
+    assert [weights.checksum(same) for same in (elsewhere, turned)] == [known, known]
     one[40, 23] += 1
-    assert weights.bits_of(one) != known
-    assert weights.bits_of(torch.zeros((), dtype=torch.bfloat16)) == weights.bits_of(torch.zeros(0, 3).bfloat16()) == 0
+    assert weights.checksum(one) != known
+    assert (
+        weights.checksum(torch.zeros((), dtype=torch.bfloat16)) == weights.checksum(torch.zeros(0, 3).bfloat16()) == 0
+    )
 
 
 @pytest.mark.parametrize("by_data", [True, False])

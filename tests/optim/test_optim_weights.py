@@ -452,7 +452,7 @@ class TestWeightsThatAreLoadedInMidRun:
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             other.load_state_dict(net.state_dict())
         assert b"baoc" not in pickle.dumps(net)
-        assert not optimizer.registry.unstepped
+        assert not optimizer.registry.may_be_overwritten
         del optimizer
         net.load_state_dict(net.state_dict())  # does not need the optimizer that is gone
 
@@ -461,4 +461,4 @@ class TestWeightsThatAreLoadedInMidRun:
         optimizer = BaocOptimizer(net, budget="state_25")
         self.step(net, optimizer, steps=2)
         net.load_state_dict(net.state_dict())
-        assert optimizer.registry.unstepped
+        assert optimizer.registry.may_be_overwritten

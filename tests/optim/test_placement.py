@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError
 from baoc.kernels import host_memory
 from baoc.optim.backends import HostedBackend
-from baoc.optim.offload import order_of_travel
+from baoc.optim.offload import transfer_order
 from baoc.optim.rules import RULES
 from baoc.planning.cost import aligned, cost, slab_bytes, state_bytes
 from baoc.planning.transfer import buffer_bytes, capacity_bytes, cut
@@ -155,7 +155,7 @@ def test_the_arena_of_a_model_that_was_moved_to_a_gpu_is_locked_there(monkeypatc
     locked: list[int] = []
     monkeypatch.setattr(host_memory, "register", lambda memory, device: bool(locked.append(memory.numel())))
     registry = build(make_params(SHAPES), "adamw@streamed").registry
-    blocks = order_of_travel(registry.live.values())
+    blocks = transfer_order(registry.live.values())
     for device in ("cpu", "cuda:0", "cuda:0"):
         registry.arena.gather(blocks, state=registry.state, device=torch.device(device))
     assert locked == [registry.arena.nbytes] and not registry.arena.locked

@@ -161,7 +161,7 @@ def test_blocks_travel_in_the_order_in_which_backward_is_done_with_them(monkeypa
             counts.append(len(loads))
             del loads[:]
         num = len(host.registry.backends[0].pieces)  # pyright: ignore[reportAttributeAccessIssue]
-        travelling = [live.block.name for live in host.registry.travelling()]
+        travelling = [live.block.name for live in host.registry.host_blocks()]
     assert travelling == order and num > 6
     assert counts[0] > counts[1] == num + 4 and counts[2:] == [num, num]  # the four that were fetched ahead come again
     assert_same(values(plain), values(params))

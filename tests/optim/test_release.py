@@ -137,8 +137,8 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
 ) -> None:
     """Alone, or blocks together up to so many bytes of gradients, as on a GPU; a block may stay away."""
     nets, optimizers = pair_of_nets(lr=1e-2)
-    assert optimizers[1].releaser is not None and optimizers[1].releaser.together_bytes == 0
-    optimizers[1].releaser.together_bytes = limit
+    assert optimizers[1].releaser is not None and optimizers[1].releaser.group_bytes_limit == 0
+    optimizers[1].releaser.group_bytes_limit = limit
     for step in range(6):
         for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
@@ -151,7 +151,7 @@ def test_a_network_with_tied_and_idle_parameters_trains_alike_and_its_tied_one_i
     same(nets, optimizers)
     steps = {name: optimizers[1].state[param]["step"].item() for name, param in nets[1].named_parameters()}
     assert steps["embed.weight"] == 6 and steps["second.weight"] == 2 and steps["unused"] == 0
-    assert max(map(len, optimizers[1].registry.groups.values()), default=1) == largest
+    assert max(map(len, optimizers[1].registry.step_groups.values()), default=1) == largest
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])
@@ -167,7 +167,7 @@ def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(s
     pair = Pair(spec, shapes, blocks=blocks, lr=1e-2)
     releaser = pair.released.releaser
     assert releaser is not None
-    releaser.together_bytes, held = 3 * 8 * 8 * 4, [0]
+    releaser.group_bytes_limit, held = 3 * 8 * 8 * 4, [0]
 
     def note(_: Tensor) -> None:
         held.append(sum(p.grad.nbytes for n, p in pair.twins.items() if p.grad is not None and n[0] in "ac"))
@@ -179,7 +179,7 @@ def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(s
         missing = ("b" if half else "bc") if 1 < step < 5 else ""
         kept = [name for name in grads if name[0] not in missing]
         pair.step({name: grads[name] for name in (sorted(kept) if step == 5 else kept)})
-        assert step or all(len(group) == 2 for name, group in pair.released.registry.groups.items() if name != "z")
+        assert step or all(len(group) == 2 for name, group in pair.released.registry.step_groups.items() if name != "z")
         if not half and step < 5:
             assert max(held) <= 3 * 8 * 8 * 4, f"step {step}"
     pair.check()

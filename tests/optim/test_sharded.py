@@ -154,7 +154,7 @@ def clipped() -> dict[str, Tensor]:
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert all(twin.grad is None for twin, _ in optimizer.registry.twins.values())
+        assert all(twin.grad is None for twin, _ in optimizer.registry.local_params.values())
     return optimizer.export_weights()
 
 

@@ -113,12 +113,12 @@ def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
     blocks = [[weight] for weight in net.parameters()]
     small = ProxyBlocks(blocks, specs=[SPECS["adamw"]] * 6, release=GradientRelease())
     assert small.optimizer.state_bytes() < 6 * 3000 and small.optimizer.releaser is not None
-    small.optimizer.releaser.together_bytes = 2**19  # two of the network's gradients
+    small.optimizer.releaser.group_bytes_limit = 2**19  # two of the network's gradients
     for _ in range(2):
         for (param,) in reversed(blocks):
             small.gradient_ready(param)
         small.finish()
-    assert set(small.optimizer.registry.groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
+    assert set(small.optimizer.registry.step_groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
 
 
 def test_of_many_micro_batches_a_few_tell_how_long_all_take():

@@ -53,9 +53,9 @@ def test_after_a_fit_no_backend_holds_on_to_weights_and_states():
     class Watched(BaocStrategy):
         def teardown(self):
             registry = self.reallocator.optimizer.registry
-            during.append(bool(registry.everything.backends))
+            during.append(bool(registry.all_backends.backends))
             super().teardown()
-            after.append(bool(registry.everything.backends))
+            after.append(bool(registry.all_backends.backends))
 
     fit(Watched("8gb"))
     assert during == [True] and after == [False]

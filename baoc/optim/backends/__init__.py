@@ -22,8 +22,18 @@ from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import OptimizerSpec
 
 __all__ = [
-    "BACKENDS", "NATIVE_FROM", "Backend", "Choice", "HostedBackend", "Options", "StepInputs", "StepUnit", "backend_for",
-    "build_alone", "build_backends", "stand_in",
+    "BACKENDS",
+    "MIN_NATIVE_ELEMENTS",
+    "Backend",
+    "BackendChoice",
+    "HostedBackend",
+    "Options",
+    "StepInputs",
+    "StepUnit",
+    "build_backends",
+    "build_backward_backend",
+    "choose_backend",
+    "proxy_backend",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -36,23 +46,23 @@ BACKENDS: dict[str, type[Backend]] = {
 }
 # Elements of an optimizer from which `auto` steps natively on the CPU. Smaller networks step in milliseconds anyway and
 # so need no compiler; results recorded with them stay the same bit for bit.
-NATIVE_FROM = 1_000_000
+MIN_NATIVE_ELEMENTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class BackendChoice:
     """The backend that steps a block, and why those that were asked before it do not."""
 
     backend: str
     refused: str = ""
 
 
-def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
+def choose_backend(block: LiveBlock, *, name: str, numel: int = 0) -> BackendChoice:
     """The backend for a block of an optimizer that steps `numel` elements altogether, wherever states are placed.
 
     `auto` takes the fastest that can step the block: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16
-    parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from NATIVE_FROM
-    elements on; `eager` for all else, and for fp32 AdamW on the CPU, where it is torch's own step bit for bit. A named
+    parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from
+    MIN_NATIVE_ELEMENTS on; `eager` for all else, and for fp32 AdamW on the CPU, where it is torch's own step bit for bit. A named
     backend takes what it can; the rest is eager, and the log says so. Matrices that need other ranks' rows are
     `exchanged` by kernels, else eager; what needs sums over other ranks' rows is eager.
 
@@ -69,17 +79,17 @@ def backend_for(block: LiveBlock, *, name: str, numel: int = 0) -> Choice:
     for candidate in candidates:
         why = BACKENDS[candidate].refusal(block)
         if not why:
-            return Choice(backend=candidate, refused="; ".join(refused))
+            return BackendChoice(backend=candidate, refused="; ".join(refused))
         refused.append(f"{candidate}: {why}")
-    return Choice(backend="eager", refused="; ".join(refused))
+    return BackendChoice(backend="eager", refused="; ".join(refused))
 
 
 def _automatic(spec: OptimizerSpec, *, numel: int) -> tuple[str, ...]:
     torchs_own = spec.rule == "adamw" and spec.storage == "fp32" and spec.weights == "native"
-    return ("fused", "native") if numel >= NATIVE_FROM and not torchs_own else ("fused",)
+    return ("fused", "native") if numel >= MIN_NATIVE_ELEMENTS and not torchs_own else ("fused",)
 
 
-def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
+def proxy_backend(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
     """The backend to name for a small optimizer that is measured in place of one of `numel` elements under `auto`."""
     if device.type != "cpu" or "native" not in _automatic(spec, numel=numel) or native_refusal(spec):
         return "auto"
@@ -88,7 +98,7 @@ def stand_in(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
 
 def build_backends(
     blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, pipelines: Pipelines
-) -> tuple[list[Backend], dict[str, Choice]]:
+) -> tuple[list[Backend], dict[str, BackendChoice]]:
     """The backends that all blocks need, and each block's Choice. Those that work beside the others come first."""
     blocks = list(blocks)
     for slot in (slot for live in blocks for slot in live.slots):
@@ -96,7 +106,7 @@ def build_backends(
     if name != "auto":
         BACKENDS[name].require()
     numel = sum(live.block.numel for live in blocks)
-    choices = {live.block.name: backend_for(live, name=name, numel=numel) for live in blocks}
+    choices = {live.block.name: choose_backend(live, name=name, numel=numel) for live in blocks}
     backends: list[Backend] = []
     for pipeline in pipelines:
         for backend, pieces in pipeline.pieces(lambda live: choices[live.block.name].backend).items():
@@ -111,7 +121,7 @@ def build_backends(
     return backends, choices
 
 
-def build_alone(
+def build_backward_backend(
     blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipelines: Pipelines
 ) -> Backend:
     """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed

@@ -269,7 +269,7 @@ def apply_(
     16-bit parameters are updated in fp32, with their correction where they have one, and rounded once.
     """
     param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.row]
-    work = weights.master(param, state) if param.dtype in weights.ROUNDED else param
+    work = weights.master(param, state) if param.dtype in weights.SIXTEEN_BIT_DTYPES else param
     old = work[~finite] if finite is not None else None
     if options.weight_decay != 0:
         work.mul_(1 - options.lr * options.weight_decay)

@@ -64,7 +64,7 @@ def has_kernel(spec: OptimizerSpec) -> bool:
     return True
 
 
-def bytes_tell_seconds(spec: OptimizerSpec) -> bool:
+def is_bandwidth_bound(spec: OptimizerSpec) -> bool:
     """Whether a kernel steps the spec whose time is that of the bytes it moves."""
     return has_kernel(spec) and not FAMILIES[spec.rule].takes_workspace
 
@@ -79,7 +79,7 @@ def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
     )
 
 
-def exchanged_bytes(params: Iterable[Tensor]) -> int:
+def exchanged_temporary_bytes(params: Iterable[Tensor]) -> int:
     """The most that a step of sharded `params` takes beside states, where all of their matrices run Muon."""
     most, by_kernel, size = 0, [], 1
     for param in params:

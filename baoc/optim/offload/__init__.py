@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
-from baoc.optim.offload.arrival import arrival_bytes, drop_stale, fill, make_room
+from baoc.optim.offload.arrival import drop_stale_correction, fill_param, replace_params, weight_conversion_bytes
 from baoc.optim.offload.streaming import StagingPipeline
 from baoc.optim.offload.streams import Streams
 from baoc.optim.state import LiveBlock, State
@@ -15,15 +15,15 @@ __all__ = [
     "Pipelines",
     "StagingPipeline",
     "Streams",
-    "arrival_bytes",
-    "drop_stale",
-    "fill",
-    "make_room",
-    "order_of_travel",
+    "drop_stale_correction",
+    "fill_param",
+    "replace_params",
+    "transfer_order",
+    "weight_conversion_bytes",
 ]
 
 
-def order_of_travel(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
+def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
     """Host-placed blocks in the order in which backward is done with them, near enough: the last ones first."""
     return [live for live in reversed(list(blocks)) if live.on_host and any(slot.owner.numel() for slot in live.slots)]
 

@@ -14,40 +14,40 @@ from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import OptimizerSpec
 
 
-def arrival_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
+def weight_conversion_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
     """Temporary bytes on a GPU while weights are converted to the fewer bits that some of `specs` keep.
 
     0 elsewhere: host and device share memory there, and the full weights count from the start.
     """
     some = device.startswith("cuda") and any(spec.weights != "native" for spec in specs)
-    return weights.PIECE_BYTES if some else 0
+    return weights.CONVERSION_BYTES if some else 0
 
 
-def make_room(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, Tensor]:
+def replace_params(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, Tensor]:
     """Gives parameters that are not on `device` data there, yet to be filled; parameter -> the numbers that are to."""
     waiting: dict[Tensor, Tensor] = {}
     for slot in live.slots:
         if device is not None and slot.param.device != device:
             dtype = weights.dtype_of(slot.weights, info=slot.info)
-            waiting[slot.param] = weights.make_room_(slot.param, dtype=dtype, device=device)
+            waiting[slot.param] = weights.replace_data_(slot.param, dtype=dtype, device=device)
     return waiting
 
 
-def fill(slot: Slot, state: State, *, whole: Tensor | None) -> None:
+def fill_param(slot: Slot, state: State, *, whole: Tensor | None) -> None:
     """Fills a parameter in its spec's weight format from `whole`, or from its own values if they are on the device."""
     if slot.weights != "native":
         if whole is None:
             dtype = weights.dtype_of(slot.weights, info=slot.info)
-            whole = weights.make_room_(slot.param, dtype=dtype, device=slot.param.device)
-        weights.take_in_(slot.param, state, whole, weights=slot.weights, name=slot.name)
+            whole = weights.replace_data_(slot.param, dtype=dtype, device=slot.param.device)
+        weights.store_in_pieces_(slot.param, state, whole, weights=slot.weights, name=slot.name)
         if weights.CORRECTION in state and not slot.param.is_meta:
-            slot.taken_in = weights.bits_of(slot.param)
+            slot.taken_in = weights.checksum(slot.param)
     elif whole is not None:
         slot.param.detach().copy_(whole)
 
 
 @torch.no_grad()
-def drop_stale(slot: Slot, state: State, *, for_good: bool) -> None:
+def drop_stale_correction(slot: Slot, state: State, *, for_good: bool) -> None:
     """Before the first step: the correction of weights that are not those it was split off, as a model was loaded after
     its optimizer was built, is not theirs and goes. What was written back as it was counts as nothing. Versions do not
     tell: writing to `.data` changes none, and copies begin with others.
@@ -56,7 +56,7 @@ def drop_stale(slot: Slot, state: State, *, for_good: bool) -> None:
     """
     if slot.taken_in is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
         return  # a parameter that was cast is refused by who steps it
-    if weights.bits_of(slot.param) != slot.taken_in:
+    if weights.checksum(slot.param) != slot.taken_in:
         state[weights.CORRECTION].zero_()
     if for_good:
         slot.taken_in = None
