@@ -255,8 +255,8 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
             name = next((n for n in (info.name, *info.aliases) if n in params), None)
             if name is None:
                 raise BadInputError(
-                    f"block {block.name} has {info.name}, which the optimizer was not given (it has {shorten(params)}): "
-                    "pass a module or named parameters, described with the same names"
+                    f"block {block.name} has {info.name}, which the optimizer was not given (it has "
+                    f"{shorten(params)}): pass a module or named parameters, described with the same names"
                 )
             if name in taken:
                 raise BadInputError(f"{name} is in two blocks, one of them {block.name}: each parameter has one block")

@@ -14,8 +14,8 @@ What it holds, from the outside in:
    (`refresh`, `drop_backends`). Replacements by others are detected by `sample_state`, whose identity is
    compared, and by each backend's `moved`.
 5. Blocks that are stepped in backward have a unit of their own (`alone`), on the same backend.
-6. A rank steps its rows of a sharded parameter as a plain tensor, the parameter's twin (`baoc.optim.shards`). `state`
-   has twins for keys, and `lend_gradients` gives them the gradients of a step.
+6. A rank steps its rows of a sharded parameter as a plain tensor, the local parameter (`baoc.optim.shards`). `state`
+   has these for keys, and `set_local_gradients` gives them the gradients of a step.
 """
 
 import logging
@@ -116,7 +116,7 @@ class BlockRegistry:
         self._choices: dict[str, BackendChoice] = {}
         self._unreported_nonfinite: dict[str, int] = {}  # non-finite elements that dropped backends had found
         self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
-        self.placed = self.may_be_overwritten = False  # `unstepped`: weights may have changed since the last step
+        self.placed = self.may_be_overwritten = False  # weights may have changed since the last step
         self.pending_states: Saved | None = None  # loaded states of parameters that are not trained yet
 
     def build(
