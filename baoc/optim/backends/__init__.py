@@ -63,8 +63,8 @@ def choose_backend(block: LiveBlock, *, name: str, numel: int = 0) -> BackendCho
     `auto` takes the fastest that can step the block: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16
     parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from
     MIN_NATIVE_ELEMENTS on; `eager` for all else, and for fp32 AdamW on the CPU, where it is torch's own step bit for
-    bit. A named backend takes what it can; the rest is eager, and the log says so. Matrices that need other ranks' rows are
-    `exchanged` by kernels, else eager; what needs sums over other ranks' rows is eager.
+    bit. A named backend takes what it can; the rest is eager, and the log says so. Matrices that need other ranks' rows
+    are `exchanged` by kernels, else eager; what needs sums over other ranks' rows is eager.
 
     native agrees with eager to the tolerance in tests/kernels/test_native_*.py (a unit in the last place of an update,
     a code in thousands). A machine without a compiler trains the same only to that tolerance: name a backend where bits
