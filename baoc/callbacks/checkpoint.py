@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes, bool, type(None))
 
 
-class AsideCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes aside in the same folder, hashed, fsyncs, renames; checks before loading. SafeCheckpoint puts it in place.
 
     Raises OutputError on a full disk, CheckpointError for files that are missing, torn or damaged.
@@ -84,7 +84,7 @@ class SafeCheckpoint(Checkpoint):
     is written before Lightning closes the epoch, so that a finished run can go on to more steps. With `keep` above 1,
     older ones stay as `step_N.ckpt`. The best one, `best_N.ckpt`, is written after validations by `monitor` (`mode` min
     or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track` wraps each writing, for
-    whoever measures memory: `memory_monitor.track`. Once `urgent()` is True, the step in progress is the last that
+    whoever measures memory: `memory_monitor.track`. Once `is_ending()` is True, the step in progress is the last that
     counts: its checkpoint is written as soon as it ends.
 
     Nothing is written on an exception: an interrupt may come in the middle of a step. Of several ranks all take
@@ -113,7 +113,7 @@ class SafeCheckpoint(Checkpoint):
         self.sign = 1.0 if mode == "min" else -1.0
         self.meta = dict(meta or {})
         self.track = track or (lambda label: nullcontext())
-        self.urgent: Callable[[], bool] = lambda: False  # whether the process is about to end
+        self.is_ending: Callable[[], bool] = lambda: False  # whether the process is about to end
         self.best: dict[str, float] = {}  # file name -> monitored value
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
@@ -122,7 +122,7 @@ class SafeCheckpoint(Checkpoint):
         self._written_s = 0.0  # of the newest one, or of that from which the run goes on
         self._ranks: Ranks = SINGLE_PROCESS
         self._vote = vote or StepVote()
-        self._vote.ask["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
+        self._vote.local_values["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
 
     @property
     def last_path(self) -> Path:
@@ -142,7 +142,7 @@ class SafeCheckpoint(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._ranks = self._vote.ranks = ranks_of(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = AsideCheckpointIO()
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -154,7 +154,7 @@ class SafeCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_due(trainer) and (self.urgent() or not validation_follows(trainer)):
+        if self._is_due(trainer) and (self.is_ending() or not validation_follows(trainer)):
             _log_first(trainer)
             self._save_last(trainer)
 
@@ -164,7 +164,7 @@ class SafeCheckpoint(Checkpoint):
         self._save_best(trainer)
         if self._is_due(trainer) and not accumulating(trainer):
             self._save_last(trainer)
-        elif self.urgent() and trainer.global_step == self._last_step:
+        elif self.is_ending() and trainer.global_step == self._last_step:
             self._written = None  # written before this validation, which a resumed run need not do again
             self._write(trainer, self.last_path)
 
@@ -176,7 +176,7 @@ class SafeCheckpoint(Checkpoint):
         checkpoint[SCHEMA_KEY] = CHECKPOINT_SCHEMA
         self._written_s = max(time(), self._written_s + 1e-3)  # a machine's clock may be behind the one before
         checkpoint[META_KEY] = {**self.meta, WRITTEN_KEY: self._written_s}
-        if not self._warned and (strange := unplain(checkpoint)):
+        if not self._warned and (strange := unsafe_entries(checkpoint)):
             self._warned = True
             log.warning(
                 "the checkpoint holds %s, which a safe load refuses: keep tensors and plain values only in "
@@ -217,7 +217,7 @@ class SafeCheckpoint(Checkpoint):
         step = trainer.global_step
         if fast_dev_run(trainer) or step == self._last_step:
             return False
-        if self.urgent() and not accumulating(trainer):
+        if self.is_ending() and not accumulating(trainer):
             return True
         if self._vote.outcome("checkpoint"):
             return not accumulating(trainer)
@@ -231,7 +231,7 @@ class SafeCheckpoint(Checkpoint):
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{CHECKPOINT_SUFFIX}")
             self._prune(self.keep - 1)
         self._last_step, self._written_at = trainer.global_step, monotonic()
-        self._vote.done("checkpoint")
+        self._vote.reset("checkpoint")
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:
@@ -291,12 +291,12 @@ def _link(source: Path, path: Path) -> None:
             shutil.copyfileobj(content, file)
 
 
-def unplain(value: Any, *, path: str = "") -> list[str]:
+def unsafe_entries(value: Any, *, path: str = "") -> list[str]:
     """Where a checkpoint holds something that `weights_only` loading refuses: `path (type)` of each."""
     if isinstance(value, PLAIN):
         return []
     if type(value) in (dict, OrderedDict):
-        return [found for key, item in value.items() for found in unplain(item, path=f"{path}/{key}")]
+        return [found for key, item in value.items() for found in unsafe_entries(item, path=f"{path}/{key}")]
     if type(value) in (list, tuple, set):
-        return [found for index, item in enumerate(value) for found in unplain(item, path=f"{path}/{index}")]
+        return [found for index, item in enumerate(value) for found in unsafe_entries(item, path=f"{path}/{index}")]
     return [f"{path[1:]} ({type(value).__name__})"]

@@ -30,11 +30,11 @@ class LossGuard(L.Callback):
 
     def __init__(self, *, patience: int = 20, vote: StepVote | None = None):
         self.patience = patience
-        self.num_bad = self.num_in_a_row = 0
+        self.num_nonfinite = self.num_consecutive = 0
         self.tell: Callable[[str], None] = say
         self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
         self._vote = vote or StepVote()
-        self._vote.ask["loss"] = self._worst
+        self._vote.local_values["loss"] = self._worst
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._vote.ranks = ranks_of(trainer)
@@ -53,15 +53,15 @@ class LossGuard(L.Callback):
             return
         kind = int(self._vote.outcome("loss"))
         if not kind:
-            self.num_in_a_row = 0
+            self.num_consecutive = 0
             return
-        self.num_bad += 1
-        self.num_in_a_row += 1
-        what, before = f"the loss of step {trainer.global_step} is {KINDS[kind]}", self.num_in_a_row - 1
-        if self.num_in_a_row >= self.patience:
+        self.num_nonfinite += 1
+        self.num_consecutive += 1
+        what, before = f"the loss of step {trainer.global_step} is {KINDS[kind]}", self.num_consecutive - 1
+        if self.num_consecutive >= self.patience:
             told = f", as was that of the {before} steps before it" if before else ""
             raise DivergedError(f"{what}{told} (faults.patience): {REMEDY}")
-        self.tell(f"{what}: the step changes nothing (number {self.num_bad} of this run)")
+        self.tell(f"{what}: the step changes nothing (number {self.num_nonfinite} of this run)")
 
     def _worst(self) -> float:
         """Which of KINDS the first loss of the step is that is no finite number; 0 where all are."""
@@ -70,7 +70,7 @@ class LossGuard(L.Callback):
         return next((KINDS.index(str(value)) for value in values if not math.isfinite(value)), 0)
 
     def state_dict(self) -> dict[str, int]:
-        return {"bad": self.num_bad, "in_a_row": self.num_in_a_row}
+        return {"bad": self.num_nonfinite, "in_a_row": self.num_consecutive}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.num_bad, self.num_in_a_row = state_dict["bad"], state_dict["in_a_row"]
+        self.num_nonfinite, self.num_consecutive = state_dict["bad"], state_dict["in_a_row"]

@@ -30,17 +30,20 @@ TRACKED_STEPS = 3
 class MemoryMonitor(L.Callback):
     """Peak device memory of a run, as docs/budgets.md#memory-what-counts defines it for the device.
 
-    On a CPU: the largest live storage bytes that operators see during the first `tracked_steps` optimizer steps (each
-    with all its micro-batches: forward, backward, step), the first validation batch, the loading of a checkpoint, and
-    whatever runs inside `track` (decisions, migrations, checkpoints, samples, export). `tracked` is True meanwhile, as
-    tracking slows a step; `every_step` tracks all steps and all validation batches, at that cost. On CUDA:
-    `context_bytes`, read again as kernels load, and the most that the allocator reserved, the whole run long; nothing
-    is slowed.
+    On a CPU the peak is the largest number of live storage bytes that operators see in tracked phases: the first
+    `tracked_steps` optimizer steps (all micro-batches; forward, backward, step), the first validation batch, the
+    loading of a checkpoint, and whatever runs inside `track` (decisions, migrations, checkpoints, samples, export).
+    Tracking slows a step, and `tracked` is True for such a batch. `every_step` tracks all steps and all validation
+    batches.
 
-    `budget`'s memory limit is enforced where `enforce`: BudgetBreachedError ends the run (exit code 4). Place this
-    after StepMonitor, so that its own work is not timed. `peaks` says which stretch held how much, `highest` which one
-    held most. Of several ranks the one that holds most counts; `by_rank` is the most that each held in this attempt, as
-    of when they last compared, and empty for a process alone.
+    On CUDA the peak is `context_bytes`, read again as kernels load, plus the allocator's largest reservation over the
+    whole run. Nothing is slowed.
+
+    With `enforce`, a peak above `budget`'s memory limit ends the run with BudgetBreachedError (exit code 4). `peaks`
+    has the peak of each phase, `peak_phase` names the phase that used most. Of several ranks the largest peak counts;
+    `peak_by_rank` is the largest of each rank in this attempt, as of their last comparison, and empty without ranks.
+
+    Place this callback after StepMonitor, so that its own work is not timed.
     """
 
     def __init__(
@@ -60,10 +63,10 @@ class MemoryMonitor(L.Callback):
         self.context_bytes = context_bytes
         self.predicted_bytes = predicted_bytes
         self.enforce = enforce
-        self.held: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
+        self.extra_tensors: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
         self.peaks: dict[str, int] = {}
         self.predicted: Callable[[], int] = lambda: 0  # returns the largest peak that a plan of this attempt predicted
-        self.probed_bytes = 0  # peak of the measurements before the plan, which is part of the run's peak
+        self.probe_peak_bytes = 0  # peak of the measurements before the plan, which is part of the run's peak
         self._noted_bytes = 0  # see `note_peak`
         self._before = self._before_predicted = 0  # the peak under earlier budgets
         self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
@@ -87,7 +90,7 @@ class MemoryMonitor(L.Callback):
         return self._slowed
 
     @property
-    def highest(self) -> str:
+    def peak_phase(self) -> str:
         """The stretch of this attempt that held most, "" before anything was measured and on CUDA, where the allocator
         knows of no stretches."""
         return max(reversed(self.peaks), key=self.peaks.__getitem__, default="")  # of equal ones the one inside
@@ -110,7 +113,7 @@ class MemoryMonitor(L.Callback):
         self._noted_bytes = max(self._noted_bytes, num_bytes)
 
     @property
-    def by_rank(self) -> tuple[int, ...]:
+    def peak_by_rank(self) -> tuple[int, ...]:
         own = self._ranks.rank
         return tuple(max(held, self._own_bytes) if rank == own else held for rank, held in enumerate(self._by_rank))
 
@@ -142,7 +145,7 @@ class MemoryMonitor(L.Callback):
     @property
     def highest_predicted_bytes(self) -> int:
         """The largest peak that any plan of the run predicted, or that was measured before its first plan."""
-        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.probed_bytes)
+        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.probe_peak_bytes)
 
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
         """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
@@ -199,7 +202,7 @@ class MemoryMonitor(L.Callback):
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
         self.peaks, self._noted_bytes, self._now_by_rank, self._by_rank = {}, 0, (), ()
-        self._before, self._before_predicted, self._earlier, self.probed_bytes = 0, 0, {}, 0
+        self._before, self._before_predicted, self._earlier, self.probe_peak_bytes = 0, 0, {}, 0
         self._seen_validation = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -306,7 +309,7 @@ class MemoryMonitor(L.Callback):
         if self._tracker is None or self._trainer is None:
             return
         self._tracker.prime(
-            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.held(), held
+            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.extra_tensors(), held
         )
         self._tracker.reset_peak()
         self._tracker.__enter__()

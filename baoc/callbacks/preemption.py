@@ -39,8 +39,8 @@ class Preemption(L.Callback):
         self.received: str | None = None
         self._checkpoint = checkpoint
         self._vote = vote or StepVote()
-        self._vote.ask["signal"] = lambda: 0 if self.received is None else 1 + NAMES.index(self.received)
-        checkpoint.urgent = lambda: self.agreed is not None
+        self._vote.local_values["signal"] = lambda: 0 if self.received is None else 1 + NAMES.index(self.received)
+        checkpoint.is_ending = lambda: self.agreed is not None
 
     @property
     def agreed(self) -> str | None:

@@ -17,7 +17,7 @@ class Sources(L.Callback):
         return {"hashes": dict(self.hashes)}
 
 
-def changed(content: Mapping[str, Any], *, now: Mapping[str, str]) -> list[str]:
+def changed_sources(content: Mapping[str, Any], *, now: Mapping[str, str]) -> list[str]:
     """A sentence for each source that a checkpoint's `content` has with another hash; those it does not know pass."""
     then: Mapping[str, str] = content.get("callbacks", {}).get(Sources.__qualname__, {}).get("hashes", {})
     return [

@@ -11,7 +11,7 @@ from baoc.parallel import SINGLE_PROCESS, Ranks
 
 
 class StepVote(L.Callback):
-    """Asks each of `ask` for a number; the `outcome` is the largest that any rank has, by the same name.
+    """Asks each of `local_values` for a number; the `outcome` is the largest that any rank has, by the same name.
 
     Votes come before the first step, after each step and after each validation: one small message of all numbers. What
     a callback does by one it then does on all ranks in the same step. Place it before all callbacks that do. A process
@@ -19,15 +19,15 @@ class StepVote(L.Callback):
     """
 
     def __init__(self) -> None:
-        self.ask: dict[str, Callable[[], float]] = {}
+        self.local_values: dict[str, Callable[[], float]] = {}
         self._agreed: dict[str, float] = defaultdict(float)
         self.ranks: Ranks = SINGLE_PROCESS
         self._placed = False
 
     def outcome(self, name: str) -> float:
-        return self._agreed[name] if self._placed else self.ranks.all_reduce_max(self.ask[name]())[0]
+        return self._agreed[name] if self._placed else self.ranks.all_reduce_max(self.local_values[name]())[0]
 
-    def done(self, name: str) -> None:
+    def reset(self, name: str) -> None:
         """What was agreed on is done, and is not to be done again before the next vote."""
         self._agreed[name] = 0.0
 
@@ -50,8 +50,8 @@ class StepVote(L.Callback):
 
     def _vote(self) -> None:
         if self.ranks is not SINGLE_PROCESS:
-            numbers = self.ranks.all_reduce_max(*(ask() for ask in self.ask.values()))
-            self._agreed.update(zip(self.ask, numbers, strict=True))
+            numbers = self.ranks.all_reduce_max(*(ask() for ask in self.local_values.values()))
+            self._agreed.update(zip(self.local_values, numbers, strict=True))
 
 
 def ranks_of(trainer: L.Trainer) -> Ranks:

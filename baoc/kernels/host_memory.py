@@ -25,11 +25,11 @@ def available_host_bytes() -> int | None:
 
     None where the system does not tell.
     """
-    found = [limit for limit in (of_system(), _of_container()) if limit is not None]
+    found = [limit for limit in (system_available_bytes(), _cgroup_available_bytes()) if limit is not None]
     return min(found, default=None)
 
 
-def of_system() -> int | None:
+def system_available_bytes() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -42,7 +42,7 @@ def of_system() -> int | None:
         return None
 
 
-def _of_container() -> int | None:
+def _cgroup_available_bytes() -> int | None:
     """Bytes that a cgroup leaves; its page cache counts as free."""
     for folder, limit, used, cache in CGROUPS:
         try:
@@ -67,7 +67,7 @@ def check_host_memory(nbytes: int, *, what: str) -> None:
         )
 
 
-def host_memory(nbytes: int, *, what: str) -> Tensor:
+def allocate_host_memory(nbytes: int, *, what: str) -> Tensor:
     """uint8 zeros on the CPU, not locked. Raises BadInputError where they cannot be had."""
     check_host_memory(nbytes, what=what)
     try:
@@ -78,24 +78,25 @@ def host_memory(nbytes: int, *, what: str) -> Tensor:
         ) from error
 
 
-class Lock:
-    """Keeps `memory` where it is, so that copies to and from `device` run by themselves, until this object is gone.
+class PageLock:
+    """Page-locks `memory` for asynchronous copies to and from `device`, until this object is garbage-collected.
 
-    Registered, not allocated as pinned: torch's pinned memory is rounded up to a power of two. `on` is False where the
-    system refuses, as it does above the limit on locked memory; copies then are slower and wait.
+    The memory is registered with CUDA, not allocated as pinned, because torch rounds pinned memory up to a power of
+    two. `refused` is True if the system refused, as it does above its limit on locked memory (`ulimit -l`); copies are
+    then slower and synchronous.
     """
 
     def __init__(self, memory: Tensor, *, device: torch.device):
         self.memory, self.device = memory, device
         wanted = device.type == "cuda" and memory.numel() > 0
-        self.on = wanted and register(memory, device=device)
-        self.refused = wanted and not self.on
-        if self.on:
-            release = weakref.finalize(self, _unregister, memory, device)
+        self.locked = wanted and page_lock(memory, device=device)
+        self.refused = wanted and not self.locked
+        if self.locked:
+            release = weakref.finalize(self, _page_unlock, memory, device)
             release.atexit = False  # the process gives everything back, in an order of its own
 
 
-def register(memory: Tensor, *, device: torch.device) -> bool:
+def page_lock(memory: Tensor, *, device: torch.device) -> bool:
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         try:
@@ -109,7 +110,7 @@ def register(memory: Tensor, *, device: torch.device) -> bool:
         return not error
 
 
-def _unregister(memory: Tensor, device: torch.device) -> None:
+def _page_unlock(memory: Tensor, device: torch.device) -> None:
     """`memory` lives until here, as the finalizer holds it; copies to and from it may be on their way."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -57,7 +57,7 @@ class BudgetControl(L.Callback):
         self._saved: dict[str, Any] = {}
         self._checked_step = -1
         self._vote = vote = vote or StepVote()
-        vote.ask["budget"] = lambda: float(vote.ranks.rank == 0 and self._file_state()[0] != self._last_mark)
+        vote.local_values["budget"] = lambda: float(vote.ranks.rank == 0 and self._file_state()[0] != self._last_mark)
 
     # -- set-up and resume ----------------------------------------------------------------------------------------
 

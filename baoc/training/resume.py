@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from baoc.callbacks.generators import RngState, check_rng
-from baoc.callbacks.sources import changed
+from baoc.callbacks.sources import changed_sources
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking import console, files
@@ -124,7 +124,7 @@ def check_resume(
             f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
             "trainer.max_steps, or mode=eval to evaluate it"
         )
-    for sentence in changed(content, now=sources or {}):
+    for sentence in changed_sources(content, now=sources or {}):
         console.say(sentence)
     saved = content.get("hyper_parameters", {}).get("optimizer", {})
     for key in ("lr", "betas", "eps", "weight_decay"):

@@ -331,7 +331,7 @@ def result_of_run(
         peak_bytes_predicted=parts.memory.highest_predicted_bytes,
         peak_by_stretch=dict(parts.memory.peaks),
         num_ranks=parts.strategy.ranks.size,
-        peak_by_rank=parts.memory.by_rank,
+        peak_by_rank=parts.memory.peak_by_rank,
         state_bytes=state,
         state_bytes_predicted=plan.allocation.state_bytes,
         state_bytes_adamw=plan.state_bytes_adamw,

@@ -221,12 +221,12 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     device = strategy.root_device
     memory.context_bytes, memory.predicted_bytes = current_context_bytes(device), predicted_bytes
     if device.type == "cuda":  # with weights in full
-        memory.probed_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
+        memory.probe_peak_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler
     held = [part.buffers for part in (profiler, task.ema) if part is not None]
-    memory.held = lambda: [buffers() for buffers in held]
+    memory.extra_tensors = lambda: [buffers() for buffers in held]
     strategy.reallocator.memory_phase = memory.track
     strategy.reallocator.peak_listeners.append(memory.note_peak)
     if task.ema is not None and memory.every_step:

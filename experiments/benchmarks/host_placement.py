@@ -33,7 +33,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.kernels.host_memory import Lock, host_memory  # noqa: E402
+from baoc.kernels.host_memory import PageLock, allocate_host_memory  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
 from baoc.units import MIB  # noqa: E402
 from tests.support.placing import rings  # noqa: E402
@@ -126,8 +126,8 @@ def _backward(params: dict[str, nn.Parameter], grads: list[Tensor], *, optimizer
 def link() -> list[Row]:
     """GB/s by size of the block that is copied; the sizes are those of 1M to 64M parameters at 3.125 bytes."""
     rows, total = [], 1024 * MIB
-    host = host_memory(total, what="the measurement")
-    lock = Lock(host, device=DEVICE)
+    host = allocate_host_memory(total, what="the measurement")
+    lock = PageLock(host, device=DEVICE)
     there = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     half = total // 2
@@ -145,7 +145,7 @@ def link() -> list[Row]:
                         begin = half + start
                         host[begin : begin + size].copy_(there[begin : begin + size], non_blocking=True)
 
-        row: Row = {"block_mparams": millions, "block_bytes": size, "locked": lock.on}
+        row: Row = {"block_mparams": millions, "block_bytes": size, "locked": lock.locked}
         for name, ways in (("in", (True, False)), ("out", (False, True)), ("both", (True, True))):
             times = timed(lambda ways=ways: go(*ways), warmup=1, steps=7)
             row[f"{name}_gbps"] = round(sum(ways) * len(starts) * size / median(times) / 1e6, 1)

@@ -55,7 +55,7 @@ def test_a_skipped_step_changes_no_weight(value: float) -> None:
     """loss + inf has finite gradients: they are left out all the same."""
     module = Poisoned([3], value=value)
     trainer, guard, said = fit(module)
-    assert trainer.global_step == 8 and guard.num_bad == 1 and guard.num_in_a_row == 0
+    assert trainer.global_step == 8 and guard.num_nonfinite == 1 and guard.num_consecutive == 0
     changed = [not torch.equal(a, b) for a, b in zip(module.trace, module.trace[1:], strict=False)]
     assert changed == [True, True, False, True, True, True, True]
     assert said == [f"the loss of step 4 is {value}: the step changes nothing (number 1 of this run)"]
@@ -64,7 +64,7 @@ def test_a_skipped_step_changes_no_weight(value: float) -> None:
 def test_a_bad_micro_batch_costs_its_whole_step() -> None:
     module = Poisoned([5])
     _, guard, _ = fit(module, accumulate_grad_batches=2, max_steps=5)
-    assert guard.num_bad == 1
+    assert guard.num_nonfinite == 1
     assert torch.equal(module.trace[3], module.trace[5]) and not torch.equal(module.trace[5], module.trace[7])
 
 

@@ -89,7 +89,7 @@ def test_the_peak_of_a_linear_model_is_its_tensors() -> None:
             return torch.optim.AdamW(self.parameters(), foreach=False)
 
     module, monitor = Big(), MemoryMonitor()
-    monitor.probed_bytes = 2**40  # before the plan of an earlier fit
+    monitor.probe_peak_bytes = 2**40  # before the plan of an earlier fit
     fit(monitor, module=module)
     assert monitor.highest_predicted_bytes == 0
     numel = sum(p.numel() for p in module.parameters())
@@ -153,7 +153,7 @@ def test_what_a_part_held_before_a_part_inside_it_stays_its_own() -> None:
     monitor = MemoryMonitor()
     fit(monitor, module=Inside())
     assert monitor.peaks["decision"] >= 4 * WIDE > monitor.peaks["migration"]
-    assert monitor.highest == "decision"
+    assert monitor.peak_phase == "decision"
 
 
 def test_every_step_is_tracked_where_that_is_asked_for() -> None:

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from baoc.callbacks.checkpoint import AsideCheckpointIO, SafeCheckpoint, unplain
+from baoc.callbacks.checkpoint import AtomicCheckpointIO, SafeCheckpoint, unsafe_entries
 from baoc.errors import CheckpointError, OutputError
 from baoc.tracking.checkpoints import load_checked
 from baoc.tracking.files import read_jsonl
@@ -82,13 +82,13 @@ def test_the_best_is_kept(tmp_path: Path, mode: str, best: int) -> None:
 
 def test_best_and_last_of_one_step_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    real = AsideCheckpointIO.save_checkpoint
+    real = AtomicCheckpointIO.save_checkpoint
 
-    def save(self: AsideCheckpointIO, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save(self: AtomicCheckpointIO, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         written.append(Path(path).name)
         real(self, checkpoint, path, storage_options)
 
-    monkeypatch.setattr(AsideCheckpointIO, "save_checkpoint", save)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
     fit(SafeCheckpoint(tmp_path, monitor="val/loss"), module=Scripted([1.0]), max_steps=6)
     assert written == ["best_00000006.ckpt"]
     assert names(tmp_path) == ["best_00000006.ckpt", "last.ckpt"]
@@ -142,7 +142,7 @@ def test_an_error_of_torch_keeps_its_text_where_the_disk_has_room(
 
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(RuntimeError, match="cannot write this tensor"):
-        AsideCheckpointIO().save_checkpoint({}, tmp_path / "last.ckpt")
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "last.ckpt")
 
 
 def test_an_interrupt_in_the_middle_of_a_step_writes_nothing(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_objects_that_a_safe_load_refuses_are_named_when_saving(
     module.hparams["root"] = Path("x")
     fit(SafeCheckpoint(tmp_path), module=module, max_steps=1)
     assert "the checkpoint holds hyper_parameters/root (PosixPath), which a safe load refuses" in caplog.text
-    assert unplain({"a": [1, {"b": (None, torch.zeros(1))}]}) == []
+    assert unsafe_entries({"a": [1, {"b": (None, torch.zeros(1))}]}) == []
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -66,19 +66,19 @@ def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, caplo
         raise build.Unavailable("no compiler today")
 
     monkeypatch.setattr(build, "compiled", refuse)
-    grad_addresses.found_calls.cache_clear()
+    grad_addresses.torch_calls.cache_clear()
     try:
         with caplog.at_level("INFO"):
             assert grad_addresses.grad_addresses([nn.Parameter(torch.zeros(3))]) is None
         assert "addresses of gradients are read one by one" in caplog.text and "no compiler today" in caplog.text
     finally:
-        grad_addresses.found_calls.cache_clear()
+        grad_addresses.torch_calls.cache_clear()
 
 
 def test_what_sees_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_addresses.GradAddresses, "read", lambda self: True)  # it claims to have read, and has not
-    grad_addresses.found_calls.cache_clear()
+    grad_addresses.torch_calls.cache_clear()
     try:
         assert grad_addresses.grad_addresses([nn.Parameter(torch.zeros(3))]) is None
     finally:
-        grad_addresses.found_calls.cache_clear()
+        grad_addresses.torch_calls.cache_clear()

@@ -34,9 +34,9 @@ print(sorted({choice.backend for choice in optimizer.registry.choices.values()})
 @pytest.fixture(autouse=True)
 def found_anew(monkeypatch: pytest.MonkeyPatch):
     """The library is looked for once per process, so what a test found must not stay."""
-    build.library_or_why.cache_clear()
+    build.library_or_error.cache_clear()
     yield
-    build.library_or_why.cache_clear()
+    build.library_or_error.cache_clear()
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     build.library()
-    build.library_or_why.cache_clear()
+    build.library_or_error.cache_clear()
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("it is in the cache")
 
     monkeypatch.setattr(build, "compile_source", refuse)
     build.library()
-    build.library_or_why.cache_clear()
+    build.library_or_error.cache_clear()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     with pytest.raises(AssertionError, match="it is in the cache"):
         build.library()
@@ -186,7 +186,7 @@ class TestWhoseLibraryItIs:
         return tmp_path / "cache"
 
     def kept(self) -> Path:
-        return build.kept_library(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
+        return build.cached_library(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
 
     def plant(self, folder: Path) -> Path:
         """A library where the real one would be, with a hash that agrees."""
@@ -303,6 +303,6 @@ class TestWhoseLibraryItIs:
             path.unlink(missing_ok=True)
             path.write_bytes(b"built")
 
-        assert build.kept_library(self.NAME, ["source"], make).read_bytes() == b"built"
+        assert build.cached_library(self.NAME, ["source"], make).read_bytes() == b"built"
         assert made == [found] or (change == "owner" and os.getuid() != 0)
         assert noted.read_text() == build.hash_of(found)

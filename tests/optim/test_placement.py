@@ -141,7 +141,7 @@ def test_one_warning_where_locking_is_refused(
         def __init__(self, memory: Tensor, *, device: torch.device):
             self.device = device
 
-    monkeypatch.setattr("baoc.optim.offload.arena.Lock", Refused)
+    monkeypatch.setattr("baoc.optim.offload.arena.PageLock", Refused)
     with caplog.at_level(logging.WARNING, logger="baoc.optim.offload.arena"):
         pair = Twins("adamw")
         pair.host.migrate({"b": "adamw"})
@@ -153,7 +153,7 @@ def test_one_warning_where_locking_is_refused(
 
 def test_the_arena_of_a_model_that_was_moved_to_a_gpu_is_locked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(host_memory, "register", lambda memory, device: bool(locked.append(memory.numel())))
+    monkeypatch.setattr(host_memory, "page_lock", lambda memory, device: bool(locked.append(memory.numel())))
     registry = build(make_params(SHAPES), "adamw@streamed").registry
     blocks = transfer_order(registry.live.values())
     for device in ("cpu", "cuda:0", "cuda:0"):
@@ -169,7 +169,7 @@ def test_what_a_container_leaves_is_what_is_available(monkeypatch: pytest.Monkey
     }.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
-    monkeypatch.setattr(host_memory, "of_system", lambda: 800)  # what it tells changes between two looks
+    monkeypatch.setattr(host_memory, "system_available_bytes", lambda: 800)  # what it tells changes between two looks
     assert host_memory.available_host_bytes() == 500
     (tmp_path / "memory.max").write_text("max")
     assert host_memory.available_host_bytes() == 800

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baoc.callbacks.checkpoint import AsideCheckpointIO
+from baoc.callbacks.checkpoint import AtomicCheckpointIO
 from baoc.errors import CheckpointError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.checksum import checksum_matches
@@ -15,7 +15,7 @@ from baoc.tracking.checksum import checksum_matches
 
 def save(path: Path, *, step: int) -> Path:
     content = {"baoc_schema": 1, "baoc": {"name": "a"}, "global_step": step, "weights": torch.arange(512.0)}
-    AsideCheckpointIO().save_checkpoint(content, path)
+    AtomicCheckpointIO().save_checkpoint(content, path)
     os.utime(path, (1_700_000_000 + step, 1_700_000_000 + step))
     return path
 

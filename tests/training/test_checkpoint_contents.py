@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.callbacks.checkpoint import AsideCheckpointIO
+from baoc.callbacks.checkpoint import AtomicCheckpointIO
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.training.resume import check_contents, find_checkpoint, saved_decision, write_decision
@@ -78,7 +78,7 @@ def test_it_is_told_by_name_and_passed_over(
     last, other = mine / "checkpoints" / "last.ckpt", mine / "checkpoints" / "best_00000003.ckpt"
     content = copy.deepcopy(load_checked(last))
     change(content)
-    AsideCheckpointIO().save_checkpoint(content, last)
+    AtomicCheckpointIO().save_checkpoint(content, last)
     with pytest.raises(CheckpointError, match=rf"last\.ckpt {told}.*resume=auto"):
         find_checkpoint(config(resume=str(last)), run_dir=tmp_path / "other")
     assert find_checkpoint(config(resume="auto"), run_dir=mine) == other
@@ -106,7 +106,7 @@ def test_what_only_restoring_finds_is_told_too(folder: Path, tmp_path: Path, cha
     content = copy.deepcopy(load_checked(folder / "checkpoints" / "last.ckpt"))
     change(content)
     path = tmp_path / "wrong.ckpt"
-    AsideCheckpointIO().save_checkpoint(content, path)
+    AtomicCheckpointIO().save_checkpoint(content, path)
     with pytest.raises(CheckpointError, match="checkpoint"):
         run(tmp_path / "job", trainer=short(4), resume=str(path))
     assert not (tmp_path / "job" / "metrics.jsonl").exists()
@@ -116,7 +116,7 @@ def test_any_bit_of_an_archive_is_told(tmp_path: Path) -> None:
     """The records at its end too, which readers follow before any checksum is looked at."""
     intact, last = tmp_path / "checkpoints" / "step_00000002.ckpt", tmp_path / "checkpoints" / "last.ckpt"
     for path in (intact, last):
-        AsideCheckpointIO().save_checkpoint({"baoc_schema": 1, "baoc": {"written_s": 1.0}, "w": torch.ones(2)}, path)
+        AtomicCheckpointIO().save_checkpoint({"baoc_schema": 1, "baoc": {"written_s": 1.0}, "w": torch.ones(2)}, path)
     whole = last.read_bytes()
     for place in range(len(whole) - 600, len(whole)):
         content = bytearray(whole)

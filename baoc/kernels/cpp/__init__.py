@@ -4,9 +4,10 @@
 in eager torch. The library needs a C++17 compiler but no torch headers; without one, `library` raises `Unavailable`.
 """
 
-from baoc.kernels.cpp.build import Unavailable, library, library_or_why
+from baoc.kernels.cpp.build import Unavailable, library, library_or_error
 from baoc.kernels.cpp.table import CODECS, RULES, THRESHOLDS, WEIGHTS, NativeKind, NativeTable
 
 __all__ = [
-    "CODECS", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Unavailable", "library", "library_or_why",
+    "CODECS", "RULES", "THRESHOLDS", "WEIGHTS", "NativeKind", "NativeTable", "Unavailable", "library",
+    "library_or_error",
 ]  # fmt: skip

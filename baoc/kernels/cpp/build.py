@@ -52,14 +52,14 @@ def compiler() -> list[str]:
 
 def library() -> ctypes.CDLL:
     """The compiled step. Tried once per process; raises Unavailable where it cannot be built or loaded."""
-    found = library_or_why()
+    found = library_or_error()
     if isinstance(found, Unavailable):
         raise found
     return found
 
 
 @lru_cache(maxsize=1)
-def library_or_why() -> ctypes.CDLL | Unavailable:
+def library_or_error() -> ctypes.CDLL | Unavailable:
     """The library, or the error that `library` raises; a warning is logged once."""
     try:
         return load(compiled_step())
@@ -87,17 +87,17 @@ def compiled_step() -> Path:
         flags = (*flags, "-mprefer-vector-width=512")
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     parts = [*command, *FLAGS, *flags, macros, platform.platform(), *(path.read_text() for path in files)]
-    return kept_library("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
+    return cached_library("step", parts, lambda path: compile_source([*command, *FLAGS, *flags], target=path))
 
 
 def compiled(source: Path, *, flags: Sequence[str]) -> Path:
     """Path of the library of a single C source, compiled unless cached. Raises Unavailable or OSError."""
     command = [*compiler(), *flags, "-x", "c"]
     parts = [*command, platform.platform(), source.read_text()]
-    return kept_library(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
+    return cached_library(source.stem, parts, lambda path: compile_source(command, target=path, source=source))
 
 
-def kept_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
+def cached_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
     """The cached library for the hash of `parts`; `make(path)` builds it if there is none.
 
     It runs as the user who loads it, so it comes from a folder in which nobody else could have put it; where there is

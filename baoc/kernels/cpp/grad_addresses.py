@@ -56,7 +56,7 @@ class GradAddresses:
 
 def grad_addresses(params: Sequence[Tensor]) -> GradAddresses | None:
     """A reader of the gradients of `params`; None where it would not read what Python reads."""
-    calls = found_calls()
+    calls = torch_calls()
     if calls is None or not all(_impl_pointer(param, calls.at) == param._cdata for param in params):
         return None
     return GradAddresses(params, calls)
@@ -67,10 +67,10 @@ def _impl_pointer(param: Tensor, at: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def found_calls() -> _Calls | None:
+def torch_calls() -> _Calls | None:
     """The compiled loop, tested; None with a logged reason. Tried once per process."""
     try:
-        found = _find_calls()
+        found = _find_torch_calls()
     except (OSError, AttributeError, RuntimeError, build.Unavailable) as error:
         found, why = None, str(error)
     else:
@@ -80,7 +80,7 @@ def found_calls() -> _Calls | None:
     return None if why else found
 
 
-def _find_calls() -> _Calls | None:
+def _find_torch_calls() -> _Calls | None:
     libraries = Path(torch.__file__).parent / "lib"
     grad = _pointer(ctypes.CDLL(str(libraries / "libc10.so"))["_ZNK3c1010TensorImpl4gradEv"])
     data = _pointer(ctypes.CDLL(str(libraries / "libtorch_cpu.so"))["aoti_torch_get_data_ptr"])

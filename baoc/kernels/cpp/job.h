@@ -12,10 +12,10 @@ struct Tensor {
   int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
 };
 
-// All tensors have one rule, codecs and weights. `store` 0 only measures; `whole` makes the update before it is added,
-// and sums its squares.
+// All tensors have one rule, codecs and weights. `store` 0 only measures; `keep_update` computes the update as numbers of
+// its own before it is added, and sums its squares.
 struct Job {
-  int32_t rule, m, v, weights, store, whole, fold, threads;
+  int32_t rule, m, v, weights, store, keep_update, fold, threads;
   int64_t num_tensors, num_chunks;
   const Tensor* tensors;
   const Settings* settings;  // [tensors]
@@ -52,13 +52,13 @@ struct Total {
 };
 
 // Counts the update in u, of which excluded elements are no part.
-void add(Total& total, float* u, const uint8_t* finite, int n, bool whole) {
+void add(Total& total, float* u, const uint8_t* finite, int n, bool keep_update) {
   int left = n;
   if (finite) {
     left = 0;
     for (int i = 0; i < n; ++i) left += finite[i] != 0, u[i] = finite[i] ? u[i] : 0.f;
   }
-  if (whole) total.sum += sum_of_squares(u, n);
+  if (keep_update) total.sum += sum_of_squares(u, n);
   total.count += left;
 }
 

@@ -22,13 +22,13 @@ static void root(const float* __restrict v, float* __restrict s, int n) {
 
 // The last operation: torch's addcdiv where the update may stay a fraction (then it is not noted), else add of the update
 // itself.
-template <bool WHOLE>
+template <bool KEEP_UPDATE>
 static BAOC_INLINE float move(const Settings& k, float p, float numerator, float denominator, float update) {
-  if constexpr (WHOLE) return fma_(k.size, update, p * k.decay);
+  if constexpr (KEEP_UPDATE) return fma_(k.size, update, p * k.decay);
   return p * k.decay + k.size * numerator / denominator;
 }
 
-template <bool HAS_M, bool WHOLE>
+template <bool HAS_M, bool KEEP_UPDATE>
 static void adam(const Settings k, float* __restrict p, const float* __restrict g, float* __restrict m,
                  float* __restrict v, float* __restrict s, float* __restrict u, int n) {
   const Lerp lerp(k.w1);
@@ -39,21 +39,21 @@ static void adam(const Settings k, float* __restrict p, const float* __restrict 
     v[i] = fma_(k.w2 * g[i], g[i], v[i] * k.b2);
     s[i] = __builtin_sqrtf(v[i]);
     const float denominator = by.of(s[i]) + k.eps, update = numerator / denominator;
-    if constexpr (WHOLE) u[i] = update;
-    p[i] = move<WHOLE>(k, p[i], numerator, denominator, update);
+    if constexpr (KEEP_UPDATE) u[i] = update;
+    p[i] = move<KEEP_UPDATE>(k, p[i], numerator, denominator, update);
   }
 }
 
 // As adam, with the denominators given.
-template <bool WHOLE>
+template <bool KEEP_UPDATE>
 static void shared(const Settings k, float* __restrict p, const float* __restrict g, float* __restrict m,
                    const float* __restrict den, float* __restrict u, int n) {
   const Lerp lerp(k.w1);
   for (int i = 0; i < n; ++i) {
     m[i] = lerp(m[i], g[i]);
     const float update = m[i] / den[i];
-    if constexpr (WHOLE) u[i] = update;
-    p[i] = move<WHOLE>(k, p[i], m[i], den[i], update);
+    if constexpr (KEEP_UPDATE) u[i] = update;
+    p[i] = move<KEEP_UPDATE>(k, p[i], m[i], den[i], update);
   }
 }
 
@@ -85,27 +85,27 @@ static void sign(const Settings k, float* __restrict p, const float* __restrict 
 }
 
 // FOAM on elements whose fold has the mean `mean` and the averages m and v, all by element.
-template <bool WHOLE>
+template <bool KEEP_UPDATE>
 static void foam(const Settings k, float* __restrict p, const float* __restrict g, const float* __restrict mean,
                  const float* __restrict m, const float* __restrict v, float* __restrict u, int n) {
   for (int i = 0; i < n; ++i) {
     const float rest = g[i] - mean[i], numerator = rest + m[i];
     const float denominator = __builtin_sqrtf(rest * rest + v[i]) + k.eps, update = numerator / denominator;
-    if constexpr (WHOLE) u[i] = update;
-    p[i] = move<WHOLE>(k, p[i], numerator, denominator, update);
+    if constexpr (KEEP_UPDATE) u[i] = update;
+    p[i] = move<KEEP_UPDATE>(k, p[i], numerator, denominator, update);
   }
 }
 
-static void update(int rule, bool whole, const Settings& k, float* p, const float* g, float* m, float* v, Scratch& at,
-                   int n) {
+static void update(int rule, bool keep_update, const Settings& k, float* p, const float* g, float* m, float* v,
+                   Scratch& at, int n) {
   switch (rule) {
-    case ADAMW: (whole ? adam<true, true> : adam<true, false>)(k, p, g, m, v, at.s, at.u, n); break;
-    case RMSPROP: (whole ? adam<false, true> : adam<false, false>)(k, p, g, m, v, at.s, at.u, n); break;
+    case ADAMW: (keep_update ? adam<true, true> : adam<true, false>)(k, p, g, m, v, at.s, at.u, n); break;
+    case RMSPROP: (keep_update ? adam<false, true> : adam<false, false>)(k, p, g, m, v, at.s, at.u, n); break;
     case LION: lion(k, p, g, m, at.u, n); break;
     case SIGNUM: signum(k, p, g, m, at.u, n); break;
     case SIGN: sign(k, p, g, at.u, n); break;
-    case FOAM: (whole ? foam<true> : foam<false>)(k, p, g, at.den, at.m, at.v, at.u, n); break;
-    default: (whole ? shared<true> : shared<false>)(k, p, g, m, at.den, at.u, n);
+    case FOAM: (keep_update ? foam<true> : foam<false>)(k, p, g, at.den, at.m, at.v, at.u, n); break;
+    default: (keep_update ? shared<true> : shared<false>)(k, p, g, m, at.den, at.u, n);
   }
 }
 

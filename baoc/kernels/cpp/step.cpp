@@ -45,8 +45,8 @@ void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t star
     if (has_m) std::copy_n(m, n, at_.held_m);
     if (has_v) std::copy_n(v, n, at_.held_v);
   }
-  update(job.rule, job.whole, k, p, g, m, v, at_, n);
-  add(total, at_.u, finite, n, job.whole);
+  update(job.rule, job.keep_update, k, p, g, m, v, at_, n);
+  add(total, at_.u, finite, n, job.keep_update);
   if (!job.store) return;
   if (finite) {
     restore(finite, p, at_.held_p, n);

@@ -42,7 +42,7 @@ class _Job(ctypes.Structure):
     """Field by field the `Job` of job.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "whole", "fold", "threads")),
+        *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "keep_update", "fold", "threads")),
         *((name, ctypes.c_int64) for name in ("num_tensors", "num_chunks")),
         *((name, ctypes.c_void_p) for name in ("tensors", "settings", "thresholds", "den", "sums", "counts")),
     )
@@ -120,7 +120,7 @@ class NativeTable:
         *,
         thresholds: Tensor,
         phase: int,
-        whole: bool,
+        keep_update: bool,
         store: bool = True,
     ) -> tuple[list[float], list[int]]:
         """Steps the tensors that have gradients.
@@ -130,7 +130,7 @@ class NativeTable:
                 the gradient in m and v, b2 is what v keeps, bc2 divides its root. Lion's w2 is its second decay of m.
             thresholds: fp32 [THRESHOLDS], of the codecs' dithered rounding in this step.
             phase: the step's number, for stochastic rounding.
-            whole: compute the whole update before adding it, as torch does, and sum its squares.
+            keep_update: compute the update on its own before adding it, as torch does, and sum its squares.
             store: False leaves parameters and states as they are.
 
         Returns:
@@ -143,7 +143,7 @@ class NativeTable:
         kind = self.kind
         job = _Job(
             rule=RULES.index(kind.rule), m=CODECS.index(kind.m), v=CODECS.index(kind.v),
-            weights=WEIGHTS.index(kind.weights), store=store, whole=whole, fold=kind.fold,
+            weights=WEIGHTS.index(kind.weights), store=store, keep_update=keep_update, fold=kind.fold,
             threads=torch.get_num_threads(), num_tensors=len(self.params),
             num_chunks=self.num_chunks, tensors=_address(self._rows), settings=_address(rows),
             thresholds=thresholds.data_ptr(), den=_address(self._den),

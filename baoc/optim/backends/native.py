@@ -17,7 +17,7 @@ from baoc.core.catalogue import STORAGES
 from baoc.errors import BadInputError
 from baoc.kernels import fits
 from baoc.kernels.cpp import CODECS as NATIVE_CODECS
-from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Unavailable, library_or_why
+from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Unavailable, library_or_error
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import Measure, factor
@@ -48,11 +48,11 @@ class NativeBackend(Backend):
     @staticmethod
     def available() -> bool:
         """True if the library is there or can be compiled."""
-        return not isinstance(library_or_why(), Unavailable)
+        return not isinstance(library_or_error(), Unavailable)
 
     @staticmethod
     def require() -> None:
-        if isinstance(why := library_or_why(), Unavailable):
+        if isinstance(why := library_or_error(), Unavailable):
             raise BadInputError(
                 f"the native optimizer backend cannot be used: {why}. Install a C++17 compiler (g++ or clang++) or "
                 "name one in $CXX, or set the backend to auto or eager"
@@ -71,7 +71,7 @@ class NativeBackend(Backend):
         turned = [slot.name for slot in slots if slot.info.transposed]
         if turned and fold_of(block.rule.info) > 1:
             return f"{', '.join(turned)}: stored (fan_in, fan_out), which the native step does not fold"
-        return str(why) if isinstance(why := library_or_why(), Unavailable) else ""
+        return str(why) if isinstance(why := library_or_error(), Unavailable) else ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_units": None}
@@ -163,7 +163,7 @@ class _Unit:
         pairs = zip(table.settings, table.factors, strict=True)
         rows = [(decay, size * factor, *others) for (decay, size, *others), factor in pairs]
         thresholds = thresholds_of(inputs.phase)
-        sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, whole=whole, store=store)
+        sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, keep_update=whole, store=store)
         if whole:
             found = zip(sums, counts, table.divisors, strict=True)
             table.norms = [(total**0.5 / abs(divisor), count) for total, count, divisor in found]

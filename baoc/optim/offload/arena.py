@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baoc.kernels.host_memory import Lock, host_memory
+from baoc.kernels.host_memory import PageLock, allocate_host_memory
 from baoc.optim.state import LiveBlock, State, fresh, views
 from baoc.units import format_bytes
 
@@ -26,7 +26,7 @@ def slab_of(live: LiveBlock, state: dict[Tensor, State]) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Segment:
     memory: Tensor
-    lock: Lock
+    lock: PageLock
 
     def holds(self, slab: Tensor) -> bool:
         return slab.untyped_storage().data_ptr() == self.memory.data_ptr()
@@ -98,12 +98,12 @@ class HostArena:
         return found
 
     def _segment(self, nbytes: int, *, device: torch.device) -> _Segment:
-        memory = host_memory(nbytes, what="the states of host-placed blocks")
+        memory = allocate_host_memory(nbytes, what="the states of host-placed blocks")
         self._segments.append(self._locked(memory, device=device))
         return self._segments[-1]
 
     def _locked(self, memory: Tensor, *, device: torch.device) -> _Segment:
-        segment = _Segment(memory=memory, lock=Lock(memory, device=device))
+        segment = _Segment(memory=memory, lock=PageLock(memory, device=device))
         if segment.lock.refused and not self._warned:
             self._warned = True
             log.warning(
