@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from baoc import __version__
 from baoc.cli.failures import Failure, failure_of, report
-from baoc.cli.ranks import is_other, leave, serve, together
+from baoc.cli.ranks import is_nonzero_rank, leave, serve, with_all_ranks
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
-from baoc.config.nodes import own_option
+from baoc.config.nodes import own_code_option
 from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
@@ -69,7 +69,7 @@ def run_job(config: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.RUN:
         _run_job(config)
         return
-    if is_other():
+    if is_nonzero_rank():
         serve()  # what became of it, the first one tells
         return
     failed = len(STATE.failures)
@@ -83,7 +83,7 @@ def _run_job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     is_single_run = hydra.mode == RunMode.RUN
-    overrides = as_given(hydra.overrides.task, config=config)
+    overrides = overrides_as_typed(hydra.overrides.task, config=config)
     if not is_single_run:
         print(f"\n--- run {hydra.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     try:
@@ -106,7 +106,7 @@ def _run_job(config: DictConfig) -> None:
         report(failure, where="" if is_single_run else f"run {hydra.job.num}: ")
 
 
-def with_race_folder(words: Sequence[str]) -> list[str]:
+def with_race_command(words: Sequence[str]) -> list[str]:
     """A command line in which `mode=race resume=FOLDER` is the race's own command in its own folder; what is given
     beside it, such as race.workers, takes the place of what that had."""
     given: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
@@ -119,14 +119,16 @@ def with_race_folder(words: Sequence[str]) -> list[str]:
     return [*kept, *own, f"hydra.run.dir={folder}"]
 
 
-def as_given(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
+def overrides_as_typed(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
     """Overrides with the user's own code as it was named, in place of the options that were made of it."""
     names = {group: OmegaConf.select(config, f"{group}.name") for group in GROUPS}
-    made = {f"{group}={own_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None}
+    made = {
+        f"{group}={own_code_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None
+    }
     return [made.get(word, word) for word in overrides]
 
 
-def failed_jobs(sweep_dir: Path) -> list[Failure]:
+def read_failures(sweep_dir: Path) -> list[Failure]:
     """Failures of a multirun's jobs by job number, whichever process ran them."""
     failures = []
     for file in sweep_dir.glob(f"*/{ERROR_FILE}"):
@@ -185,7 +187,7 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
         settled = import_module(RACES).race_before_run(settled, overrides=overrides, folder=folder, command=command)
     if settled != config:
         write_config(settled, path=run_dir / "config.yaml")
-    with together(settled, command=command) as of_all:
+    with with_all_ranks(settled, command=command) as of_all:
         run(of_all, run_dir=run_dir, command=command)
 
 

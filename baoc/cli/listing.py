@@ -13,7 +13,7 @@ from baoc.units import format_bytes
 Rows = list[tuple[str, str]]
 
 
-def lines(name: str) -> list[str]:
+def list_lines(name: str) -> list[str]:
     """The lines of `--list name`. Raises BadInputError that names the available lists."""
     if name not in LISTS:
         hint = did_you_mean(name, LISTS)
@@ -24,7 +24,7 @@ def lines(name: str) -> list[str]:
 
 
 def _options(group: str) -> Callable[[], Rows]:
-    return lambda: [(option, assets.description(file)) for option, file in assets.options(group).items()]
+    return lambda: [(option, assets.description(file)) for option, file in assets.option_files(group).items()]
 
 
 def _registry(name: str, *, group: str = "") -> Callable[[], Rows]:
@@ -47,7 +47,7 @@ def _own(group: str) -> Rows:
 
 
 def _budgets() -> Rows:
-    files = assets.options("budget")
+    files = assets.option_files("budget")
     rows = [
         (name, assets.description(files[name]) if name in files else _limit(budget)) for name, budget in PRESETS.items()
     ]

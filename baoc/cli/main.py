@@ -13,11 +13,11 @@ from hydra._internal.utils import get_args_parser
 import baoc
 from baoc.cli import jobs, ranks, usage
 from baoc.cli.failures import failure_of, report
-from baoc.cli.listing import LISTS, lines
-from baoc.cli.waiting import yield_where_shared
+from baoc.cli.listing import LISTS, list_lines
+from baoc.cli.waiting import sleep_where_shared
 from baoc.config import assets
 from baoc.config.compose import VERSION_BASE
-from baoc.config.nodes import register, with_made_options
+from baoc.config.nodes import register, with_option_names
 from baoc.core.budgets import parse_budget
 from baoc.core.commands import open_missing_streams
 from baoc.errors import BadInputError
@@ -37,15 +37,15 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     jobs.reset_state(given)
     if "torch" not in sys.modules:
-        yield_where_shared()
+        sleep_where_shared()
     try:
         if not _print_information(given):
             _check_address_space()
-            given = jobs.with_race_folder(given)
+            given = jobs.with_race_command(given)
             if (told := current_rank()) is not None and _runs(given) and ranks.join(told):
                 return ranks.serve()
             register(_overrides(given))
-            given = with_made_options(given)
+            given = with_option_names(given)
             if single:
                 with _composed_once():
                     _run_hydra(given)
@@ -79,7 +79,7 @@ def _check_address_space() -> None:
 def _print_information(given: Sequence[str]) -> bool:
     """Handles --list, --version and --help, which need no Hydra run; False if none of them is given."""
     if any(word.split("=")[0] == "--list" for word in given):
-        print("\n".join(lines(_list_name(given))))
+        print("\n".join(list_lines(_list_name(given))))
     elif "--version" in given:
         print(f"baoc {baoc.__version__}")
     elif "--help" in given or "-h" in given:
@@ -106,7 +106,7 @@ def _finish(code: int) -> int:
     """Reports the frontier of a multirun; returns the command's exit code, or that of its first failed job."""
     sweep_dir = jobs.STATE.sweep_dir
     study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has reported its failures itself
-    failures = jobs.STATE.failures if sweep_dir is None else [] if study else jobs.failed_jobs(sweep_dir)
+    failures = jobs.STATE.failures if sweep_dir is None else [] if study else jobs.read_failures(sweep_dir)
     if sweep_dir is not None and sweep_dir.is_dir():
         if study and code == BadInputError.exit_code:
             pass  # refused; a frontier of earlier trials would hide the message

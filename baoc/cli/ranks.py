@@ -42,7 +42,7 @@ def join(told: RankInfo) -> int:
 
     Raises BadInputError where an environment variable is missing.
     """
-    environment = environment_of(told)
+    environment = rendezvous_environment(told)
     os.environ.update(environment)
     _make_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
     if ranks().rank == 0:
@@ -50,7 +50,7 @@ def join(told: RankInfo) -> int:
     return ranks().rank
 
 
-def is_other() -> bool:
+def is_nonzero_rank() -> bool:
     """True on ranks above 0 of a job that a launcher has started; joins its process group."""
     told = current_rank()
     return told is not None and ranks() is SINGLE_PROCESS and join(told) > 0
@@ -95,7 +95,7 @@ def serve() -> int:
         _leave_group()
 
 
-def environment_of(told: RankInfo) -> dict[str, str]:
+def rendezvous_environment(told: RankInfo) -> dict[str, str]:
     """RANK, WORLD_SIZE and what else torch reads: as set by the launcher, or from variables of Slurm and submitit."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     get, found = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
@@ -145,7 +145,7 @@ def _leave_group() -> None:
 
 
 @contextmanager
-def together(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
+def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
     """Inside, this process is rank 0 of all that the run needs, and the others do the same run.
 
     Raises TrainingFailedError where another rank ended first.
@@ -164,7 +164,7 @@ def together(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
         yield config
     else:
         _refuse_devices(config)
-        with _Others(config.trainer.devices) as others, others.explained():
+        with _SpawnedRanks(config.trainer.devices) as others, others.explained():
             ranks().broadcast((config, command))
             yield config
 
@@ -180,7 +180,7 @@ def _refuse_devices(config: RunConfig) -> None:
         )
 
 
-class _Others:
+class _SpawnedRanks:
     """The processes of ranks 1 to `size` - 1. They end with the block: those that do not by themselves are killed."""
 
     def __init__(self, size: int):
@@ -190,7 +190,7 @@ class _Others:
         self._variables: dict[str, str | None] = {}
         self._ended = threading.Event()
 
-    def __enter__(self) -> "_Others":
+    def __enter__(self) -> "_SpawnedRanks":
         from torch import distributed
 
         store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from baoc.cli.listing import LISTS
 from baoc.config import assets
 from baoc.config.compose import compose
-from baoc.config.nodes import COLLECTIONS, options
+from baoc.config.nodes import COLLECTIONS, option_names
 
 _HEAD = """\
 BAOC gives every block of a network the cheapest optimizer it can safely use, inside a memory and time budget.
@@ -43,7 +43,7 @@ def help_text(overrides: Sequence[str]) -> str:
         [
             _HEAD.format(lists=" ".join(LISTS)),
             "\n== Groups (group=option) ==",
-            *(f"{group}: {', '.join(options(group)) or '(none yet)'}" for group in groups),
+            *(f"{group}: {', '.join(option_names(group)) or '(none yet)'}" for group in groups),
             "\n== Values (group.key=value) ==",
             composed,
             _TAIL,

@@ -11,19 +11,19 @@ from collections.abc import MutableMapping
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
-def yield_where_shared(environment: MutableMapping[str, str] | None = None) -> bool:
+def sleep_where_shared(environment: MutableMapping[str, str] | None = None) -> bool:
     """Makes waiting threads sleep where other processes want these cores, unless the user has said how they wait.
 
     Returns whether it did.
     """
     environment = os.environ if environment is None else environment
-    if any(name in environment for name in VARIABLES) or not are_shared():
+    if any(name in environment for name in VARIABLES) or not cores_are_shared():
         return False
     environment["OMP_WAIT_POLICY"] = "PASSIVE"
     return True
 
 
-def are_shared() -> bool:
+def cores_are_shared() -> bool:
     """True if the load average of the last minute is above a quarter of the cores (and above 0.5)."""
     try:
         load = os.getloadavg()[0]

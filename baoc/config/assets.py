@@ -23,7 +23,7 @@ def conf() -> Path:
     return root() / "conf"
 
 
-def options(group: str) -> dict[str, Path]:
+def option_files(group: str) -> dict[str, Path]:
     """Name -> file of every option of a group of conf/, or of `experiments` or `sweeps`; empty for an unknown group."""
     folder = root() / group if group in ("experiments", "sweeps") else conf() / group
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}

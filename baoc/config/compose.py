@@ -7,7 +7,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from baoc.config import assets
-from baoc.config.nodes import register, with_made_options
+from baoc.config.nodes import register, with_option_names
 
 VERSION_BASE = "1.3"
 
@@ -17,4 +17,4 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     `baoc.cli.hydra_errors` translates."""
     register(overrides)
     with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
-        return hydra_compose(config_name="config", overrides=with_made_options(overrides))
+        return hydra_compose(config_name="config", overrides=with_option_names(overrides))

@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, split_dynamics
-from baoc.config.nodes import NO_RECIPE, budget_node, node_of_recipe
-from baoc.config.options import GROUPS, flatten_options, row_of, split_options
+from baoc.config.nodes import NO_RECIPE, budget_node, recipe_or_none_node
+from baoc.config.options import GROUPS, flatten_options, registry_entry, split_options
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
@@ -25,7 +25,7 @@ from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
 
 # Keys whose value may be a path; where it is relative, it is one of the folder in which the command was given.
-PATHS = (
+PATH_KEYS = (
     *(("dataset", "path"), ("dataset", "tokenizer"), ("model", "pretrained"), ("model", "name_or_path")),
     ("resume",),
 )
@@ -50,7 +50,7 @@ def from_hydra(config: DictConfig, *, folder: Path | None = None) -> RunConfig:
 
 def _anchor(plain: dict[str, Any], *, folder: Path) -> None:
     """Makes relative paths absolute in place, of what is there: a name of the hub is no path."""
-    for *groups, key in PATHS:
+    for *groups, key in PATH_KEYS:
         node: Any = plain
         for group in groups:
             node = node.get(group)
@@ -107,7 +107,7 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
     """Plain values of a RunConfig in the shape of conf/; the inverse of `from_plain`."""
     plain = to_plain(config)
     plain.update({group: flatten_options(getattr(config, group)) for group in GROUPS})
-    plain["recipe"] = node_of_recipe(config.recipe)
+    plain["recipe"] = recipe_or_none_node(config.recipe)
     plain["budget"] = budget_node(config.budget) | plain.pop("dynamics")
     return plain
 
@@ -128,7 +128,7 @@ def check_names(config: RunConfig) -> None:
     from baoc.planning.risk import RISKS
 
     for group in GROUPS:
-        row_of(group, name := getattr(config, group).name)
+        registry_entry(group, name := getattr(config, group).name)
         file = own_code.file_of(name)
         there = file is None or file.expanduser().is_file()
         require(there, group, name, f"a file that is there: {file} is not, seen from {Path.cwd()}")
@@ -143,7 +143,7 @@ def check_names(config: RunConfig) -> None:
                 if removal_message(given)
                 else unknown_name(given, what=key, allowed=allowed)
             )
-    terms = yaml.safe_load(assets.options("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
+    terms = yaml.safe_load(assets.option_files("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
     for term in config.risk.weights:
         if term not in terms:
             raise unknown_key(term, allowed=terms, path="risk.weights")

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from baoc.config import assets
 from baoc.config.options import own_keys
-from baoc.config.race import seconds_of
+from baoc.config.race import parse_seconds
 from baoc.config.validate import plain_text
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
@@ -33,7 +33,7 @@ from baoc.types import Budget
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")
 TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
-IN_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
+PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
 
 
 def register(overrides: Sequence[str] = ()) -> None:
@@ -42,7 +42,7 @@ def register(overrides: Sequence[str] = ()) -> None:
     Raises:
         BadInputError: for a malformed size, or a group that is given what names no option.
     """
-    files = [(group, *item) for group in COLLECTIONS for item in assets.options(group).items()]
+    files = [(group, *item) for group in COLLECTIONS for item in assets.option_files(group).items()]
     _register_fixed(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
     check_choices(overrides)
     register_budgets(option_values(overrides, group="budget"))
@@ -62,7 +62,7 @@ def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
     for baseline in UNIFORM_BASELINES:
         store.store(group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc")
     for name, recipe in {NO_RECIPE: None, **RECIPES, RACED: Recipe(name=RACED)}.items():
-        store.store(group="recipe", name=name, node=node_of_recipe(recipe), provider="baoc")
+        store.store(group="recipe", name=name, node=recipe_or_none_node(recipe), provider="baoc")
     for group, name, file, _ in files:
         node = _load(file)
         register_budgets(_budgets_in(node))
@@ -72,16 +72,16 @@ def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
 def register_budgets(values: Iterable[str]) -> None:
     """Registers a node for each of `values` that conf/budget has no file for: Hydra would take one for a schema."""
     for value in values:
-        if value in IN_FILES:
+        if value in PRESETS_WITH_FILES:
             continue
         node = budget_node(parse_budget(value))
         ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
 
 
-def options(group: str) -> list[str]:
+def option_names(group: str) -> list[str]:
     """The names of a group's options: files of conf/, then presets of budgets or uniform baselines."""
     generated = {"budget": PRESETS, "allocator": [row.name for row in UNIFORM_BASELINES]}.get(group, ())
-    return list(dict.fromkeys([*assets.options(group), *generated]))
+    return list(dict.fromkeys([*assets.option_files(group), *generated]))
 
 
 def register_recipes(overrides: Sequence[str] = ()) -> None:
@@ -109,19 +109,19 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
     if ["base"] in keys:
         raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
     for name in [*(RECIPES if keys else ()), *asked]:
-        node = node_of_recipe(Recipe(name=RACED) if name == RACED else find_recipe(name))
+        node = recipe_or_none_node(Recipe(name=RACED) if name == RACED else find_recipe(name))
         ConfigStore.instance().store(
-            group="recipe", name=option_of(name), node=_with_keys(node, keys=keys), provider="baoc"
+            group="recipe", name=recipe_option(name), node=_with_keys(node, keys=keys), provider="baoc"
         )
 
 
 def register_races(options: Iterable[str]) -> None:
     """Registers an option of `race` for each duration. Raises BadInputError for what is neither that nor an option."""
     for option in options:
-        seconds = seconds_of(option)
+        seconds = parse_seconds(option)
         if seconds is not None:
-            capped = {**_load(assets.options("race")["off"]), "first": "capped", "cap_s": seconds}
-            ConfigStore.instance().store(group="race", name=_text_option(option), node=capped, provider="baoc")
+            capped = {**_load(assets.option_files("race")["off"]), "first": "capped", "cap_s": seconds}
+            ConfigStore.instance().store(group="race", name=race_option(option), node=capped, provider="baoc")
 
 
 def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
@@ -136,7 +136,7 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
     for name in [*own_code.entry_points_of(f"baoc.{group}s"), *asked]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
         ConfigStore.instance().store(
-            group=group, name=own_option(name), node=_with_keys(node, keys=keys), provider="baoc"
+            group=group, name=own_code_option(name), node=_with_keys(node, keys=keys), provider="baoc"
         )
 
 
@@ -170,32 +170,32 @@ def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[s
     return node
 
 
-def own_option(name: str) -> str:
+def own_code_option(name: str) -> str:
     """What Hydra is to call the user's own code: a path would be looked for among the folders of groups."""
     return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
 
 
-def _text_option(duration: str) -> str:
+def race_option(duration: str) -> str:
     """A duration as an option's name, which Hydra wants to be text."""
     return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
 
 
-def node_of_recipe(recipe: Recipe | None) -> dict[str, Any]:
+def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
     return {"name": NO_RECIPE} if recipe is None else recipe_node(recipe)
 
 
-def option_of(recipe: str) -> str:
+def recipe_option(recipe: str) -> str:
     """What Hydra is to call a recipe: a file's path would be looked for among the options of groups."""
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_yaml_file(recipe) else recipe
 
 
-def with_made_options(words: Sequence[str]) -> list[str]:
+def with_option_names(words: Sequence[str]) -> list[str]:
     """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
     bytes, which Hydra would take for a number."""
     makers = {
-        **{key: own_option for group in own_code.GROUPS for key in (group, f"{group}.{TARGET}")},
-        "recipe": option_of,
-        "race": _text_option,
+        **{key: own_code_option for group in own_code.GROUPS for key in (group, f"{group}.{TARGET}")},
+        "recipe": recipe_option,
+        "race": race_option,
         "budget": lambda text: repr(text) if text.isdecimal() else text,
     }
     found = []
@@ -230,7 +230,7 @@ def check_choices(overrides: Sequence[str]) -> None:
         if group in ("hydra.sweeper", "hydra.launcher") and equals and not given.startswith("{"):
             raise BadInputError(f"{group} is a group of keys: set one of them, as in {group}.KEY=VALUE")
         group = group.partition("@")[0]
-        known = assets.options(group) if equals and group.replace("_", "").isalpha() else {}
+        known = assets.option_files(group) if equals and group.replace("_", "").isalpha() else {}
         known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest
         override = _parsed(text) if known else None
         if override is None:

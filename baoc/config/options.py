@@ -41,7 +41,7 @@ def split_options(group: str, given: object, *, complete: bool) -> dict[str, Any
     name = given.get("name", GROUPS[group]().name)
     if not isinstance(name, str):
         raise BadInputError(f"{group}.name must be one name, not {plain_text(name)}: choose it with {group}=NAME")
-    row = row_of(group, name)
+    row = registry_entry(group, name)
     options = dict(row.options)
     for key, value in given.items():
         if key in own:
@@ -51,7 +51,7 @@ def split_options(group: str, given: object, *, complete: bool) -> dict[str, Any
             continue
         if key not in options:
             raise unknown_key(str(key), allowed=[*own, *options], path=group)
-        options[key] = validate_value(value, type_of(row, key), key=f"{group}.{key}")
+        options[key] = validate_value(value, option_type(row, key), key=f"{group}.{key}")
     if missing := [key for key in options if complete and key not in given]:
         key = f"{group}.{missing[0]}"
         raise BadInputError(f"{key} is missing: it was removed from the configuration, but {name} has it")
@@ -69,7 +69,7 @@ def flatten_options(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[st
     return {**{key: value for key, value in plain.items() if key != "options"}, **plain["options"]}
 
 
-def type_of(row: Row, key: str) -> Any:
+def option_type(row: Row, key: str) -> Any:
     """The type of an option: the declared one, else that of its default. A default of null means text or null."""
     if key in row.option_types:
         return row.option_types[key]
@@ -79,13 +79,13 @@ def type_of(row: Row, key: str) -> Any:
     return tuple[str, ...] if isinstance(default, tuple | list) else type(default)
 
 
-def row_of(group: str, name: str) -> Row:
+def registry_entry(group: str, name: str) -> Row:
     """The row of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
-    from baoc.data import dataset_row
+    from baoc.data import dataset_info
     from baoc.models import family_of
     from baoc.tasks import task_info
 
-    return {"task": task_info, "model": family_of, "dataset": dataset_row}[group](name)
+    return {"task": task_info, "model": family_of, "dataset": dataset_info}[group](name)
 
 
 def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from baoc.errors import BadInputError
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|min|h)?")
 _CONFIRM = "2 to 100 fresh seeds, or 0 for no confirmation, after which no mixed plan is taken"
-FIRST = ("off", "auto")  # the options of the group `race` beside durations
+RACE_OPTIONS = ("off", "auto")  # the options of the group `race` beside durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class RaceConfig:
         require(good, "race.rungs", rungs, "rising shares of the last rung, which is 1, such as [0.25,0.5,1]")
 
 
-def seconds_of(option: str) -> float | None:
+def parse_seconds(option: str) -> float | None:
     """Seconds of `race=600`, `race=600s`, `race=10min` or `race=1h`; None for the names of options.
 
     Raises:
         BadInputError: for any other text.
     """
-    if option in FIRST:
+    if option in RACE_OPTIONS:
         return None
     found = _DURATION.fullmatch(option)
     if found is None or not float(found[1]):

@@ -16,7 +16,7 @@ from baoc.errors import BadInputError, unknown_name
 if TYPE_CHECKING:
     from baoc.data.base import DataModule
 
-__all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_row", "require_task"]
+__all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_info", "require_task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def build_data(
     Raises BadInputError for an unknown name, a set that does not serve the task, and unusable data.
     """
     require_task(name, task=task)
-    row = dataset_row(name)
+    row = dataset_info(name)
     if row.is_own:
         from baoc.data.own import build_own
 
@@ -201,7 +201,7 @@ def require_task(name: str, *, task: str) -> None:
 
     The user's own code is taken at its word: what it gives is checked by the task.
     """
-    serves = dataset_row(name).tasks
+    serves = dataset_info(name).tasks
     is_own_task = own_code.names_own_code(task) or task in own_code.entry_points_of("baoc.tasks")
     if serves and task not in serves and not is_own_task:
         fitting = [other.name for other in DATASETS.values() if task in other.tasks]
@@ -211,7 +211,7 @@ def require_task(name: str, *, task: str) -> None:
         )
 
 
-def dataset_row(name: str) -> Dataset:
+def dataset_info(name: str) -> Dataset:
     """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in DATASETS:
         return DATASETS[name]

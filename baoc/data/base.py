@@ -97,7 +97,7 @@ class DataModule(L.LightningDataModule):
         return limit
 
 
-class NumberedDataModule(DataModule):
+class MapStyleDataModule(DataModule):
     """Samples that are numbered before training begins: `train_rows` of `train_source` and `val_rows` of `val_source`,
     all of them where None. `transform` is applied to whole batches, which `workers` processes make ahead of time."""
 
@@ -109,13 +109,13 @@ class NumberedDataModule(DataModule):
     workers: int = 0
 
     def contents(self) -> tuple[str, ...]:
-        from baoc.data.identity import content_of
+        from baoc.data.identity import hash_source
 
-        apart = () if self.val_source is self.train_source else (content_of(self.val_source),)
-        return (content_of(self.train_source), *apart)
+        apart = () if self.val_source is self.train_source else (hash_source(self.val_source),)
+        return (hash_source(self.train_source), *apart)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
-        rank, num_ranks = rank_of(self)
+        rank, num_ranks = rank_and_size(self)
         return ShuffledLoader(
             self.train_source,
             batch_size=self.batch_size,
@@ -141,15 +141,15 @@ class NumberedDataModule(DataModule):
         )
 
 
-def check_fraction(val_fraction: float) -> None:
+def check_val_fraction(val_fraction: float) -> None:
     if not 0 < val_fraction < 1:
         raise BadInputError(f"val_fraction must lie between 0 and 1, not {val_fraction}; 0.05 holds back a 20th")
 
 
-def held_out(count: int, *, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
+def random_split(count: int, *, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
     """(rows of training samples, rows of validation samples) of `count`, in an order drawn by `split_seed`, which is
     independent of a run's seed."""
-    check_fraction(val_fraction)
+    check_val_fraction(val_fraction)
     if count < 2:
         raise BadInputError(f"{count} sample cannot be split into training and validation: at least 2 are needed")
     num_val = min(max(1, round(count * val_fraction)), count - 1)
@@ -157,6 +157,6 @@ def held_out(count: int, *, val_fraction: float, split_seed: int) -> tuple[Tenso
     return order[num_val:], order[:num_val]
 
 
-def rank_of(data: DataModule) -> tuple[int, int]:
+def rank_and_size(data: DataModule) -> tuple[int, int]:
     """(rank, number of ranks) of the trainer that `data` serves."""
     return (0, 1) if data.trainer is None else (data.trainer.global_rank, data.trainer.world_size)

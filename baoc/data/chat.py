@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import NumberedDataModule, check_fraction, held_out
-from baoc.data.parts import visible
-from baoc.data.sources import TensorRows
-from baoc.data.text import spread
+from baoc.data.base import MapStyleDataModule, check_val_fraction, random_split
+from baoc.data.sources import TensorSource
+from baoc.data.splits import visible_files
+from baoc.data.text import evenly_spaced
 from baoc.data.text_files import JSON, json_lines
 from baoc.data.token_arrays import check_sizes
 from baoc.errors import BadInputError
@@ -26,7 +26,7 @@ IGNORE_INDEX = -100  # of targets: what torch's cross-entropy leaves out
 log = logging.getLogger(__name__)
 
 
-class ChatDataModule(NumberedDataModule):
+class ChatDataModule(MapStyleDataModule):
     """The last `val_fraction` of the conversations, in an order drawn by `split_seed`, is the validation part."""
 
     spec: TextDataSpec
@@ -44,7 +44,7 @@ class ChatDataModule(NumberedDataModule):
     ):
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
-        check_fraction(val_fraction)
+        check_val_fraction(val_fraction)
         files = _files(Path(path).expanduser())  # a wrong path is told before a tokenizer is looked for
         library = ChatTokenizer(tokenizer)
         held = [library.encode(sample, where=where) for sample, where in _samples(files)]
@@ -52,7 +52,7 @@ class ChatDataModule(NumberedDataModule):
             raise BadInputError(
                 f"dataset.path={path} holds {len(held)} conversation: at least 2 are needed, one to validate"
             )
-        rows = held_out(len(held), val_fraction=val_fraction, split_seed=split_seed)
+        rows = random_split(len(held), val_fraction=val_fraction, split_seed=split_seed)
         parts = [[held[at] for at in part.tolist()] for part in rows]
         long = sum(len(one.tokens) > sequence_length + 1 for one in held)
         if long:
@@ -64,7 +64,7 @@ class ChatDataModule(NumberedDataModule):
                     f"the {name} part of {path} has no answer within {sequence_length} tokens: give a larger "
                     "dataset.sequence_length, or more conversations"
                 )
-        self.val_rows = spread(len(self.val_source), at_most=max_val_sequences)
+        self.val_rows = evenly_spaced(len(self.val_source), at_most=max_val_sequences)
         answered = sum(sum(one.answers) for one in parts[1])
         self.spec = TextDataSpec(
             dataset=Path(path).stem,
@@ -79,7 +79,7 @@ class ChatDataModule(NumberedDataModule):
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(JSON)]
-        found = visible(path, files)
+        found = visible_files(path, files)
         lines = [file for file in found if not file.name.lower().endswith((".json", ".json.gz"))]
         left = [file.relative_to(path) for file in found if file not in lines]
         if lines and left:  # such as dataset_infos.json, tokenizer.json, package.json
@@ -101,7 +101,7 @@ def _samples(files: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], str]]:
             yield sample, where
 
 
-def _packed(conversations: list[Conversation], *, length: int) -> TensorRows:
+def _packed(conversations: list[Conversation], *, length: int) -> TensorSource:
     """Rows of `length` tokens: conversations one after another, each within one row; what is left is padding."""
     rows: list[list[Conversation]] = []
     room = 0
@@ -131,4 +131,4 @@ def _packed(conversations: list[Conversation], *, length: int) -> TensorRows:
             made["positions"][row, part] = torch.arange(size)
             start += size
         made["positions"][row, start:] = torch.arange(length - start)
-    return TensorRows(made)
+    return TensorSource(made)

@@ -56,7 +56,7 @@ class Header:
     animated: bool
 
 
-def header_of(content: bytes | Path, *, where: str) -> Header:
+def read_header(content: bytes | Path, *, where: str) -> Header:
     """Properties of an image that its header has, read without decoding it."""
     pillow = require_pillow()
     try:
@@ -115,27 +115,27 @@ def to_tensor(image: "Image", *, channels: int) -> Tensor:
     return torch.from_numpy(array.reshape(*array.shape[:2], channels).copy()).permute(2, 0, 1)
 
 
-def fit(image: "Image", *, size: int) -> "Image":
+def center_crop(image: "Image", *, size: int) -> "Image":
     """The central square of an image, `size` pixels a side."""
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     return _resized(image, box=(left, top, left + side, top + side), size=size)
 
 
-def random_fit(image: "Image", *, size: int, augment: Augment, generator: Generator) -> "Image":
+def augment_image(image: "Image", *, size: int, augment: Augment, generator: Generator) -> "Image":
     """`fit`, for `crop_flip` of a box of random area and aspect ratio; then mirrored with probability 1/2."""
     if augment == "none":
-        return fit(image, size=size)
+        return center_crop(image, size=size)
     fitted = (
         _resized(image, box=_random_box(image, generator=generator), size=size)
         if augment == "crop_flip"
-        else fit(image, size=size)
+        else center_crop(image, size=size)
     )
     flip = bool(torch.rand((), generator=generator) < 0.5)
     return require_pillow().ImageOps.mirror(fitted) if flip else fitted
 
 
-def vary(images: Tensor, *, augment: Augment, generator: Generator) -> Tensor:
+def augment_batch(images: Tensor, *, augment: Augment, generator: Generator) -> Tensor:
     """Augments images (B, C, S, S) of any dtype: mirrors each with probability 1/2, and for `crop_flip` pads with zeros
     and crops again, a shift of up to an eighth (Krizhevsky's 4 pixels of 32)."""
     if augment == "none":

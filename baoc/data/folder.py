@@ -4,11 +4,11 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from baoc.data.parts import HELD, TRAIN, visible
+from baoc.data.splits import HELD_OUT_WORDS, TRAIN_WORDS, visible_files
 from baoc.errors import BadInputError
 
 log = logging.getLogger(__name__)
-SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +20,14 @@ class Listing:
     classes: tuple[str, ...]
 
 
-def find_parts(path: Path) -> tuple[Path, Path | None]:
+def find_split_folders(path: Path) -> tuple[Path, Path | None]:
     """Folders of training and validation images: `train` and `val` (else `test`) in `path` if both exist.
 
     Otherwise (`path`, None), and validation images are held out of `path`.
     """
     named = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
-    train = next((named[name] for name in TRAIN if name in named), None)
-    val = next((named[name] for names in HELD for name in names if name in named), None)
+    train = next((named[name] for name in TRAIN_WORDS if name in named), None)
+    val = next((named[name] for names in HELD_OUT_WORDS for name in names if name in named), None)
     return (train, val) if train is not None and val is not None else (path, None)
 
 
@@ -37,10 +37,10 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
 
     BadInputError names a folder without classes, a class without images, or one that training does not have.
     """
-    folders = visible(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
-    loose = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()]
+    folders = visible_files(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
+    loose = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
     if not folders:
-        found = visible(folder, loose)
+        found = visible_files(folder, loose)
         if found and classes is not None and len(classes) > 1:
             raise BadInputError(
                 f"{folder} has no folders of classes, which the training images have: {classes[0]}, ..."
@@ -53,16 +53,18 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
     files: list[Path] = []
     labels: list[int] = []
-    if stray := visible(folder, loose):
+    if stray := visible_files(folder, loose):
         log.warning("%s: %d images beside the folders of classes are of no class and left out", folder, len(stray))
     left_out, endings = len(loose) - len(stray), set[str]()
     for entry in folders:
         held = [file for file in entry.rglob("*") if not file.is_dir()]
-        found = [file for file in visible(entry, held) if file.suffix.lower() in SUFFIXES and file.is_file()]
+        found = [
+            file for file in visible_files(entry, held) if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()
+        ]
         left_out += len(held) - len(found)
-        endings |= {file.suffix.lower() for file in visible(entry, held) if file.suffix} - SUFFIXES
+        endings |= {file.suffix.lower() for file in visible_files(entry, held) if file.suffix} - IMAGE_SUFFIXES
         if not found:
-            allowed = " ".join(sorted(SUFFIXES))
+            allowed = " ".join(sorted(IMAGE_SUFFIXES))
             raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
         if len(below := sorted({file.parent.name for file in found if file.parent != entry})) > 1:
             log.warning("%s: images of %d folders below it (%s, ...) are one class", entry, len(below), below[0])

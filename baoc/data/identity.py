@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.sources import Source, TensorRows
-from baoc.data.stored import EncodedImages, Files, MemoryImages
+from baoc.data.image_sources import EncodedImages, FileItems, MemoryImages
+from baoc.data.sources import Source, TensorSource
 
-SAMPLED = 64
+HASHED_SAMPLES = 64
 _SIZED = 20_000  # files whose sizes are asked for
 # Settings that change how samples reach the network, and not which they are.
 _INCIDENTAL = frozenset({"augment", "workers", "streaming", "path", "task"})
@@ -31,16 +31,16 @@ def identity_of(contents: Iterable[str], *, settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def content_of(source: Source) -> str:
+def hash_source(source: Source) -> str:
     """SHA-256 of a source's samples: of all that are in memory, else of SAMPLED ones and of what describes the rest."""
     digest = hashlib.sha256(f"{len(source)}".encode())
     if isinstance(source, MemoryImages):
         _update(digest, {"images": source.images, "labels": source.labels})
-    elif isinstance(source, TensorRows):
+    elif isinstance(source, TensorSource):
         _update(digest, source.tensors)
     elif isinstance(source, EncodedImages):
         _update(digest, {"labels": source.labels})
-        if isinstance(source.items, Files) and len(source) <= _SIZED:
+        if isinstance(source.items, FileItems) and len(source) <= _SIZED:
             digest.update(
                 ",".join(str(Path(source.items[row][0]).stat().st_size) for row in range(len(source))).encode()
             )
@@ -53,7 +53,7 @@ def content_of(source: Source) -> str:
 
 
 def _spread(count: int) -> Tensor:
-    kept = min(count, SAMPLED)
+    kept = min(count, HASHED_SAMPLES)
     return torch.arange(kept) * count // max(kept, 1)
 
 

@@ -16,7 +16,7 @@ from baoc.data.images import ImageSet, check_labels
 from baoc.errors import BadInputError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
-PARTS = {"train": "train", "test": "t10k"}  # part -> what its files' names begin with
+SPLIT_PREFIXES = {"train": "train", "test": "t10k"}  # part -> what its files' names begin with
 _HOW = (
     "on Debian and Ubuntu `apt install dataset-fashion-mnist` brings it; elsewhere put the files "
     "train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz into a folder and name it by dataset.path=FOLDER; "
@@ -30,8 +30,8 @@ def read_fashion_mnist(path: str | None, *, part: str = "train") -> ImageSet:
     if not folder.is_dir():
         given = f"dataset.path={folder}" if path is not None else str(folder)
         raise BadInputError(f"{given} is no folder with Fashion-MNIST: {_HOW}")
-    images = read_idx(_find(folder, name=f"{PARTS[part]}-images-idx3-ubyte"), dims=3)
-    labels_file = _find(folder, name=f"{PARTS[part]}-labels-idx1-ubyte")
+    images = read_idx(_find(folder, name=f"{SPLIT_PREFIXES[part]}-images-idx3-ubyte"), dims=3)
+    labels_file = _find(folder, name=f"{SPLIT_PREFIXES[part]}-labels-idx1-ubyte")
     labels = read_idx(labels_file, dims=1)
     if len(images) != len(labels):
         raise BadInputError(f"{labels_file} holds {len(labels)} labels for {len(images)} images: get both files anew")

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baoc.data.base import NumberedDataModule, held_out
-from baoc.data.parts import visible
+from baoc.data.base import MapStyleDataModule, random_split
 from baoc.data.sources import Batch
+from baoc.data.splits import visible_files
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
-SAMPLED = 4096  # latents from which the standard deviation is estimated
+SCALE_SAMPLES = 4096  # latents from which the standard deviation is estimated
 _HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), or a folder of such files"
 _LABELS = ".labels.npy"
 
@@ -74,7 +74,7 @@ def build_random_latents(*, num_samples: int, num_classes: int, **settings: Any)
     return LatentDataModule(rows, scale=1.0, **settings)
 
 
-class LatentDataModule(NumberedDataModule):
+class LatentDataModule(MapStyleDataModule):
     """Latents with a random split by `split_seed`.
 
     `scale` multiplies all latents; None takes 1 / standard deviation of at most SAMPLED training latents.
@@ -95,7 +95,7 @@ class LatentDataModule(NumberedDataModule):
         if scale is not None and not scale > 0:
             raise BadInputError(f"dataset.scale must be above 0, or null for 1 / deviation of the latents, not {scale}")
         self.train_source = self.val_source = rows
-        self.train_rows, self.val_rows = held_out(len(rows), val_fraction=val_fraction, split_seed=split_seed)
+        self.train_rows, self.val_rows = random_split(len(rows), val_fraction=val_fraction, split_seed=split_seed)
         channels, size, _ = rows.shape
         self.spec = ImageDataSpec(
             dataset=rows.name,
@@ -105,7 +105,7 @@ class LatentDataModule(NumberedDataModule):
             num_train=len(self.train_rows),
             num_val=len(self.val_rows),
         )
-        self.scale = one_over_deviation(rows, self.train_rows[:SAMPLED]) if scale is None else float(scale)
+        self.scale = one_over_deviation(rows, self.train_rows[:SCALE_SAMPLES]) if scale is None else float(scale)
         self.transform = self._to_model_input
 
     def resize_to(self, image_size: int) -> None:
@@ -164,7 +164,7 @@ def _files(path: Path) -> list[Path]:
         if path.suffix != ".npy":
             raise BadInputError(f"dataset.path={path} is no .npy file: {_HOW}")
         return [path]
-    found = [file for file in visible(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
+    found = [file for file in visible_files(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
     if not found:
         raise BadInputError(f"{path} holds no .npy file: {_HOW}")
     return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.sources import Batch, BatchMaker, BatchRequest, Source, TensorRows, Transform, WorkerPool
+from baoc.data.sources import Batch, BatchMaker, BatchRequest, Source, TensorSource, Transform, WorkerPool
 from baoc.errors import BadInputError, CheckpointError
 
 __all__ = ["Batch", "SequentialLoader", "ShuffledLoader", "Transform"]
@@ -36,7 +36,7 @@ class SequentialLoader:
         transform: Transform | None = None,
         workers: int = 0,
     ):
-        rows = TensorRows(source) if isinstance(source, Mapping) else source
+        rows = TensorSource(source) if isinstance(source, Mapping) else source
         self.batch_size = batch_size
         self._indices = torch.arange(len(rows)) if indices is None else indices
         self._make = BatchMaker(source=rows, transform=transform)
@@ -174,13 +174,13 @@ class ShuffledLoader(SequentialLoader):
 
     def _requests(self, epoch: int) -> list[BatchRequest]:
         """This rank's batches of an epoch."""
-        order = self._indices[torch.randperm(len(self._indices), generator=generator_of(self.seed, epoch))]
+        order = self._indices[torch.randperm(len(self._indices), generator=seeded_generator(self.seed, epoch))]
         starts = range(self.rank * self.batch_size, len(self) * self._global_batch, self._global_batch)
         size = self.batch_size
         return [BatchRequest(rows=order[at : at + size], seed=seed_from_numbers(self.seed, epoch, at)) for at in starts]
 
 
-def generator_of(*key: int) -> torch.Generator:
+def seeded_generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_from_numbers(*key))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from baoc.core import own_code
-from baoc.data.base import DataModule, NumberedDataModule
-from baoc.data.sources import Batch, Source, TensorRows
+from baoc.data.base import DataModule, MapStyleDataModule
+from baoc.data.sources import Batch, Source, TensorSource
 from baoc.errors import BadInputError
 from baoc.types import DataSpec, ImageDataSpec, OwnDataSpec, TextDataSpec
 
@@ -53,7 +53,7 @@ def build_own(
     return OwnDataModule(name, train=parts["train"], val=parts["val"], facts=facts, train_data=returned[0], **batches)
 
 
-class OwnDataModule(NumberedDataModule):
+class OwnDataModule(MapStyleDataModule):
     """Training and validation samples of the user's code, batch by batch in this process."""
 
     def __init__(
@@ -115,7 +115,7 @@ def _source(data: Any, *, name: str, part: str) -> Source:
             raise BadInputError(f"dataset={name}: its {part} part has tensors of different lengths: {lengths}")
         if 0 in lengths.values():
             raise BadInputError(f"dataset={name}: its {part} part is empty")
-        return TensorRows(tensors)
+        return TensorSource(tensors)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise BadInputError(
             f"dataset={name}: its {part} part is a {type(data).__name__} without length or numbered samples; a stream "
@@ -147,7 +147,7 @@ def _classes(train_data: Any, train: Source, *, labelled: bool) -> int | None:
     named = getattr(train_data, "classes", None)
     if isinstance(named, Sequence) and named:
         return len(named)
-    if isinstance(train, TensorRows) and labelled:
+    if isinstance(train, TensorSource) and labelled:
         labels: Any = train.tensors["labels"]
     else:
         labels = getattr(train_data, "targets", None)

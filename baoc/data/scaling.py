@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baoc.data.image_sources import EncodedImages, ImageSource
 from baoc.data.sources import Batch
-from baoc.data.stored import EncodedImages, ImageSource
 
 log = logging.getLogger(__name__)
 _SAMPLED = 512  # encoded images decoded to estimate mean and standard deviation

@@ -20,7 +20,7 @@ from baoc.errors import BadInputError, TrainingFailedError, first_line
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS = 3
+MAX_WORKER_DEATHS = 3
 Batch = dict[str, Tensor]
 Transform = Callable[[Batch], Batch]
 
@@ -43,7 +43,7 @@ class RandomSource(Source, Protocol):
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch: ...
 
 
-class TensorRows:
+class TensorSource:
     """Tensors in memory, name -> (N, ...); a batch is one indexing operation."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -149,7 +149,7 @@ class WorkerPool:
         broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
         if not broken and not text.startswith("DataLoader worker"):
             raise error
-        if deaths >= MAX_DEATHS:
+        if deaths >= MAX_WORKER_DEATHS:
             raise TrainingFailedError(
                 f"data workers died {deaths} times in a row ({text}): if the system killed them for their memory, set "
                 "fewer dataset.workers; with dataset.workers=0 batches are made in the run itself, which shows why"

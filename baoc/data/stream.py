@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from baoc.data.loader import check_position, generator_of, seed_from_numbers
+from baoc.data.loader import check_position, seed_from_numbers, seeded_generator
 from baoc.data.sources import Batch
 from baoc.errors import CheckpointError
 from baoc.parallel import ranks
@@ -129,7 +129,7 @@ class StreamLoader:
     def _samples(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[Any]]]:
         """The samples of each batch of an epoch, from `start` on."""
         for place, block in self._blocks(replace(start, batch=0)):
-            generator = generator_of(self._seed, self._rank, place.epoch, place.block)
+            generator = seeded_generator(self._seed, self._rank, place.epoch, place.block)
             order = torch.randperm(len(block), generator=generator).tolist()
             skipped = start.batch if place.block == start.block else 0
             for batch in range(skipped, len(block) // self.batch_size):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baoc.data.images import check_labels
-from baoc.data.parts import role_of, role_of_path, visible
+from baoc.data.splits import split_in_name, split_in_path, visible_files
 from baoc.errors import BadInputError, first_line
 
 _IMAGES, _LABELS = ("image", "img", "images", "jpg", "png"), ("label", "labels", "fine_label", "cls")
@@ -66,7 +66,7 @@ class TableItems:
             raise BadInputError(f"{where} names {found}, which cannot be read ({error.strerror})") from error
 
 
-def undecoded(table: Any, *, column: str) -> Any:
+def without_decoding(table: Any, *, column: str) -> Any:
     """The table with its image column as encoded bytes, so that errors of decoding can name the row."""
     datasets = require_datasets()
     is_image = isinstance(table.features[column], datasets.Image)
@@ -80,7 +80,7 @@ def require_datasets() -> Any:
     return datasets
 
 
-def share_of(stream: Any, *, rank: int, num_ranks: int, skipped: bool = False) -> Any:
+def shard_stream(stream: Any, *, rank: int, num_ranks: int, skipped: bool = False) -> Any:
     """This rank's part of a stream of `datasets`. Where samples at its start are `skipped`, every rank reads all of it:
     a stream that is split by files skips a part of each, so held-out samples would be trained on."""
     if num_ranks == 1:
@@ -97,20 +97,20 @@ def parquet_files(path: Path) -> dict[str, list[str]]:
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     root, files = _parquet(path)
     for file in files:
-        parts["train" if path.is_file() else role_of_path(file.relative_to(root))].append(str(file))
+        parts["train" if path.is_file() else split_in_path(file.relative_to(root))].append(str(file))
     if not parts["train"]:
         raise BadInputError(f"dataset.path={path} holds no parquet file of training images, such as train-0.parquet")
     return {part: found for part, found in parts.items() if found}
 
 
-def folders_of(path: Path) -> list[Path]:
+def image_folders(path: Path) -> list[Path]:
     """Where relative paths in parquet files at `path` may lead: beside the files, and the folder that was given."""
     root, files = _parquet(path)
     return list(dict.fromkeys([*(file.parent for file in files), root]))
 
 
 def _parquet(path: Path) -> tuple[Path, list[Path]]:
-    return (path.parent, [path]) if path.is_file() else (path, visible(path, path.rglob("*.parquet")))
+    return (path.parent, [path]) if path.is_file() else (path, visible_files(path, path.rglob("*.parquet")))
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def split_of(tables: Mapping[str, Any], *, validation: bool = False) -> Any | No
     Parts are told by whole words, as for files; a name that is such a word alone comes first.
     """
     for role in ("validation", "test") if validation else ("train",):
-        named = sorted((name for name in tables if role_of(name) == role), key=len)
+        named = sorted((name for name in tables if split_in_name(name) == role), key=len)
         if named:
             return tables[named[0]]
     return None
@@ -159,7 +159,9 @@ def is_unlabelled(table: Any, *, column: str) -> bool:
     return column not in table.features or not any(value not in (-1, None) for value in table[column][:])
 
 
-def labels_of(table: Any, *, column: str, name: str, classes: Sequence[str] | None = None) -> tuple[Tensor, list[str]]:
+def read_labels(
+    table: Any, *, column: str, name: str, classes: Sequence[str] | None = None
+) -> tuple[Tensor, list[str]]:
     """(labels (N,) int64 from 0, names of the classes); text labels are numbered in alphabetical order.
 
     `classes`: of the training table, for a validation table. Raises BadInputError for a label that is not a class.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import DataModule, NumberedDataModule, check_fraction
+from baoc.data.base import DataModule, MapStyleDataModule, check_val_fraction
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import HeldText, TextFiles, between, find, measure
+from baoc.data.text_files import InMemoryText, TextFiles, byte_range, find_text, hash_text
 from baoc.data.text_stream import build_stream
-from baoc.data.token_arrays import Encoded, PackedTokens, check_sizes, encode
+from baoc.data.token_arrays import EncodedText, PackedTokens, check_sizes, encode
 from baoc.data.tokens import load_tokenizer
 from baoc.errors import BadInputError
 from baoc.types import TextDataSpec
@@ -21,13 +21,13 @@ from baoc.types import TextDataSpec
 
 def build_pysource(**options: Any) -> DataModule:
     """The frozen text of `baoc.data.python_library`, the same on every machine and Python."""
-    return _of_files(HeldText(name="pysource", text=read_python_library()), **options)
+    return _of_files(InMemoryText(name="pysource", text=read_python_library()), **options)
 
 
 def build_text(*, path: str | None = None, hub: str | None = None, **options: Any) -> DataModule:
     """Text of a file or folder at `path`, or of the set `hub` of the Hugging Face hub as a stream."""
     if path is not None:
-        return _of_files(find(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
+        return _of_files(find_text(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
     if hub is None:
         raise BadInputError("dataset text needs dataset.path=FILE_OR_FOLDER, or dataset.hub=OWNER/NAME to stream one")
     return build_stream(hub, **options)
@@ -38,7 +38,7 @@ def _of_files(source: TextFiles, **options: Any) -> "TextDataModule":
     return TextDataModule(source, **{name: options[name] for name in (*names, "batch_size", "seed", "accumulate")})
 
 
-class TextDataModule(NumberedDataModule):
+class TextDataModule(MapStyleDataModule):
     """Text of files. The last `val_fraction` of the bytes is the validation part, for every seed.
 
     Validation reads `max_val_sequences` sequences spread evenly over that part; None reads all.
@@ -60,17 +60,17 @@ class TextDataModule(NumberedDataModule):
         """`vocab_size` is for tokenizer=bpe; `batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
-        check_fraction(val_fraction)
-        content = measure(source)
+        check_val_fraction(val_fraction)
+        content = hash_text(source)
         cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
         key = f"{content.key} {cut}"
-        train, val = (lambda: between(source.chunks(), end=cut)), (lambda: between(source.chunks(), start=cut))
+        train, val = (lambda: byte_range(source.chunks(), end=cut)), (lambda: byte_range(source.chunks(), start=cut))
         library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
         trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
         held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
         self.train_source = _packed(trained, length=sequence_length, name=source.name, part="training")
         self.val_source = _packed(held, length=sequence_length, name=source.name, part="validation")
-        self.val_rows = spread(len(self.val_source), at_most=max_val_sequences)
+        self.val_rows = evenly_spaced(len(self.val_source), at_most=max_val_sequences)
         self.spec = TextDataSpec(
             dataset=source.name,
             vocab_size=library.vocab_size,
@@ -86,13 +86,13 @@ class TextDataModule(NumberedDataModule):
         return (self.spec.sha256,)
 
 
-def spread(count: int, *, at_most: int | None) -> Tensor:
+def evenly_spaced(count: int, *, at_most: int | None) -> Tensor:
     """Indices below `count`: all, or `at_most` of them evenly spaced."""
     kept = count if at_most is None else min(count, at_most)
     return torch.arange(kept) * count // kept
 
 
-def _packed(encoded: Encoded, *, length: int, name: str, part: str) -> PackedTokens:
+def _packed(encoded: EncodedText, *, length: int, name: str, part: str) -> PackedTokens:
     packed = PackedTokens(encoded.tokens, length=length)
     if len(packed) == 0:
         share = "a larger" if part == "validation" else "a smaller"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baoc.data.parts import is_hidden
+from baoc.data.splits import is_hidden
 from baoc.data.tables import require_datasets
 from baoc.errors import BadInputError, first_line
 
@@ -59,7 +59,7 @@ class TextFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldText(TextFiles):
+class InMemoryText(TextFiles):
     """One document that is in memory."""
 
     files: tuple[Path, ...] = ()
@@ -78,7 +78,7 @@ class Content:
     key: str
 
 
-def find(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
+def find_text(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
     """The text of a file, or of a folder and its subfolders.
 
     `pattern`: a glob for names of files, instead of the known endings. Names that begin with a dot are left out. Raises
@@ -125,7 +125,7 @@ def _unpack(ending: str) -> str:
     return f"unpack {ending} files first, of compressed ones .gz alone is read"
 
 
-def measure(source: TextFiles) -> Content:
+def hash_text(source: TextFiles) -> Content:
     """Reads everything once and hashes it. Raises BadInputError if there is no text."""
     content, boundaries, num_bytes = hashlib.sha256(), hashlib.sha256(), 0
     for chunk in source.chunks():
@@ -140,7 +140,7 @@ def measure(source: TextFiles) -> Content:
     return Content(num_bytes=num_bytes, sha256=content.hexdigest(), key=boundaries.hexdigest())
 
 
-def between(chunks: Iterable[TextChunk], *, start: int = 0, end: int = sys.maxsize) -> Iterator[TextChunk]:
+def byte_range(chunks: Iterable[TextChunk], *, start: int = 0, end: int = sys.maxsize) -> Iterator[TextChunk]:
     """The text from byte `start` to byte `end`, each moved on to the next beginning of a character."""
     at = 0
     for chunk in chunks:

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from baoc.data.base import DataModule, rank_of
+from baoc.data.base import DataModule, rank_and_size
 from baoc.data.loader import SequentialLoader
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import require_datasets, share_of
+from baoc.data.tables import require_datasets, shard_stream
 from baoc.data.text_files import TextChunk
-from baoc.data.token_arrays import Encoded, PackedTokens, batch_of, check_sizes, encode_chunks, token_dtype
+from baoc.data.token_arrays import EncodedText, PackedTokens, check_sizes, encode_chunks, next_token_batch, token_dtype
 from baoc.data.tokens import Tokenizer, Tokens, load_tokenizer
 from baoc.errors import BadInputError, TrainingFailedError, first_line
 from baoc.types import TextDataSpec
 
-SHUFFLED = 1024  # sequences of a block that is shuffled
-DOCUMENTS = 64  # tokenized at once, on several threads
+SHUFFLE_BLOCK = 1024  # sequences of a block that is shuffled
+DOCUMENTS_PER_BATCH = 64  # tokenized at once, on several threads
 _AHEAD = 64  # batches of documents that are read in advance
 _VAL_SEQUENCES = 512  # for max_val_sequences=null, as a stream may have no end
 
@@ -98,20 +98,20 @@ class StreamDataModule(DataModule):
         return (hashlib.sha256(np.ascontiguousarray(self._val.tokens).tobytes()).hexdigest(),)
 
     def make_train_loader(self, *, limit: int | None) -> StreamLoader:
-        rank, _ = rank_of(self)
+        rank, _ = rank_and_size(self)
         return StreamLoader(
             self._open,
-            make=lambda windows, _: batch_of(np.stack(windows)),
+            make=lambda windows, _: next_token_batch(np.stack(windows)),
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=self.accumulate,
-            buffer=SHUFFLED,
+            buffer=SHUFFLE_BLOCK,
             threads=1,
             rank=rank,
         )
 
     def make_overfit_loader(self) -> SequentialLoader:
-        windows = list(islice(self._open(0), SHUFFLED))
+        windows = list(islice(self._open(0), SHUFFLE_BLOCK))
         tokens = np.concatenate([window[:-1] for window in windows] + [windows[-1][-1:]])
         return SequentialLoader(PackedTokens(tokens, length=self._length), batch_size=self.batch_size)
 
@@ -120,7 +120,7 @@ class StreamDataModule(DataModule):
 
     def _open(self, epoch: int) -> "PackedStream":
         """The same stream in every epoch; sequences are shuffled within blocks by epoch."""
-        documents = self._train.for_rank(*rank_of(self))
+        documents = self._train.for_rank(*rank_and_size(self))
         return PackedStream(documents, tokenizer=self._tokenizer, length=self._length)
 
 
@@ -142,14 +142,14 @@ class Documents:
         if state is not None:
             stream.load_state_dict(state)
         rows = self._read(iter(stream))
-        while texts := [self._text(row) for row in islice(rows, DOCUMENTS)]:
+        while texts := [self._text(row) for row in islice(rows, DOCUMENTS_PER_BATCH)]:
             yield [TextChunk(text=text, ends=True) for text in texts], stream.state_dict()
 
     def skip(self, num_documents: int) -> "Documents":
         return Documents(self._stream.skip(num_documents), name=self._name, column=self._column, skipped=True)
 
     def for_rank(self, rank: int, num_ranks: int) -> "Documents":
-        part = share_of(self._stream, rank=rank, num_ranks=num_ranks, skipped=self._skipped)
+        part = shard_stream(self._stream, rank=rank, num_ranks=num_ranks, skipped=self._skipped)
         return Documents(part, name=self._name, column=self._column)
 
     def _read(self, rows: Iterator[Any]) -> Iterator[Any]:
@@ -234,7 +234,7 @@ def _ahead(batches: Iterator[list[Any]]) -> Iterator[Any]:
                 future.cancel()
 
 
-def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int) -> tuple[Encoded, int]:
+def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int) -> tuple[EncodedText, int]:
     """(at least `num_tokens` tokens from the beginning, number of documents they come from)."""
     parts: list[Tokens] = []
     num_bytes = count = 0
@@ -245,4 +245,4 @@ def _first_tokens(documents: Documents, *, tokenizer: Tokenizer, num_tokens: int
         if count >= num_tokens:
             break
     tokens = np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
-    return Encoded(tokens=tokens, num_bytes=num_bytes), len(parts)
+    return EncodedText(tokens=tokens, num_bytes=num_bytes), len(parts)

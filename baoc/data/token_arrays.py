@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.data.loader import Batch
 from baoc.data.text_files import CHUNK_BYTES, TextChunk
-from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens, cached, write_whole
+from baoc.data.tokens import ByteTokenizer, Tokenizer, Tokens, cache_path, write_cache_file
 from baoc.errors import BadInputError
 
 IN_MEMORY_BYTES = 256 << 20  # larger token arrays stay on disk
@@ -20,7 +20,7 @@ _HEADER_BYTES = 8  # at the start of a cached array: the number of bytes of its 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedText:
     """`tokens` (N,), possibly mapped from disk, and `num_bytes` of the text without end tokens."""
 
     tokens: Tokens
@@ -33,7 +33,7 @@ class Encoded:
 
 def encode(
     chunks: Callable[[], Iterator[TextChunk]], *, tokenizer: Tokenizer, num_bytes: int, text_key: str
-) -> Encoded:
+) -> EncodedText:
     """The tokens of `chunks()`, with an end token after each document; read from the cache if it holds them.
 
     Byte tokens of a small set are not cached, as they are the text itself. `num_bytes`: approximate size of the text.
@@ -43,10 +43,10 @@ def encode(
     if isinstance(tokenizer, ByteTokenizer) and num_bytes <= IN_MEMORY_BYTES:
         parts = [tokens for tokens, _ in encode_chunks(chunks(), tokenizer=tokenizer)]
         tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
-        return Encoded(tokens=tokens, num_bytes=len(tokens))
-    path = cached("tokens", text_key, tokenizer.fingerprint, suffix=".bin")
+        return EncodedText(tokens=tokens, num_bytes=len(tokens))
+    path = cache_path("tokens", text_key, tokenizer.fingerprint, suffix=".bin")
     if not path.is_file():
-        write_whole(path, write=lambda stream: _write_tokens(stream, chunks(), tokenizer=tokenizer))
+        write_cache_file(path, write=lambda stream: _write_tokens(stream, chunks(), tokenizer=tokenizer))
     return _read_tokens(path, dtype=dtype)
 
 
@@ -88,13 +88,13 @@ def _write_tokens(stream: BinaryIO, chunks: Iterable[TextChunk], *, tokenizer: T
     stream.write(total.to_bytes(_HEADER_BYTES, "little"))
 
 
-def _read_tokens(path: Path, *, dtype: Any) -> Encoded:
+def _read_tokens(path: Path, *, dtype: Any) -> EncodedText:
     with path.open("rb") as stream:
         num_bytes = int.from_bytes(stream.read(_HEADER_BYTES), "little")
     size = path.stat().st_size - _HEADER_BYTES
     if size > IN_MEMORY_BYTES:
-        return Encoded(tokens=np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES), num_bytes=num_bytes)
-    return Encoded(tokens=np.fromfile(path, dtype=dtype, offset=_HEADER_BYTES), num_bytes=num_bytes)
+        return EncodedText(tokens=np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES), num_bytes=num_bytes)
+    return EncodedText(tokens=np.fromfile(path, dtype=dtype, offset=_HEADER_BYTES), num_bytes=num_bytes)
 
 
 class PackedTokens:
@@ -109,10 +109,10 @@ class PackedTokens:
         return max(0, len(self.tokens) - 1) // self._length
 
     def gather(self, rows: Tensor) -> Batch:
-        return batch_of(self.tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
+        return next_token_batch(self.tokens[rows.numpy()[:, None] * self._length + np.arange(self._length + 1)])
 
 
-def batch_of(windows: Tokens) -> Batch:
+def next_token_batch(windows: Tokens) -> Batch:
     """(B, T + 1) tokens of any integer type -> tokens and targets (B, T)."""
     read = torch.from_numpy(windows.astype(np.int64))
     return {"tokens": read[:, :-1].contiguous(), "targets": read[:, 1:].contiguous()}

@@ -138,7 +138,7 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextCh
         raise BadInputError(
             f"dataset.vocab_size={vocab_size} is too small: byte-level BPE needs 257, each byte and an end token"
         )
-    path = cached("bpe", text_key, str(vocab_size), suffix=".json")
+    path = cache_path("bpe", text_key, str(vocab_size), suffix=".json")
     if not path.is_file():
         library = Library(models.BPE())
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,12 +149,12 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextCh
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        library.train_from_iterator(training_texts(training_text()), trainer=trainer)
-        write_whole(path, write=lambda stream: stream.write(library.to_str().encode()))
+        library.train_from_iterator(decoded_texts(training_text()), trainer=trainer)
+        write_cache_file(path, write=lambda stream: stream.write(library.to_str().encode()))
     return _from_file(path)
 
 
-def training_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
+def decoded_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
     for chunk in islice(chunks, BPE_TRAINING_BYTES // CHUNK_BYTES):
         yield chunk.text.decode("utf-8")
 
@@ -162,13 +162,13 @@ def training_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
 # -- the cache of trained tokenizers and token arrays: file names are hashes of what they were made from --------------
 
 
-def cached(kind: str, *made_of: str, suffix: str) -> Path:
+def cache_path(kind: str, *made_of: str, suffix: str) -> Path:
     """Path of the file of a `kind` that was made from `made_of`, whether it exists or not."""
     digest = hashlib.sha256("\n".join(("1", *made_of)).encode()).hexdigest()
     return cache_folder() / f"{kind}-{digest[:32]}{suffix}"
 
 
-def write_whole(path: Path, *, write: Callable[[Any], object]) -> None:
+def write_cache_file(path: Path, *, write: Callable[[Any], object]) -> None:
     """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError.
 
     Only its user may read it: it holds the text, which may be private.

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.data.base import NumberedDataModule, held_out
+from baoc.data.base import MapStyleDataModule, random_split
+from baoc.data.image_sources import EncodedImages, ImageSource
 from baoc.data.scaling import Scaling, standardise, unit_range
-from baoc.data.stored import EncodedImages, ImageSource
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
@@ -28,7 +28,7 @@ class LabelledImages:
     num_classes: int
 
 
-class VisionDataModule(NumberedDataModule):
+class VisionDataModule(MapStyleDataModule):
     """Training and validation loaders of labelled images.
 
     Args:
@@ -55,11 +55,11 @@ class VisionDataModule(NumberedDataModule):
     ):
         """`batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
         super().__init__(**batches)
-        require_classes(images.train.labels, of=images.name, task=task)
+        require_two_classes(images.train.labels, of=images.name, task=task)
         self.train_source, self.val_source = images.train, images.val or images.train
         self.train_rows, self.val_rows = torch.arange(len(self.train_source)), torch.arange(len(self.val_source))
         if images.val is None:
-            split = held_out(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
+            split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
             self.train_rows, self.val_rows = split
         self.spec = ImageDataSpec(
             dataset=images.name,
@@ -83,7 +83,7 @@ class VisionDataModule(NumberedDataModule):
         self.transform = replace(self.transform, size=image_size)
 
 
-def require_classes(labels: Tensor, *, of: str, task: str) -> None:
+def require_two_classes(labels: Tensor, *, of: str, task: str) -> None:
     """Raises BadInputError where images are to be told apart, and all are of one class; not of shapes alone."""
     if task == "vision" and not labels.is_meta and bool((labels == labels[0]).all()):
         raise BadInputError(

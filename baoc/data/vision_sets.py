@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from baoc.data.decode import check_augment
-from baoc.data.folder import find_parts, list_images
-from baoc.data.idx import PARTS, read_fashion_mnist
+from baoc.data.folder import find_split_folders, list_images
+from baoc.data.idx import SPLIT_PREFIXES, read_fashion_mnist
+from baoc.data.image_sources import FileItems, MemoryImages, image_source
 from baoc.data.images import ImageSet, read_digits, read_npz
-from baoc.data.parts import visible
-from baoc.data.stored import Files, MemoryImages, encoded_images
+from baoc.data.splits import visible_files
 from baoc.data.tables import (
     Columns,
     TableItems,
     find_columns,
-    folders_of,
+    image_folders,
     is_unlabelled,
-    labels_of,
     load_hub,
     load_parquet,
+    read_labels,
     split_of,
-    undecoded,
+    without_decoding,
 )
 from baoc.data.vision import LabelledImages, VisionDataModule
 from baoc.errors import BadInputError
@@ -45,8 +45,8 @@ def build_fashion_mnist(
     path: str | None = None, *, augment: str, judged_on: str = "train", **settings: Any
 ) -> VisionDataModule:
     """`judged_on`: validation images: `test`, the 10,000 test images; `train`, a held-out part of the 60,000."""
-    if judged_on not in PARTS:
-        raise BadInputError(f"dataset.judged_on={judged_on} is not allowed: choose one of {', '.join(PARTS)}")
+    if judged_on not in SPLIT_PREFIXES:
+        raise BadInputError(f"dataset.judged_on={judged_on} is not allowed: choose one of {', '.join(SPLIT_PREFIXES)}")
     images = _of_arrays(read_fashion_mnist(path), augment=augment)
     if judged_on == "test":
         images = replace(images, val=_of_arrays(read_fashion_mnist(path, part="test")).train)
@@ -94,7 +94,7 @@ def build_images(
     found = None if path is None else Path(path).expanduser()
     if found is not None and not found.exists():
         raise BadInputError(f"dataset.path={path} does not exist: it must be {_KINDS}")
-    is_table = found is None or found.suffix == ".parquet" or bool(visible(found, found.rglob("*.parquet")))
+    is_table = found is None or found.suffix == ".parquet" or bool(visible_files(found, found.rglob("*.parquet")))
     streaming = found is None if streaming is None else streaming
     if streaming and not is_table:
         raise BadInputError(
@@ -106,7 +106,7 @@ def build_images(
     if found is None and hub is None:
         raise BadInputError(f"dataset=images needs dataset.path=PATH ({_KINDS}) or dataset.hub=NAME on the hub")
     tables = load_hub(str(hub), streaming=streaming) if found is None else load_parquet(found, streaming=streaming)
-    name, folders = (str(hub), []) if found is None else (str(found), folders_of(found))
+    name, folders = (str(hub), []) if found is None else (str(found), image_folders(found))
     if streaming:
         from baoc.data.vision_stream import StreamedImages
 
@@ -132,13 +132,13 @@ def _of_path(path: Path, *, augment: Any, image_size: int | None) -> LabelledIma
         return _of_arrays(read_npz(path), augment=augment)
     if not path.is_dir():
         raise BadInputError(f"dataset.path={path} holds no labelled images: it must be {_KINDS}")
-    train_folder, val_folder = find_parts(path)
+    train_folder, val_folder = find_split_folders(path)
     listing = list_images(train_folder)
     labels, val = torch.tensor(listing.labels), None
-    train = encoded_images(Files(listing.files), labels=labels, image_size=image_size, augment=augment)
+    train = image_source(FileItems(listing.files), labels=labels, image_size=image_size, augment=augment)
     if val_folder is not None:
         held = list_images(val_folder, classes=listing.classes)
-        val = encoded_images(Files(held.files), labels=torch.tensor(held.labels), like=train)
+        val = image_source(FileItems(held.files), labels=torch.tensor(held.labels), like=train)
     return LabelledImages(name=path.name, train=train, val=val, num_classes=len(listing.classes))
 
 
@@ -149,17 +149,17 @@ def _of_tables(
     if train is None:
         raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
     image, label = find_columns(train.features, asked=columns, name=name)
-    labels, classes = labels_of(train, column=label, name=name)
+    labels, classes = read_labels(train, column=label, name=name)
 
     def items(table: Any, *, of: str) -> TableItems:
-        return TableItems(undecoded(table, column=image), column=image, name=of, folders=folders)
+        return TableItems(without_decoding(table, column=image), column=image, name=of, folders=folders)
 
-    source = encoded_images(items(train, of=name), labels=labels, image_size=image_size, augment=augment)
+    source = image_source(items(train, of=name), labels=labels, image_size=image_size, augment=augment)
     held = None
     if val is not None and not is_unlabelled(val, column=label):
         part = f"the validation part of {name}"
-        held_labels, _ = labels_of(val, column=label, name=part, classes=classes)
-        held = encoded_images(items(val, of=part), labels=held_labels, like=source)
+        held_labels, _ = read_labels(val, column=label, name=part, classes=classes)
+        held = image_source(items(val, of=part), labels=held_labels, like=source)
     elif val is not None:
         log.warning("%s: its held-back part has no labels (-1), so images of the training part are held out", name)
     return LabelledImages(name=name, train=source, val=held, num_classes=len(classes))

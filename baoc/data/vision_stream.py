@@ -12,23 +12,31 @@ from typing import Any
 import torch
 from torch import Generator
 
-from baoc.data.base import DataModule, rank_of
+from baoc.data.base import DataModule, rank_and_size
 from baoc.data.decode import Augment
-from baoc.data.identity import content_of
+from baoc.data.identity import hash_source
+from baoc.data.image_sources import EncodedImages
 from baoc.data.images import check_labels
-from baoc.data.loader import SequentialLoader, generator_of
+from baoc.data.loader import SequentialLoader, seeded_generator
 from baoc.data.scaling import Scaling, standardise, unit_range
 from baoc.data.sources import Batch
-from baoc.data.stored import EncodedImages
 from baoc.data.stream import StreamLoader
-from baoc.data.tables import Columns, TableItems, find_columns, require_datasets, share_of, split_of, undecoded
-from baoc.data.vision import require_classes
+from baoc.data.tables import (
+    Columns,
+    TableItems,
+    find_columns,
+    require_datasets,
+    shard_stream,
+    split_of,
+    without_decoding,
+)
+from baoc.data.vision import require_two_classes
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
 NUM_VAL = 2000
-MOST_CLASSES = 100_000  # that are taken for such where a stream declares none
-BLOCK = 2048  # samples that are shuffled together; their encoded images are held in memory
+MAX_UNDECLARED_CLASSES = 100_000  # that are taken for such where a stream declares none
+SHUFFLE_BLOCK = 2048  # samples that are shuffled together; their encoded images are held in memory
 
 
 class StreamedImages(DataModule):
@@ -68,8 +76,8 @@ class StreamedImages(DataModule):
         self._augment: Augment = augment
         self._name, self._image_size, self._threads, self._folders = name, image_size, workers or 4, folders
         self._num_skipped = 0 if val is not None else NUM_VAL
-        self._train = undecoded(train, column=self._image)
-        held = list(islice(undecoded(train if val is None else val, column=self._image), NUM_VAL))
+        self._train = without_decoding(train, column=self._image)
+        held = list(islice(without_decoding(train if val is None else val, column=self._image), NUM_VAL))
         if not held:
             raise BadInputError(f"{name} holds no images")
         if not all(isinstance(sample[self._label], int) for sample in held[:10]):
@@ -83,10 +91,10 @@ class StreamedImages(DataModule):
         _, num_classes = check_labels(
             self._held.labels.numpy(),
             of=f"the first {len(self._held)} images of {name}",
-            declared=len(declared) if declared else MOST_CLASSES,
+            declared=len(declared) if declared else MAX_UNDECLARED_CLASSES,
         )
         if not declared:
-            require_classes(self._held.labels, of=f"the first {len(self._held)} images of {name}", task=task)
+            require_two_classes(self._held.labels, of=f"the first {len(self._held)} images of {name}", task=task)
         self.spec = ImageDataSpec(
             dataset=name,
             image_size=image_size,
@@ -103,7 +111,7 @@ class StreamedImages(DataModule):
 
     def contents(self) -> tuple[str, ...]:
         """Of the validation images: the stream is told by its name and settings."""
-        return (content_of(self._held),)
+        return (hash_source(self._held),)
 
     def make_train_loader(self, *, limit: int | None) -> StreamLoader:
         return StreamLoader(
@@ -112,9 +120,9 @@ class StreamedImages(DataModule):
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=self.accumulate,
-            buffer=BLOCK,
+            buffer=SHUFFLE_BLOCK,
             threads=self._threads,
-            rank=rank_of(self)[0],
+            rank=rank_and_size(self)[0],
         )
 
     def make_overfit_loader(self) -> SequentialLoader:
@@ -131,8 +139,8 @@ class StreamedImages(DataModule):
             whole = self._train.skip(self._num_skipped)
         else:
             whole = _shuffled_files(self._train, seed=self.seed, epoch=epoch)
-        rank, num_ranks = rank_of(self)
-        return share_of(whole, rank=rank, num_ranks=num_ranks, skipped=bool(self._num_skipped))
+        rank, num_ranks = rank_and_size(self)
+        return shard_stream(whole, rank=rank, num_ranks=num_ranks, skipped=bool(self._num_skipped))
 
     def _make(self, samples: list[Any], generator: Generator) -> Batch:
         source = self._encoded(samples, name=f"a batch of {self._name}")
@@ -155,6 +163,6 @@ def _shuffled_files(table: Any, *, seed: int, epoch: int) -> Any:
     """
     if table.num_shards < 2:
         return table
-    order = torch.randperm(table.num_shards, generator=generator_of(seed, epoch)).tolist()
+    order = torch.randperm(table.num_shards, generator=seeded_generator(seed, epoch)).tolist()
     files = [table.shard(num_shards=table.num_shards, index=file) for file in order]
     return require_datasets().concatenate_datasets(files)

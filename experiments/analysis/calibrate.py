@@ -85,7 +85,7 @@ def _qualities(folder: Path, trial: FrozenTrial) -> list[float]:
 
 def risk_file(winner: Winner, *, study: optuna.Study, model: str, found: Sequence[Rank]) -> str:
     """The text of conf/risk/NAME.yaml: weights of all terms of `model`, with their origin."""
-    defaults = yaml.safe_load(assets.options("risk")[model].read_text(encoding="utf-8"))
+    defaults = yaml.safe_load(assets.option_files("risk")[model].read_text(encoding="utf-8"))
     weights = {term: float(winner.weights.get(term, weight)) for term, weight in defaults["weights"].items()}
     lower = "lower than with" if winner.difference.mean < 0 else "higher than with"
     comparison = lower if winner.difference.excludes_zero else "not distinguishable from"
@@ -177,7 +177,7 @@ def fitted_file(found: Sequence[Damage]) -> str:
             f"fitted weights rank runs of held-out seeds at equal budgets by {fitted}, weights of 1 by "
             f"{plain}: that is no better, so nothing was written"
         )
-    file = yaml.safe_load(assets.options("risk")[models[0]].read_text(encoding="utf-8"))
+    file = yaml.safe_load(assets.option_files("risk")[models[0]].read_text(encoding="utf-8"))
     merged = {term: round(weights.get(term, float(weight)), 4) for term, weight in file["weights"].items()}
     lines = [
         f"# Weights of risk={models[0]} fitted to the damage of {len(found)} runs (commit {commit() or 'unknown'}).",

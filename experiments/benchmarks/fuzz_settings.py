@@ -180,7 +180,7 @@ def words_of(number: int, *, seed: int) -> list[str]:
     if source.random() < 0.3:
         found = [override(source.choice(study_keys()), source=source) for _ in range(source.choice((1, 1, 2)))]
         found = [word if word[0] in "~+" or ".space." not in word else f"++{word}" for word in found]
-        return ["-m", f"sweeps={source.choice(list(assets.options('sweeps')))}", *found]
+        return ["-m", f"sweeps={source.choice(list(assets.option_files('sweeps')))}", *found]
     model = source.choice(MODELS)
     keys = run_keys(model)
     return [f"model={model}", *(override(source.choice(keys), source=source) for _ in range(source.choice((1, 1, 2))))]

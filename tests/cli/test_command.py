@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baoc.cli.listing import LISTS, lines
+from baoc.cli.listing import LISTS, list_lines
 from baoc.core.budgets import PRESETS
 from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError
@@ -98,20 +98,20 @@ def test_run_py_is_the_same_command(run_python):
 
 @pytest.mark.parametrize("name", LISTS)
 def test_each_list_has_a_line_with_a_text_for_each_entry(name: str):
-    shown = lines(name)
+    shown = list_lines(name)
     if shown != ["(none yet)"] and name != "lists":
         assert shown and all(len(line.split(maxsplit=1)) == 2 for line in shown)
 
 
 def test_lists_hold_what_there_is():
-    assert {line.split()[0] for line in lines("specs")} == {
+    assert {line.split()[0] for line in list_lines("specs")} == {
         *NATIVE, "+split8", "+bf16_sr", "+bf16", "@streamed",
     }  # fmt: skip
-    assert any(line.split()[:2] == ["adamw", "8.00"] for line in lines("specs"))
-    assert {line.split()[0] for line in lines("budgets")} == {*PRESETS, "SIZE", "state_N"}
-    assert any(line.startswith("digits_state_25 ") for line in lines("experiments"))
-    assert "  model.size=tiny" in "\n".join(lines("models"))
+    assert any(line.split()[:2] == ["adamw", "8.00"] for line in list_lines("specs"))
+    assert {line.split()[0] for line in list_lines("budgets")} == {*PRESETS, "SIZE", "state_N"}
+    assert any(line.startswith("digits_state_25 ") for line in list_lines("experiments"))
+    assert "  model.size=tiny" in "\n".join(list_lines("models"))
     offered = {file.stem for file in (ROOT / "conf" / "risk").glob("*.yaml")}
-    assert offered <= {line.split()[0] for line in lines("risks")}, "what --help offers is told by --list"
+    assert offered <= {line.split()[0] for line in list_lines("risks")}, "what --help offers is told by --list"
     with pytest.raises(BadInputError, match=r"--list sweps: there is no such list; did you mean sweeps"):
-        lines("sweps")
+        list_lines("sweps")

@@ -59,7 +59,7 @@ DOORS = {
     "mode=race": ("baoc.sweep.race.race_command", ["mode=race"]),
     "-m": ("run", ["-m", "seed=3"]),
     "sweeps": ("baoc.sweep.study.run_study", ["-m", "sweeps=frontier_vision", "hydra.sweep.dir=study"]),
-    "list": ("baoc.cli.main.lines", ["--list", "specs"]),
+    "list": ("baoc.cli.main.list_lines", ["--list", "specs"]),
 }
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "report": ("baoc.frontier.report.build_report", report.main),

@@ -187,7 +187,7 @@ def test_jobs_of_a_multirun_do_not_disturb_each_other(training, frontiers, tmp_p
     folders = {path.name for path in sweep_dir.iterdir() if path.is_dir()}
     assert folders == {f"{n}_budget={b},seed=3" for n, b in enumerate(["4gb", "300mb", "301mb", "state_25"])}
     assert [path.parent.name[0] for path in sorted(sweep_dir.glob("*/result.json"))] == ["0", "3"]
-    assert [failure.exit_code for failure in jobs.failed_jobs(sweep_dir)] == [3, 5]
+    assert [failure.exit_code for failure in jobs.read_failures(sweep_dir)] == [3, 5]
     shown = capsys.readouterr()
     assert "baoc: error: run 1: 300mb is too little" in shown.err and "baoc: error: run 2: loss is nan" in shown.err
     assert "--- run 3: budget=state_25 seed=3" in shown.out

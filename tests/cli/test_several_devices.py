@@ -135,7 +135,7 @@ def test_srun_tells_a_task_of_two_machines_its_place(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(key, value)
     told = current_rank()
     assert told is not None and str(told) == "rank 9 of 16 processes (srun: SLURM_NTASKS)"
-    variables = ranks_module.environment_of(told)
+    variables = ranks_module.rendezvous_environment(told)
     assert variables == {
         "RANK": "9",
         "WORLD_SIZE": "16",

@@ -13,17 +13,17 @@ from baoc.cli import waiting
 def test_shared_is_told_by_the_load(monkeypatch: pytest.MonkeyPatch, load: float, cores: int, shared: bool) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert waiting.are_shared() == shared
+    assert waiting.cores_are_shared() == shared
     environment: dict[str, str] = {}
-    assert waiting.yield_where_shared(environment) == shared
+    assert waiting.sleep_where_shared(environment) == shared
     assert environment == ({"OMP_WAIT_POLICY": "PASSIVE"} if shared else {})
 
 
 @pytest.mark.parametrize("name", waiting.VARIABLES)
 def test_what_the_user_says_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(waiting, "are_shared", lambda: True)
+    monkeypatch.setattr(waiting, "cores_are_shared", lambda: True)
     environment = {name: "ACTIVE"}
-    assert not waiting.yield_where_shared(environment) and environment == {name: "ACTIVE"}
+    assert not waiting.sleep_where_shared(environment) and environment == {name: "ACTIVE"}
 
 
 def test_a_system_that_does_not_tell_its_load_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,4 +31,4 @@ def test_a_system_that_does_not_tell_its_load_is_not_shared(monkeypatch: pytest.
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", unknown)
-    assert not waiting.are_shared()
+    assert not waiting.cores_are_shared()

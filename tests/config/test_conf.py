@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import check_names, from_hydra
-from baoc.config.nodes import job_folder, option_values, options
+from baoc.config.nodes import job_folder, option_names, option_values
 from baoc.config.options import own_keys, registry
 from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
@@ -36,9 +36,9 @@ FITTING = [
 ]
 MADE = 6  # of the options that code makes of one row each, beside all files
 FREE = {
-    group: options(group)[: len(assets.options(group)) + MADE]
+    group: option_names(group)[: len(assets.option_files(group)) + MADE]
     for group in GROUPS
-    if group not in OPTIONS and options(group)
+    if group not in OPTIONS and option_names(group)
 }
 ROWS = [
     {group: options[row % len(options)] for group, options in FREE.items()} | FITTING[row % len(FITTING)]
@@ -51,7 +51,7 @@ def run_of(*overrides: str) -> RunConfig:
 
 
 def read(group: str, option: str) -> dict:
-    return yaml.safe_load(assets.options(group)[option].read_text())
+    return yaml.safe_load(assets.option_files(group)[option].read_text())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
@@ -66,7 +66,9 @@ def test_each_option_composes_into_a_run(row: dict[str, str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "option"), [(group, o) for group in OVERLAYS[1:] for o in assets.options(group)])
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, o) for group in OVERLAYS[1:] for o in assets.option_files(group)]
+)
 def test_each_sweep_and_debug_option_composes_into_a_run(group: str, option: str):
     """Experiments do in tests/golden."""
     assert run_of(f"{group}={option}").name == option
@@ -74,7 +76,7 @@ def test_each_sweep_and_debug_option_composes_into_a_run(group: str, option: str
 
 def test_each_option_has_a_line_for_list():
     for group in (*GROUPS, *OVERLAYS):
-        for option, file in assets.options(group).items():
+        for option, file in assets.option_files(group).items():
             assert assets.description(file), f"{group}={option}"
 
 
@@ -100,8 +102,8 @@ def test_defaults_of_the_schema_are_those_of_conf():
 
 
 def test_budgets_of_conf_are_the_presets():
-    assert set(options("budget")) == set(PRESETS)
-    for name in assets.options("budget"):
+    assert set(option_names("budget")) == set(PRESETS)
+    for name in assets.option_files("budget"):
         assert parse_budget(read("budget", name)) == PRESETS[name]
 
 
@@ -110,7 +112,7 @@ def test_budgets_of_conf_are_the_presets():
     [("allocator", ALLOCATORS), ("risk", RISKS), *((group, registry(group)) for group in OPTIONS)],
 )
 def test_options_of_conf_are_those_of_the_registry(group: str, registry):
-    own = [option for option in options(group) if group != "risk" or read(group, option)["name"] == option]
+    own = [option for option in option_names(group) if group != "risk" or read(group, option)["name"] == option]
     assert set(own) == set(registry)
 
 
@@ -158,9 +160,9 @@ def test_an_experiment_wins_over_the_model_and_the_user_over_both(tmp_path: Path
         "# @package _global_\n# m\ndefaults: [override /model: llama, override /dataset: text]\n"
         "name: mine\nbatch_size: 3\n"
     )
-    of_conf = assets.options
+    of_conf = assets.option_files
     files = {"mine": tmp_path / "mine.yaml"}
-    monkeypatch.setattr(assets, "options", lambda group: files if group == "experiments" else of_conf(group))
+    monkeypatch.setattr(assets, "option_files", lambda group: files if group == "experiments" else of_conf(group))
     run = run_of("experiments=mine", "dataset.path=x")
     assert (run.model.name, run.task.name, run.dataset.name, run.batch_size) == ("llama", "language", "text", 3)
     assert run.trainer.max_steps == 600, "the model's, as neither says otherwise"
@@ -284,8 +286,8 @@ def test_an_experiment_may_build_on_another_and_name_a_size(tmp_path: Path, monk
     (tmp_path / "base.yaml").write_text("# @package _global_\n# b\ndefaults: [override /budget: 301mb]\nseed: 5\n")
     (tmp_path / "child.yaml").write_text("# @package _global_\n# c\ndefaults: [base]\nname: child\n")
     files = {file.stem: file for file in tmp_path.glob("*.yaml")}
-    of_conf = assets.options
-    monkeypatch.setattr(assets, "options", lambda group: files if group == "experiments" else of_conf(group))
+    of_conf = assets.option_files
+    monkeypatch.setattr(assets, "option_files", lambda group: files if group == "experiments" else of_conf(group))
     run = run_of("experiments=child")
     assert (run.name, run.seed, run.budget.memory_bytes) == ("child", 5, 301 * MIB)
 
@@ -303,7 +305,7 @@ def test_a_broken_experiment_is_named(content: str, message: str, tmp_path: Path
     file = tmp_path / "experiments" / "broken.yaml"
     file.parent.mkdir()
     file.write_text(content)
-    monkeypatch.setattr(assets, "options", lambda group: {"broken": file} if group == "experiments" else {})
+    monkeypatch.setattr(assets, "option_files", lambda group: {"broken": file} if group == "experiments" else {})
     with pytest.raises(BadInputError, match=message):
         run_of()
 

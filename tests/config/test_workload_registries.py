@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from baoc.config.options import type_of
+from baoc.config.options import option_type
 from baoc.config.validate import validate_value
 from baoc.data import DATASETS, build_data
 from baoc.errors import BadInputError
@@ -96,7 +96,7 @@ def test_types_of_options_are_told_by_their_defaults_or_beside_them():
         for name, row in registry.items():
             assert set(row.option_types) <= set(row.options), name
             for key, default in row.options.items():
-                assert validate_value(default, type_of(row, key), key=f"{group}.{key}") == default
+                assert validate_value(default, option_type(row, key), key=f"{group}.{key}") == default
 
 
 def test_listing_imports_no_torch():

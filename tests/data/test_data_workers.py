@@ -28,7 +28,7 @@ def test_its_batch_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_workers_that_always_die_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baoc.data.sources.MAX_DEATHS", 2)
+    monkeypatch.setattr("baoc.data.sources.MAX_WORKER_DEATHS", 2)
     with pytest.raises(TrainingFailedError, match=r"data workers died 2 times in a row .*dataset.workers=0") as error:
         batches(tmp_path / "always", lives=99)
     assert error.value.exit_code == 5

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from baoc.data import build_data
-from baoc.data.decode import random_fit, vary
+from baoc.data.decode import augment_batch, augment_image
 from baoc.data.idx import read_idx
 from baoc.errors import BadInputError, TrainingFailedError
 from tests.support.images import RNG, encoded, idx_bytes, picture, write_folder, write_parquet
@@ -166,20 +166,20 @@ def test_varied_batches_resume_in_mid_epoch(tmp_path, stop):
 def test_varying_moves_and_mirrors_and_no_more():
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(1, 256, (64, 3, 16, 16), dtype=torch.uint8)
-    flipped = vary(pixels, augment="flip", generator=generator)
+    flipped = augment_batch(pixels, augment="flip", generator=generator)
     mirrored = (flipped == pixels.flip(-1)).flatten(1).all(1)
     assert ((flipped == pixels).flatten(1).all(1) ^ mirrored).all() and 10 < mirrored.sum() < 54
-    moved = vary(pixels, augment="crop_flip", generator=generator)
+    moved = augment_batch(pixels, augment="crop_flip", generator=generator)
     assert moved.dtype is torch.uint8 and moved.shape == pixels.shape
     assert not torch.equal(moved, pixels)
     assert (moved == 0).flatten(1).float().mean(1).max() <= 1 - (14 / 16) ** 2 + 1e-6  # padding: 2 pixels of 16
-    assert vary(pixels, augment="none", generator=generator) is pixels
+    assert augment_batch(pixels, augment="none", generator=generator) is pixels
 
 
 def test_random_crops_are_parts_of_the_image():
     ramp = Image.fromarray(np.tile(np.arange(200, dtype=np.uint8), (100, 1)))
     crops = [
-        np.asarray(random_fit(ramp, size=32, augment="crop_flip", generator=torch.Generator().manual_seed(seed)))
+        np.asarray(augment_image(ramp, size=32, augment="crop_flip", generator=torch.Generator().manual_seed(seed)))
         for seed in range(40)
     ]
     slopes = np.array([crop[16].astype(int)[-1] - crop[16].astype(int)[0] for crop in crops])

@@ -10,7 +10,7 @@ from PIL import Image
 
 from baoc.data import build_data
 from baoc.data.decode import open_image
-from baoc.data.parts import is_hidden, role_of, role_of_path
+from baoc.data.splits import is_hidden, split_in_name, split_in_path
 from baoc.data.tables import parquet_files, split_of
 from baoc.errors import BadInputError, BaocError
 from tests.support.images import encoded, picture, write_folder, write_parquet
@@ -204,12 +204,12 @@ class TestParts:
         ],
     )  # fmt: skip
     def test_they_are_told_by_whole_words(self, name: str, role: str | None) -> None:
-        assert role_of(name) == role
+        assert split_in_name(name) == role
 
     def test_the_innermost_name_counts(self) -> None:
-        assert role_of_path(Path("test_project/train-0.parquet")) == "train"
-        assert role_of_path(Path("validation/part-0.parquet")) == "validation"
-        assert role_of_path(Path("x/part-0.parquet")) == "train"
+        assert split_in_path(Path("test_project/train-0.parquet")) == "train"
+        assert split_in_path(Path("validation/part-0.parquet")) == "validation"
+        assert split_in_path(Path("x/part-0.parquet")) == "train"
 
     def test_validation_comes_before_tests_by_path_and_by_hub(self, tmp_path: Path) -> None:
         for name in ("train-0", "validation-0", "test-0"):

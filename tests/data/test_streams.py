@@ -162,7 +162,7 @@ def test_files_come_in_an_order_of_each_epoch_and_a_stop_loses_nothing(write):
     files = write("train-0", "train-1", "train-2", "test-0")
     settings = {"image_size": 8, "seed": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baoc.data.vision_stream.BLOCK", 4)  # blocks of one batch, so that files do not mix
+        patch.setattr("baoc.data.vision_stream.SHUFFLE_BLOCK", 4)  # blocks of one batch, so that files do not mix
         whole = streamed(files, **settings).train_dataloader()
         epochs = [[batch["images"] for batch in whole] for _ in range(2)]
         for stop in (1, 3, 6):
@@ -181,7 +181,7 @@ def test_ranks_share_a_stream_of_images(write, names, monkeypatch):
     data = streamed(write(*names), image_size=8)
     seen = []
     for rank in (0, 1):
-        monkeypatch.setattr("baoc.data.vision_stream.rank_of", lambda _, rank=rank: (rank, 2))
+        monkeypatch.setattr("baoc.data.vision_stream.rank_and_size", lambda _, rank=rank: (rank, 2))
         batches = list(data.make_train_loader(limit=None))
         seen.append({round(float(image.mean()), 4) for batch in batches for image in batch["images"]})
     assert seen[0] and seen[1] and not seen[0] & seen[1]

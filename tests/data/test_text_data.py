@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from baoc.data import build_data, text_files, token_arrays
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import TextChunk, TextFiles, between, find, measure
+from baoc.data.text_files import TextChunk, TextFiles, byte_range, find_text, hash_text
 from baoc.errors import BadInputError
 
 STORY = "Zoë läuft über die Straße. 雨が降る。\n" * 60  # 2 to 3 bytes in many characters
@@ -79,7 +79,7 @@ def test_split_never_cuts_a_character_and_loses_no_byte():
     ]
     whole = joined(chunks)
     for cut in range(len(whole) + 1):
-        first, second = list(between(chunks, end=cut)), list(between(chunks, start=cut))
+        first, second = list(byte_range(chunks, end=cut)), list(byte_range(chunks, start=cut))
         assert joined(first) + joined(second) == whole
         joined(first).decode()
         joined(second).decode()
@@ -90,7 +90,7 @@ def test_split_never_cuts_a_character_and_loses_no_byte():
 def test_pieces_of_a_long_line_end_with_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 7)
     for content in ("雨" * 50, "ab\ncd\n" * 20, "ä", "a\n", "äöüß\n" * 9):
-        source = find(story(tmp_path, content))
+        source = find_text(story(tmp_path, content))
         chunks = list(source.chunks())
         assert joined(chunks).decode() == content
         assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -146,9 +146,9 @@ def test_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path)
     for name, text in {"b.txt": "bb", "a/z.md": "az", ".git/x.txt": "no", "c.py": "no", "B.TXT": "BB"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    assert joined(find(folder).chunks()) == b"BBazbb"
-    assert joined(find(folder, pattern="*.py").chunks()) == b"no"
-    assert find(folder).name == "mine"
+    assert joined(find_text(folder).chunks()) == b"BBazbb"
+    assert joined(find_text(folder, pattern="*.py").chunks()) == b"no"
+    assert find_text(folder).name == "mine"
 
 
 ROWS = [{"text": "first Zoë"}, {"text": ""}, {"text": "second\nline"}, {"text": "x" * 50, "other": 1}]
@@ -159,11 +159,11 @@ def test_zipped_texts_and_marks_of_byte_order_are_read_and_others_counted(tmp_pa
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbftwo"))
     for name in ("c.pdf", "d.zip", "e.tar.gz", "f.PDF"):
         (tmp_path / name).write_bytes(b"%PDF")
-    assert joined(find(tmp_path).chunks()) == b"one two"
+    assert joined(find_text(tmp_path).chunks()) == b"one two"
     assert "4 files that are no text by their endings (.PDF, .pdf, .tar.gz, .zip) are left out" in caplog.text
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two" * 500)[:-12])
     with pytest.raises(BadInputError, match=r"b\.txt\.gz cannot be read after \d+ bytes"):
-        joined(find(tmp_path).chunks())
+        joined(find_text(tmp_path).chunks())
 
 
 def write_rows(folder: Path, kind: str) -> Path:
@@ -180,7 +180,7 @@ def write_rows(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
 def test_rows_of_a_column_are_documents(tmp_path, kind):
-    source = find(write_rows(tmp_path, kind))
+    source = find_text(write_rows(tmp_path, kind))
     assert list(source.chunks()) == [TextChunk(text=row["text"].encode(), ends=True) for row in ROWS if row["text"]]
     assert source.name == "rows"
 
@@ -189,7 +189,7 @@ def test_kinds_may_lie_in_one_folder(tmp_path):
     for kind in ("jsonl", "parquet", "json.gz"):
         write_rows(tmp_path, kind)
     story(tmp_path)
-    text = joined(find(tmp_path).chunks())
+    text = joined(find_text(tmp_path).chunks())
     assert text.count(b"second\nline") == 3
     assert text.count(STORY.encode()) == 1
 
@@ -200,7 +200,7 @@ def test_key_of_a_set_depends_on_where_documents_end_and_its_hash_does_not(tmp_p
         folder.mkdir()
         for at, part in enumerate(parts):
             (folder / f"{at}.txt").write_text(part)
-    contents = [measure(find(folder)) for folder in (one, two)]
+    contents = [hash_text(find_text(folder)) for folder in (one, two)]
     assert contents[0].sha256 == contents[1].sha256 == hashlib.sha256(b"abc").hexdigest()
     assert contents[0].key != contents[1].key
 
@@ -255,7 +255,7 @@ def test_path_without_text_is_named(tmp_path):
 def test_texts_in_another_encoding_or_archive_are_refused_with_the_way_to_convert_them(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInputError, match=told):
-        joined(find(tmp_path).chunks())
+        joined(find_text(tmp_path).chunks())
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".zip", ".txt.zst"])
@@ -266,11 +266,11 @@ def test_an_archive_is_not_read_as_text(tmp_path, ending):
     last = "." + ending.rpartition(".")[2] if ending != ".tar.gz" else ending
     told = rf"corpus{re.escape(ending)} is packed: unpack {re.escape(last)} files first, of compressed ones .gz alone"
     with pytest.raises(BadInputError, match="dataset.path=.*" + told):
-        find(file)
+        find_text(file)
     with pytest.raises(
         BadInputError, match=r"dataset.pattern=\*\.\* takes .*corpus.* or give a pattern that leaves it out"
     ):
-        find(tmp_path, pattern="*.*")
+        find_text(tmp_path, pattern="*.*")
 
 
 @pytest.mark.parametrize("before_it", [0, 20])
@@ -344,4 +344,4 @@ def test_empty_text_is_refused(tmp_path):
         data(story(tmp_path, ""))
     source = TextFiles(name="two", files=(tmp_path / "story.txt", tmp_path / "story.txt"))
     with pytest.raises(BadInputError, match=r"the text of 2 files, .*story.txt to story.txt, is empty"):
-        measure(source)
+        hash_text(source)

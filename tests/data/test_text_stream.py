@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baoc.data import build_data, text_stream
-from baoc.data.tables import share_of
+from baoc.data.tables import shard_stream
 from baoc.data.text_stream import Documents, PackedStream, StreamDataModule
 from baoc.data.tokens import ByteTokenizer
 from baoc.errors import BadInputError, TrainingFailedError
@@ -33,8 +33,8 @@ def stream(files):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(text_stream, "SHUFFLED", 20)
-    monkeypatch.setattr(text_stream, "DOCUMENTS", 7)
+    monkeypatch.setattr(text_stream, "SHUFFLE_BLOCK", 20)
+    monkeypatch.setattr(text_stream, "DOCUMENTS_PER_BATCH", 7)
 
 
 def packed(stream, *, length: int = 50) -> PackedStream:
@@ -130,7 +130,7 @@ def test_ranks_share_the_stream_without_overlap(stream):
 def test_ranks_of_a_stream_in_files_train_on_no_held_out_document():
     """Split by files, each rank would skip its share of 6: three held-out documents would be trained on."""
     stream = datasets.Dataset.from_dict({"at": list(range(40))}).to_iterable_dataset(num_shards=4).skip(6)
-    parts = [[row["at"] for row in share_of(stream, rank=rank, num_ranks=2, skipped=True)] for rank in range(2)]
+    parts = [[row["at"] for row in shard_stream(stream, rank=rank, num_ranks=2, skipped=True)] for rank in range(2)]
     assert not set(parts[0]) & set(parts[1]) and sorted(parts[0] + parts[1]) == list(range(6, 40))
 
 

@@ -165,8 +165,8 @@ def test_data_set_is_packed_from_the_tokens_and_knows_its_bytes(tmp_path):
 
 def test_training_sees_the_training_part_only(tmp_path, monkeypatch):
     seen = []
-    original = tokens.training_texts
-    monkeypatch.setattr(tokens, "training_texts", lambda parts: [seen.append(text) or text for text in original(parts)])
+    original = tokens.decoded_texts
+    monkeypatch.setattr(tokens, "decoded_texts", lambda parts: [seen.append(text) or text for text in original(parts)])
     path = tmp_path / "text.txt"
     path.write_text("a" * 950 + "b" * 50)
     settings = {"batch_size": 1, "sequence_length": 1, "tokenizer": "bpe", "vocab_size": 257}

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 CASES: dict[str, list[str]] = {
     "default": [],
     "state_25": ["budget=state_25", "budget.step_time=1.2", "logger=wandb", "micro_batch=16"],
-    **{f"experiment_{name}": [f"experiments={name}"] for name in assets.options("experiments")},
+    **{f"experiment_{name}": [f"experiments={name}"] for name in assets.option_files("experiments")},
 }
 
 

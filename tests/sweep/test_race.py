@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baoc.cli.jobs import RACE_SETUP_FILE, with_race_folder
+from baoc.cli.jobs import RACE_SETUP_FILE, with_race_command
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
@@ -90,7 +90,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
         raced(tmp_path, "race.seeds=3")
     with pytest.raises(BadInputError, match=r"holds a race with .*trainer.max_steps=400"):
         raced(tmp_path, "trainer.max_steps=500")
-    words = with_race_folder(["mode=race", f"resume={tmp_path}", "race.workers=2"])
+    words = with_race_command(["mode=race", f"resume={tmp_path}", "race.workers=2"])
     assert words[-1] == f"hydra.run.dir={tmp_path}" and "race.workers=2" in words and "race.workers=1" not in words
     assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
 

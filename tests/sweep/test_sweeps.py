@@ -19,7 +19,7 @@ from tests.support.experiment_words import OF_MODEL, SMALL
 
 pytestmark = pytest.mark.slow
 
-STUDIES = assets.options("sweeps")
+STUDIES = assets.option_files("sweeps")
 FIRST: dict[tuple[str, ...], str] = {}  # baseline -> the study of which it is composed, where several have it
 for option, file in STUDIES.items():
     for baseline in yaml.safe_load(file.read_text())["hydra"]["sweeper"].get("baselines") or ():

@@ -48,4 +48,4 @@ def test_an_experiment_takes_its_steps_and_is_judged(name: str, tmp_path: Path):
 
 def test_each_experiment_is_in_the_table_of_experiments():
     text = (assets.root() / "experiments" / "README.md").read_text(encoding="utf-8")
-    assert [name for name in assets.options("experiments") if f"`{name}`" not in text] == []
+    assert [name for name in assets.option_files("experiments") if f"`{name}`" not in text] == []

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-from baoc.data.decode import Augment, fit, header_of, open_image, random_fit, to_tensor, vary
+from baoc.data.decode import Augment, augment_batch, augment_image, center_crop, open_image, read_header, to_tensor
 from baoc.data.sources import Batch
 from baoc.units import MIB
 
 log = logging.getLogger(__name__)
-MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
-SMALL = 64  # pixels per side; random crops of larger images are taken from the original image
-SURVEYED = 2000  # images whose headers are read to learn size and colours of a set
-LARGEST = 224  # pixels per side of larger images, unless a size is given
+MAX_IN_MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
+SMALL_SIDE = 64  # pixels per side; random crops of larger images are taken from the original image
+SURVEYED_IMAGES = 2000  # images whose headers are read to learn size and colours of a set
+MAX_DEFAULT_SIDE = 224  # pixels per side of larger images, unless a size is given
 
 
-class Items(Protocol):
+class EncodedItems(Protocol):
     """Numbered encoded images: (content, origin for error messages)."""
 
     def __len__(self) -> int: ...
@@ -32,7 +32,7 @@ class Items(Protocol):
     def __getitem__(self, row: int) -> tuple[bytes | Path, str]: ...
 
 
-class Files:
+class FileItems:
     """Items of files. Paths are kept as str, as up to a million of them are pickled for each worker."""
 
     def __init__(self, files: Sequence[Path]):
@@ -68,7 +68,7 @@ class MemoryImages:
         return {"images": self.images[rows], "labels": self.labels[rows]}
 
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
-        images = vary(self.images[rows], augment=self.augment, generator=generator)
+        images = augment_batch(self.images[rows], augment=self.augment, generator=generator)
         return {"images": images, "labels": self.labels[rows]}
 
 
@@ -76,7 +76,7 @@ class MemoryImages:
 class EncodedImages:
     """Images that are decoded and resized to `image_size` pixels per side for each batch, as uint8."""
 
-    items: Items
+    items: EncodedItems
     labels: Tensor
     image_size: int
     channels: int
@@ -86,12 +86,12 @@ class EncodedImages:
         return len(self.labels)
 
     def gather(self, rows: Tensor) -> Batch:
-        return self._stacked(rows, [fit(self._open(row), size=self.image_size) for row in rows])
+        return self._stacked(rows, [center_crop(self._open(row), size=self.image_size) for row in rows])
 
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
         size, augment = self.image_size, self.augment
         return self._stacked(
-            rows, [random_fit(self._open(row), size=size, augment=augment, generator=generator) for row in rows]
+            rows, [augment_image(self._open(row), size=size, augment=augment, generator=generator) for row in rows]
         )
 
     def _stacked(self, rows: Tensor, images: list[Any]) -> Batch:
@@ -114,8 +114,8 @@ class EncodedImages:
 ImageSource = MemoryImages | EncodedImages
 
 
-def encoded_images(
-    items: Items,
+def image_source(
+    items: EncodedItems,
     *,
     labels: Tensor,
     image_size: int | None = None,
@@ -133,17 +133,17 @@ def encoded_images(
     else:
         size, channels = _survey(items, image_size=image_size)
     source = EncodedImages(items=items, labels=labels, image_size=size, channels=channels, augment=augment)
-    fits = len(items) * channels * size * size <= MEMORY_BYTES
-    return source.in_memory() if fits and (size <= SMALL or augment != "crop_flip") else source
+    fits = len(items) * channels * size * size <= MAX_IN_MEMORY_BYTES
+    return source.in_memory() if fits and (size <= SMALL_SIDE or augment != "crop_flip") else source
 
 
-def _survey(items: Items, *, image_size: int | None) -> tuple[int, int]:
+def _survey(items: EncodedItems, *, image_size: int | None) -> tuple[int, int]:
     """(pixels per side, channels) for a set; says so where its images differ."""
-    rows = torch.linspace(0, len(items) - 1, min(len(items), SURVEYED)).long().tolist()
+    rows = torch.linspace(0, len(items) - 1, min(len(items), SURVEYED_IMAGES)).long().tolist()
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda row: header_of(items[row][0], where=items[row][1]), rows))
+        found = list(threads.map(lambda row: read_header(items[row][0], where=items[row][1]), rows))
     num_grey, sides = sum(header.grey for header in found), sorted(header.side for header in found)
-    size = image_size or min(sides[len(sides) // 2], LARGEST)
+    size = image_size or min(sides[len(sides) // 2], MAX_DEFAULT_SIDE)
     channels = 1 if num_grey == len(found) else 3
     of = f"of {len(found)} images" + (" that were looked at" if len(found) < len(items) else "")
     if animated := sum(header.animated for header in found):
