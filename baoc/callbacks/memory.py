@@ -214,7 +214,7 @@ class MemoryMonitor(L.Callback):
         batch. The file is mapped, so that its own pages are not held."""
         saved = None if self._trainer is None else self._trainer._checkpoint_connector._loaded_checkpoint
         if saved and self._tracker is not None:
-            self._tracker.leave_out(*tensors_in(saved))
+            self._tracker.ignore(*tensors_in(saved))
             self._enter("resume")
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -308,7 +308,7 @@ class MemoryMonitor(L.Callback):
         """Starts a tracked part with all that is alive by now: the module with its gradients, states, and the batch."""
         if self._tracker is None or self._trainer is None:
             return
-        self._tracker.prime(
+        self._tracker.count_existing(
             self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.extra_tensors(), held
         )
         self._tracker.reset_peak()
@@ -319,7 +319,7 @@ class MemoryMonitor(L.Callback):
     def _exit(self) -> None:
         """Ends the tracked part, if there is one."""
         if self._tracker is not None and self._label is not None:
-            self._tracker.leave()
+            self._tracker.exit_out_of_order()
             self._note(self._label)
             self._label = None
 

@@ -163,9 +163,9 @@ def _check_task(config: RunConfig) -> None:
 
     name, task = config.model.name, config.task.name
     family = family_of(name)
-    serves = " and ".join([str(family.task), *family.also])
-    if not family.serves(task) and not task_info(task).is_own:
-        fitting = ", ".join(row.name for row in MODELS.values() if row.serves(task)) or "none yet"
+    serves = " and ".join([str(family.task), *family.other_tasks])
+    if not family.supports(task) and not task_info(task).is_own:
+        fitting = ", ".join(row.name for row in MODELS.values() if row.supports(task)) or "none yet"
         raise BadInputError(
             f"model {name} is trained for {serves}, not {task}: leave task away, as the model brings it, or "
             f"choose a model for {task}: {fitting}"

@@ -51,8 +51,8 @@ class ModelFamily:
         imports: library modules that building it imports; a fork server imports them in advance.
         task: None serves any.
         is_own: the user's code; its options are its arguments, and are checked when it is called.
-        also: other tasks that it serves.
-        loads: it is built from `model.pretrained` alone, whose weights it has from the start.
+        other_tasks: tasks that it also serves.
+        needs_pretrained: it is built from `model.pretrained` alone, whose weights it has from the start.
     """
 
     name: str
@@ -65,11 +65,11 @@ class ModelFamily:
     option_types: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     is_own: bool = False
-    also: tuple[str, ...] = ()
-    loads: bool = False
+    other_tasks: tuple[str, ...] = ()
+    needs_pretrained: bool = False
 
-    def serves(self, task: str) -> bool:
-        return self.task is None or task in (self.task, *self.also)
+    def supports(self, task: str) -> bool:
+        return self.task is None or task in (self.task, *self.other_tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +165,12 @@ MODELS: dict[str, ModelFamily] = {
             name="hf",
             description="a stored network of transformers, to fine-tune: model.pretrained=FOLDER or NAME",
             task="language",
-            also=("masked", "vision"),
+            other_tasks=("masked", "vision"),
             module="baoc.models.hf",
             imports=("transformers.modeling_utils",),
             sizes={STORED: _size(STORED, "as model.pretrained says", lr=2e-5)},
             auto={"cpu": STORED, "cuda": STORED},
-            loads=True,
+            needs_pretrained=True,
         ),
         ModelFamily(
             name="llama",
@@ -221,11 +221,11 @@ def build_model(
     """
     family = family_of(name)
     choice = choose_size(name, size=size, device=device)
-    from baoc.models.construction import build_own, float32_and_seed
+    from baoc.models.construction import build_user_model, float32_and_seed
 
     with float32_and_seed(seed):
         if family.is_own:
-            return build_own(name, spec=spec, options=options)
+            return build_user_model(name, spec=spec, options=options)
         return import_module(family.module).build(choice.size.settings, spec=spec, **{**family.options, **options})
 
 

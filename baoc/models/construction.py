@@ -33,7 +33,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def by_block(model: nn.Module, block_of: Callable[[str, int], str]) -> dict[str, tuple[str, ...]]:
+def group_by_block(model: nn.Module, block_of: Callable[[str, int], str]) -> dict[str, tuple[str, ...]]:
     """Block name -> names of its parameters, each exactly once, by `block_of` a name and a number of dimensions. The
     vectors of a layer (biases, norms) form its norm block, so that other blocks hold matrices only and rules by row or
     column apply to them."""
@@ -43,7 +43,7 @@ def by_block(model: nn.Module, block_of: Callable[[str, int], str]) -> dict[str,
     return {block: tuple(names) for block, names in blocks.items()}
 
 
-def build_own(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:
+def build_user_model(name: str, *, spec: Any, options: Mapping[str, Any]) -> nn.Module:
     """The network that the user's function or class `name` makes of `options`.
 
     Arguments called `spec`, or as a field of the data's description (`num_classes`, `vocab_size`, ...), are given where

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baoc.errors import BadInputError
-from baoc.models.construction import by_block
+from baoc.models.construction import group_by_block
 from baoc.types import ImageDataSpec
 
 FREQUENCIES = 256  # values of the sinusoidal embedding of a timestep
@@ -67,8 +67,8 @@ class DiffusionTransformer(nn.Module):
         return self.unpatchify(self.final(tokens, condition))
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """See `by_block`: attention, mlp, modulation and norm of `layers.N`; norms have no weights here."""
-        return by_block(self, _block_of)
+        """See `group_by_block`: attention, mlp, modulation and norm of `layers.N`; norms have no weights here."""
+        return group_by_block(self, _block_of)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """(B, grid * grid, patch * patch * channels) -> (B, channels, image_size, image_size)."""

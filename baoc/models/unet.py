@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.models.construction import by_block
+from baoc.models.construction import group_by_block
 from baoc.types import ImageDataSpec
 
 _PART = re.compile(r"^net\.(down|up|mid)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.")
@@ -68,11 +68,11 @@ class UNet(nn.Module):
         return self.net(images, timesteps, class_labels=labels, return_dict=False)[0]
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """See `by_block`: conv, attention, modulation and norm by layer.
+        """See `group_by_block`: conv, attention, modulation and norm by layer.
 
         A layer is a residual module with the attention after it, such as `down.1.0`; resampling is one of its own.
         """
-        return by_block(self, _block_of)
+        return group_by_block(self, _block_of)
 
 
 def _block_of(name: str, num_dims: int) -> str:

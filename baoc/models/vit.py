@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from baoc.errors import BadInputError
-from baoc.models.construction import by_block
+from baoc.models.construction import group_by_block
 from baoc.types import ImageDataSpec
 
 _LAYER = re.compile(r"\b(?:layers?)\.(\d+)\.")
@@ -87,8 +87,8 @@ class VisionTransformer(ImageClassifier):
                     nn.init.zeros_(module.bias)
 
     def parameter_blocks(self) -> dict[str, tuple[str, ...]]:
-        """See `by_block`: `layers.N.attention`, `.mlp`, `.norm` by layer."""
-        return by_block(self, _block_of)
+        """See `group_by_block`: `layers.N.attention`, `.mlp`, `.norm` by layer."""
+        return group_by_block(self, _block_of)
 
 
 def _block_of(name: str, num_dims: int) -> str:

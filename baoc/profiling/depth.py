@@ -15,13 +15,13 @@ from torch import nn
 from baoc.profiling.timeline import ARRIVED, DIED, DROPPED, merge_intervals
 from baoc.types import Footprint, PeakInterval
 
-SHORT, LONG = 4, 5  # numbers of layers that are run
-INNER = 2  # of LONG layers the one that has an inner one on each side
+SHALLOW, DEEP = 4, 5  # numbers of layers that are run
+INNER = 2  # of DEEP layers the one that has an inner one on each side
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index"})  # of modules that know their layer
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayerStack:
     """The ModuleList of a network's layers: `holder.name`; `prefix` starts the names of its parameters."""
 
     holder: nn.Module
@@ -34,7 +34,7 @@ class Layers:
         return len(self.parts)
 
     @contextmanager
-    def cut(self, depth: int) -> Iterator[None]:
+    def truncated(self, depth: int) -> Iterator[None]:
         """Inside, the network has only its first `depth` layers."""
         whole = self.holder._modules[self.name]
         self.holder._modules[self.name] = nn.ModuleList(self.parts[:depth])
@@ -44,14 +44,14 @@ class Layers:
             self.holder._modules[self.name] = whole
 
 
-def layers_of(module: nn.Module, *, parts: Sequence[nn.Module]) -> Layers | None:
+def find_layer_stack(module: nn.Module, *, parts: Sequence[nn.Module]) -> LayerStack | None:
     """The ModuleList that holds `parts`; None if they differ, or are too few to gain from running two depths."""
-    if len(parts) <= LONG + 1 or len({_signature(part) for part in parts}) > 1:
+    if len(parts) <= DEEP + 1 or len({_signature(part) for part in parts}) > 1:
         return None
     for name, child in module.named_modules():
         if isinstance(child, nn.ModuleList) and len(child) == len(parts) and all(map(operator.is_, child, parts)):
             holder, _, last = name.rpartition(".")
-            return Layers(module.get_submodule(holder), last, f"{name}.", tuple(parts))
+            return LayerStack(module.get_submodule(holder), last, f"{name}.", tuple(parts))
     return None
 
 
@@ -78,16 +78,18 @@ class _LayerPass:
     events: Mapping[int | None, Sequence[_Event]]
 
 
-def extended(short: Footprint, long: Footprint, *, layers: Layers, sizes: Mapping[str, int]) -> Footprint | None:
+def extrapolated(
+    short: Footprint, long: Footprint, *, layers: LayerStack, sizes: Mapping[str, int]
+) -> Footprint | None:
     """The footprint with all `layers`; None where the intervals of the two footprints do not match.
 
     Args:
-        short, long: footprints with SHORT and LONG layers, with raw intervals (`probe_footprint(thinned=False)`).
+        short, long: footprints with SHALLOW and DEEP layers, of `probe_footprint(merge_intervals=False)`.
         sizes: bytes of each gradient of the whole network, by parameter name.
     """
     prefix, depth = layers.prefix, layers.depth
-    low = _layer_passes(short.intervals, prefix=prefix, depth=SHORT)
-    high = _layer_passes(long.intervals, prefix=prefix, depth=LONG)
+    low = _layer_passes(short.intervals, prefix=prefix, depth=SHALLOW)
+    high = _layer_passes(long.intervals, prefix=prefix, depth=DEEP)
     if low is None or high is None or len(low) != len(high):
         return None
     intervals: list[PeakInterval] = []
@@ -99,7 +101,7 @@ def extended(short: Footprint, long: Footprint, *, layers: Layers, sizes: Mappin
     intervals, order = _counted(intervals, held=short.intervals[0].gradients is None)
 
     def line(a: int, b: int) -> int:
-        return a + (depth - SHORT) * (b - a)
+        return a + (depth - SHALLOW) * (b - a)
 
     slack = max(f.forward_backward_bytes - max(m.num_bytes for m in f.intervals) for f in (short, long))
     fields = ("weights_bytes", "gradients_bytes", "resident_bytes", "settled_bytes", "ema_bytes")
@@ -141,8 +143,8 @@ def _place(event: str, *, prefix: str) -> tuple[int | None, str]:
 
 def _extrapolated(low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int) -> list[PeakInterval] | None:
     """The intervals of one pass over `depth` layers; None where inner layers of the measured ones are not alike."""
-    outside, down = low.order == (None,), low.order[0] == SHORT - 1
-    if outside != (high.order == (None,)) or down != (high.order[0] == LONG - 1):
+    outside, down = low.order == (None,), low.order[0] == SHALLOW - 1
+    if outside != (high.order == (None,)) or down != (high.order[0] == DEEP - 1):
         return None
     layers: list[int | None] = [None] if outside else list(range(depth))
     made: list[PeakInterval] = []
@@ -156,8 +158,8 @@ def _extrapolated(low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int)
             copies = _copies(like, layer=layer, depth=depth, prefix=prefix)
             made.append(PeakInterval(name=name, num_bytes=num_bytes, copies=copies))
     for layer, events in high.events.items():
-        for (_, interval), (_, like) in zip(events, high.events[_like(layer, depth=LONG)], strict=True):
-            if dict(interval.copies) != _copies(like, layer=layer, depth=LONG, prefix=prefix):
+        for (_, interval), (_, like) in zip(events, high.events[_like(layer, depth=DEEP)], strict=True):
+            if dict(interval.copies) != _copies(like, layer=layer, depth=DEEP, prefix=prefix):
                 return None
     return made
 
@@ -165,7 +167,7 @@ def _extrapolated(low: _LayerPass, high: _LayerPass, *, prefix: str, depth: int)
 def _events(low: _LayerPass, high: _LayerPass, *, layer: int | None, depth: int) -> list[tuple[str, int]] | None:
     """(event, bytes) of each interval of one of `depth` layers; None where the measured bytes are not linear."""
     if layer is None or layer in (0, depth - 1):
-        of_low, of_high = (None, None) if layer is None else (0, 0) if layer == 0 else (SHORT - 1, LONG - 1)
+        of_low, of_high = (None, None) if layer is None else (0, 0) if layer == 0 else (SHALLOW - 1, DEEP - 1)
         runs = [low.events[of_low], high.events[of_high]]
     else:
         runs = [low.events[1], high.events[1], low.events[2], high.events[2], high.events[3]]
@@ -178,12 +180,12 @@ def _events(low: _LayerPass, high: _LayerPass, *, layer: int | None, depth: int)
         if inner and any(inner[at][1].num_bytes != b.num_bytes + at * further for at in (1, 2)):
             return None
         steps = layer - 1 if layer is not None and inner else 0
-        found.append((event, a.num_bytes + (depth - SHORT) * deeper + steps * further))
+        found.append((event, a.num_bytes + (depth - SHALLOW) * deeper + steps * further))
     return found
 
 
 def _copies(interval: PeakInterval, *, layer: int | None, depth: int, prefix: str) -> dict[str, int]:
-    """The copies that are alive in an interval of `layer` of `depth` ones, by the interval of the like one of LONG."""
+    """The copies that are alive in an interval of `layer` of `depth` ones, by the interval of the like one of DEEP."""
     held: dict[int | None, dict[str, int]] = {}
     for name, num_bytes in interval.copies.items():
         at, rest = _place(f" {name}", prefix=prefix)
@@ -196,10 +198,10 @@ def _copies(interval: PeakInterval, *, layer: int | None, depth: int, prefix: st
 
 
 def _like(layer: int | None, *, depth: int, seen_from: int | None = None) -> int | None:
-    """The layer of LONG ones that stands for one of `depth`. First and last stand for themselves, as their copies may
+    """The layer of DEEP ones that stands for one of `depth`. First and last stand for themselves, as their copies may
     live longer; those between stand before or behind the layer that runs."""
     if layer is None or layer in (0, depth - 1):
-        return None if layer is None else 0 if layer == 0 else LONG - 1
+        return None if layer is None else 0 if layer == 0 else DEEP - 1
     if seen_from in (None, 0, depth - 1, layer):
         return INNER
     return INNER + (1 if layer > seen_from else -1)

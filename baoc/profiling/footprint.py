@@ -74,10 +74,10 @@ def probe_footprint(
     micro_batch: int = 0,
     accumulation: int = 1,
     context_bytes: int = 0,
-    released: Sequence[Sequence[Tensor]] = (),
+    released_blocks: Sequence[Sequence[Tensor]] = (),
     warm: bool = True,
     allocator: CachingAllocator | None = None,
-    thinned: bool = True,
+    merge_intervals: bool = True,
 ) -> Footprint:
     """The Footprint of training on one micro-batch. The module docstring says how it is made.
 
@@ -89,12 +89,12 @@ def probe_footprint(
         run_validation_batch: runs in evaluation and inference mode.
         accumulation: micro-batches per optimizer step; above 1, gradients stay for the next one.
         context_bytes: of the CUDA context where it cannot be measured. On CUDA it is read after everything has run.
-        released: the parameters of each block, for an optimizer that steps blocks inside backward and drops their
-            gradients. Then `resident_bytes` is the largest live total when a block is stepped, and `gradients_bytes`
-            the largest total of gradients.
+        released_blocks: the parameters of each block, for an optimizer that steps blocks inside backward and drops
+            their gradients. Then `resident_bytes` is the largest live total when a block is stepped, and
+            `gradients_bytes` the largest total of gradients.
         warm: False runs once instead of twice, beside zero gradients: for fake tensors.
         allocator: emulates the reserved memory of a card, for fake tensors.
-        thinned: False keeps every raw interval, named by the event that ended it.
+        merge_intervals: False keeps every raw interval, named by the event that ended it.
 
     Raises:
         BadInputError: no parameter has a gradient afterwards.
@@ -105,7 +105,7 @@ def probe_footprint(
     with (
         preserved_state(module, params) as restorer,  # first: the meter counts what is alive when it is made
         PeakMeter(device, source, allocator=allocator) as meter,
-        GradientDropper(released, meter=meter) as dropped,
+        GradientDropper(released_blocks, meter=meter) as dropped,
     ):
         named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -114,13 +114,20 @@ def probe_footprint(
                 return run_micro_batch()
 
         peak, intervals, order = _training_peak(
-            run, params, meter, dropped, accumulation=accumulation, named=named, warm=warm, thinned=thinned
+            run,
+            params,
+            meter,
+            dropped,
+            accumulation=accumulation,
+            named=named,
+            warm=warm,
+            merge_intervals=merge_intervals,
         )
-        gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released))
-        settled_bytes = meter.current_bytes if released else 0
+        gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released_blocks))
+        settled_bytes = meter.current_bytes if released_blocks else 0
         # Experts that this batch had no sample for: a later one has some.
-        idle = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
-        waiting = waiting_gradient_bytes(device, params) if released else idle
+        idle = 0 if released_blocks else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
+        waiting = waiting_gradient_bytes(device, params) if released_blocks else idle
         validation = _validation(run_validation_batch, module, meter, named=named)
     intervals, validation = (
         tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
@@ -136,7 +143,7 @@ def probe_footprint(
         settled_bytes=settled_bytes,
         context_bytes=memory.fix_context_bytes(device) or context_bytes,
         reserve_bytes=memory_reserve_bytes(device, peak=peak + waiting),
-        released=bool(released),
+        released=bool(released_blocks),
         intervals=(*intervals, *validation) if intervals else (),
         gradient_order=order,
     )
@@ -178,10 +185,10 @@ class FirstStepMemory:
 
     Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
     which is an upper bound. A parameter that got no gradient in it, as an expert without a sample, may get one later.
-    `held`: what else is alive all the time, states among it.
+    `existing`: tensors and modules that are alive all the time, optimizer states among them.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, held: Sequence[Any] = (), context_bytes: int = 0):
+    def __init__(self, params: Sequence[Tensor], *, existing: Sequence[Any] = (), context_bytes: int = 0):
         self._params = list(params)
         self._context_bytes = context_bytes
         self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
@@ -189,7 +196,7 @@ class FirstStepMemory:
         self._idle = idle = set(map(id, trained))  # those that had no gradient so far; a hook must not hold them
         self._hooks = [param.register_post_accumulate_grad_hook(lambda p: idle.discard(id(p))) for param in trained]
         device = next((param.device for param in self._params), torch.device("cpu"))
-        self._meter: PeakMeter | None = PeakMeter(device, self._params, held)
+        self._meter: PeakMeter | None = PeakMeter(device, self._params, existing)
         self._meter.__enter__()
 
     def record_block_step(self) -> None:
@@ -217,7 +224,7 @@ class FirstStepMemory:
         """Ends measuring if no step was finished."""
         self._remove_hooks()
         if self._meter is not None:
-            self._meter.leave()
+            self._meter.exit_out_of_order()
             self._meter = None
 
     def finish(self, *, state_bytes: int) -> Footprint:
@@ -268,7 +275,7 @@ def _training_peak(
     accumulation: int,
     named: Mapping[str, Tensor],
     warm: bool,
-    thinned: bool,
+    merge_intervals: bool,
 ) -> tuple[int, tuple[PeakInterval, ...], tuple[str, ...]]:
     """(peak, intervals, order of gradients) of a micro-batch; the last two are empty where they cannot be known.
 
@@ -288,7 +295,7 @@ def _training_peak(
     stand_ins = {s._cdata: s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     # Weak references to the storages: a gradient that is held here would not be freed where training frees it.
     gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
-    with Timeline(meter, named=named, held=True) as line:
+    with Timeline(meter, named=named, gradients_alive=True) as line:
         own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
         dropped.finish()
     if not warm and meter.allocator is not None:
@@ -298,7 +305,7 @@ def _training_peak(
         # step is laid where the one before it left room, which may take more than the first one did.
         if meter.device.type == "cuda":
             _drop_gradients(params)
-            meter.forget()
+            meter.empty_cache()
             meter.reset_peak()
             for _ in range(2):
                 _drop_gradients(params)
@@ -306,7 +313,7 @@ def _training_peak(
                 dropped.finish()
             first = max(first, meter.peak_bytes)
         return first, (), ()
-    intervals = line.merged("training") if thinned else tuple(line.intervals)
+    intervals = line.merged("training") if merge_intervals else tuple(line.intervals)
     second = max(interval.num_bytes for interval in line.intervals) + line.slack_bytes
     if own_backward or not named or dropped.gradients_bytes:
         return max(first, second), (), ()
@@ -323,8 +330,8 @@ def _validation(
         return ()
     if module is not None:
         module.eval()
-    meter.forget()
-    with torch.inference_mode(), Timeline(meter, named=named, held=True) as line:
+    meter.empty_cache()
+    with torch.inference_mode(), Timeline(meter, named=named, gradients_alive=True) as line:
         run()
     return line.merged("validation")
 

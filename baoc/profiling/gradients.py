@@ -16,7 +16,7 @@ from baoc.optim.shards import local_shard, shard_of
 from baoc.parallel import SINGLE_PROCESS, Ranks
 from baoc.profiling.averages import BUFFERS, BYTES_PER_PIECE, Averages
 from baoc.profiling.moments import RowColMoments
-from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SavedSchedule, Schedule, Turn
+from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SamplingAction, SamplingSchedule, SavedSchedule
 from baoc.profiling.slices import Buffer, Slices
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile, read_plain, to_plain
@@ -108,12 +108,12 @@ class GradientProfiler:
             self._slices.keep_own(self._shards)
         self._grad, self._prev = self._slices.buffer(device), self._slices.buffer(device)
         self._averages = Averages(self._slices, betas=betas, eps=eps, device=device)
-        self._schedule = Schedule(num_params=num_params, max_share=max_share, ranks=ranks)
+        self._schedule = SamplingSchedule(num_params=num_params, max_share=max_share, ranks=ranks)
         self._step = -1  # of the newest call
         self._prev_step: int | None = None  # of the gradient in the older buffer
-        self._turn = Turn.SKIP  # what the step in progress is for
+        self._turn = SamplingAction.SKIP  # what the step in progress is for
         self._stats: dict[str, GradientStats] | None = None
-        self._released = False
+        self._freed = False
         if self._schedule.large and device.type != "meta":
             self._rehearse()
 
@@ -123,8 +123,8 @@ class GradientProfiler:
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor it holds, for counting memory; none once released."""
-        if self._released:
+        """Every tensor it holds, for counting memory; none once freed."""
+        if self._freed:
             return []
         return [*self._tensors().values(), *self._moments.tensors(), *self._slices.tensors()]
 
@@ -141,7 +141,7 @@ class GradientProfiler:
         if not self.samples_this_step:
             return False
         self._take({name: param.grad for name, param in self._params.items() if param.grad is not None})
-        return self._turn is Turn.SAMPLE
+        return self._turn is SamplingAction.SAMPLE
 
     @torch.no_grad()
     def begin_step(self, *, step: int) -> None:
@@ -154,7 +154,7 @@ class GradientProfiler:
     @property
     def samples_this_step(self) -> bool:
         """Whether the step in progress is sampled or gathered."""
-        return self._turn is not Turn.SKIP and not self._released
+        return self._turn is not SamplingAction.SKIP and not self._freed
 
     @torch.no_grad()
     def add_gradients(self, grads: Mapping[str, Tensor]) -> None:
@@ -169,14 +169,14 @@ class GradientProfiler:
         if self.samples_this_step:
             with self._schedule.running(self._turn, more=True):
                 self._finish()
-        self._turn = Turn.SKIP
+        self._turn = SamplingAction.SKIP
 
-    def _next_turn(self, step: int | None) -> Turn:
+    def _next_turn(self, step: int | None) -> SamplingAction:
         self._step = self._step + 1 if step is None else step
         self._schedule.start()
-        if self._released or self._step == 0:
-            return Turn.SKIP
-        turn = self._schedule.turn()
+        if self._freed or self._step == 0:
+            return SamplingAction.SKIP
+        turn = self._schedule.next_action()
         self._schedule.advance(turn)
         return turn
 
@@ -189,12 +189,12 @@ class GradientProfiler:
     def _begin(self) -> None:
         self._grad, self._prev = self._prev, self._grad
         self._grad.flat.zero_()
-        if self._turn is Turn.SAMPLE:
+        if self._turn is SamplingAction.SAMPLE:
             self._moments.begin()
 
     def _see(self, grads: Mapping[str, Tensor]) -> None:
         self._slices.gather_(self._grad, grads={name: local_shard(grad) for name, grad in grads.items()})
-        if self._turn is Turn.SAMPLE:
+        if self._turn is SamplingAction.SAMPLE:
             self._moments.see(grads)
 
     def _finish(self, *, alone: bool = False) -> None:
@@ -206,7 +206,7 @@ class GradientProfiler:
         if self._prev_step == self._step - 1:
             self._averages.pair(self._prev.flat, grad)
         self._prev_step = self._step
-        if self._turn is Turn.SAMPLE:
+        if self._turn is SamplingAction.SAMPLE:
             self._stats = None
             self._averages.sample(grad)
             self._moments.finish()
@@ -216,12 +216,12 @@ class GradientProfiler:
         fresh = self.state_dict()
         device = self._grad.flat.device
         for _ in range(2):
-            self._take_unseen(Turn.GATHER, Turn.SAMPLE)
+            self._take_unseen(SamplingAction.GATHER, SamplingAction.SAMPLE)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.load_state_dict(fresh)
 
-    def _take_unseen(self, *turns: Turn) -> None:
+    def _take_unseen(self, *turns: SamplingAction) -> None:
         """Takes the parameters for gradients; whoever calls this puts the state back.
 
         No rank waits for another: one alone may have no room for this, and then tells them so.
@@ -240,14 +240,15 @@ class GradientProfiler:
         Leaves it as it was.
         """
         device = self._grad.flat.device
-        if device.type == "meta" or self._released:
+        if device.type == "meta" or self._freed:
             return self.nbytes
         fresh, held = self.state_dict(), [*self.buffers(), *self._params.values()]
         with PeakMeter(device, held) as meter:
             before = meter.current_bytes
-            self._take_unseen(Turn.GATHER, Turn.SAMPLE, Turn.SAMPLE, Turn.GATHER)
+            gather, sample = SamplingAction.GATHER, SamplingAction.SAMPLE
+            self._take_unseen(gather, sample, sample, gather)
             self._averages.statistics()
-            self.moments()
+            self.second_moments()
             most = meter.peak_allocated_bytes - before
         self.load_state_dict(fresh)
         return most
@@ -257,7 +258,7 @@ class GradientProfiler:
     @torch.no_grad()
     def profile(self) -> Profile:
         """The statistics so far; none before two samples. Costs a pass over the slices after each new sample."""
-        assert not self._released, "a released profiler has nothing to tell"
+        assert not self._freed, "a freed profiler has no statistics"
         if self._stats is None:  # a look at what is known already tells nothing of what a profile takes
             with self._schedule.running("profile"):
                 self._stats = self._averages.statistics()
@@ -269,24 +270,24 @@ class GradientProfiler:
             profile_bytes=self.nbytes,
         )
 
-    def moments(self) -> dict[str, Moments]:
+    def second_moments(self) -> dict[str, Moments]:
         """Parameter name -> row and column means of g^2, for the matrices; empty before a sample."""
         return self._moments.moments()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Frees all buffers of samples, not the index tensors of slices; nothing is observed from then on."""
-        self._released = True
+        self._freed = True
         self._params = {}
         self._grad = self._prev = Buffer(torch.zeros(0), [])
         self._averages.tensors = {}
-        self._moments.release()
+        self._moments.free()
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Tensors, numbers, strings, lists and dicts, on the host, so that a device which weights fill holds no second
         one. `copies`: on a CPU too, so that the state does not move on; not needed by who writes it at once."""
-        if self._released:
+        if self._freed:
             return {}
         return {
             "layout": self._layout(),

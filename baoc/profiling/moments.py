@@ -75,7 +75,7 @@ class RowColMoments:
             found[param.name] = Moments(row=row, col=col)
         return found
 
-    def release(self) -> None:
+    def free(self) -> None:
         self._params, self._kept, self._places = (), None, {}
         self.average = self._norms = self.average.new_zeros(0)
 

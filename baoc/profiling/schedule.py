@@ -15,13 +15,13 @@ FADING = 0.9  # decay of the largest cost of a sample, with each sample
 OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
 
 
-class Turn(StrEnum):
+class SamplingAction(StrEnum):
     SKIP = "skip"
     GATHER = "gather"  # keep the gradient, to be paired with that of the next step
     SAMPLE = "sample"
 
 
-_TURNS = tuple(Turn)
+_TURNS = tuple(SamplingAction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class SavedSchedule:
     elapsed_s: float
 
 
-class Schedule:
+class SamplingSchedule:
     """Decides by step numbers for small networks, and by time for large ones.
 
     Below LARGE_PARAMS, which steps are sampled depends on their numbers alone until MAX_S processor seconds are used
@@ -79,26 +79,26 @@ class Schedule:
     def spent_s(self) -> float:
         return self._spent_s
 
-    def turn(self) -> Turn:
+    def next_action(self) -> SamplingAction:
         """The task of the coming step."""
         return _TURNS[int(self._ranks.broadcast_number(_TURNS.index(self._own_turn())))]
 
-    def _own_turn(self) -> Turn:
+    def _own_turn(self) -> SamplingAction:
         if self.large:
             if self._armed:
-                return Turn.SAMPLE
-            return Turn.GATHER if self._affords_sample() else Turn.SKIP
+                return SamplingAction.SAMPLE
+            return SamplingAction.GATHER if self._affords_sample() else SamplingAction.SKIP
         if self._processor_s > MAX_S:
-            return Turn.SKIP
+            return SamplingAction.SKIP
         stride = 2 ** (self._seen // OCTAVE).bit_length()  # 1 for an octave, 2 for as many steps, 4 for twice as many
         if self._seen % stride == 0:
-            return Turn.SAMPLE
-        return Turn.GATHER if (self._seen + 1) % stride == 0 else Turn.SKIP
+            return SamplingAction.SAMPLE
+        return SamplingAction.GATHER if (self._seen + 1) % stride == 0 else SamplingAction.SKIP
 
-    def advance(self, turn: Turn) -> None:
+    def advance(self, turn: SamplingAction) -> None:
         """To be called when the turn of a step is known."""
         self._seen += 1
-        self._armed = turn is Turn.GATHER
+        self._armed = turn is SamplingAction.GATHER
 
     def _affords_sample(self) -> bool:
         """Whether a pair of gradients fits into the share."""

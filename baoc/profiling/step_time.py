@@ -33,7 +33,7 @@ def time_specs(
     needed: Collection[str],
     max_s: float = 5.0,
     cache_dir: Path | None = None,
-    given: LatencyTable | None = None,
+    previous: LatencyTable | None = None,
 ) -> LatencyTable:
     """The latency table of `specs` on `device` in at most about `max_s` seconds, compiling apart.
 
@@ -41,7 +41,7 @@ def time_specs(
     `num_elements` elements in `num_tensors` tensors, by its own line. `upkeep_bytes`: what a step moves per element
     beside both (averages of the weights), taken to be as fast by the byte as fused AdamW.
 
-    With a `given` table the rest of a step and the reference are those that it has.
+    With a `previous` table, the rest of a step and the reference are taken from it.
 
     Timed are the specs that are `needed` (names), and those that `cache_dir` knows already; the others are assumed to
     be as fast by the byte as fused AdamW.
@@ -69,8 +69,8 @@ def time_specs(
         table,
         fixed_s=fixed,
         per_element_s=slope,
-        base_step_s=base_s if given is None else given.base_step_s,
-        reference_step_s=base_s + fused_s if given is None else given.reference_step_s,
+        base_step_s=base_s if previous is None else previous.base_step_s,
+        reference_step_s=base_s + fused_s if previous is None else previous.reference_step_s,
         assumed=tuple(spec.name for spec in assumed),
     )
 

@@ -22,14 +22,14 @@ DROPPED, COPIED, DIED, ARRIVED, ENDED = "dropped", "copied ", "died", "arrived "
 
 
 class Timeline(TorchDispatchMode):
-    """Records intervals inside `with Timeline(meter, named=..., held=...) as timeline`; then `timeline.merged(name)`.
+    """Records intervals inside `with Timeline(...) as timeline`; `timeline.merged(name)` returns them afterwards.
 
-    `named`: the trainable parameters by name. `held`: the gradients of the step before are alive at the start.
+    `named`: the trainable parameters by name. `gradients_alive`: those of the step before are alive at the start.
     `intervals`: what was recorded, each named by the event that ended it. `order`: parameters in the order in which
     their gradients came.
     """
 
-    def __init__(self, meter: PeakMeter, *, named: Mapping[str, Tensor], held: bool):
+    def __init__(self, meter: PeakMeter, *, named: Mapping[str, Tensor], gradients_alive: bool):
         super().__init__()
         self._meter = meter
         self._named = named
@@ -37,7 +37,7 @@ class Timeline(TorchDispatchMode):
         self._copies: dict[str, weakref.ref[Any]] = {}
         self._copy_bytes: dict[str, int] = {}  # of the copies that are alive
         self._hooks: list[RemovableHandle] = []
-        self._num_gradients: int | None = None if held else 0
+        self._num_gradients: int | None = None if gradients_alive else 0
         self._reserved = 0
         self._ran = False  # whether an operator ran since the last interval ended
         self.order: list[str] = []

@@ -28,8 +28,8 @@ class MemoryTracker(TorchDispatchMode):
 
     A storage counts once, however many views it has, from the first operator that sees it until it is freed, also
     outside of the `with`. Resizes are followed. The tracker keeps only weak references, so tensors saved by autograd
-    count as long as the graph holds them. Existing tensors count from `prime`, or from their first use. Workspace that
-    a kernel allocates and frees inside one operator is not counted.
+    count as long as the graph holds them. Existing tensors count from `count_existing`, or from their first use.
+    Workspace that a kernel allocates and frees inside one operator is not counted.
 
     The tracker may be entered many times; `peak_bytes` continues until `reset_peak`. Use it from one thread at a time.
 
@@ -68,14 +68,14 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         self._peak = self._current
 
-    def prime(self, *held: Any) -> "MemoryTracker":
+    def count_existing(self, *existing: Any) -> "MemoryTracker":
         """Counts existing tensors: of modules (parameters, buffers, gradients), tensors, and containers of these."""
-        for value in held:
+        for value in existing:
             self._prime(value)
         self._peak = max(self._peak, self._current)
         return self
 
-    def leave_out(self, *tensors: Tensor) -> "MemoryTracker":
+    def ignore(self, *tensors: Tensor) -> "MemoryTracker":
         """Does not count these: the pages of a file that is mapped, which the system takes back when it likes."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -85,15 +85,15 @@ class MemoryTracker(TorchDispatchMode):
 
     def _prime(self, value: Any) -> None:
         if isinstance(value, nn.Module):
-            self.prime(*value.parameters(), *value.buffers())
+            self.count_existing(*value.parameters(), *value.buffers())
         elif isinstance(value, Tensor):
             self._see(value)
             if value.is_leaf and value.grad is not None:
                 self._see(value.grad)
         elif isinstance(value, Mapping):
-            self.prime(*value.values())
+            self.count_existing(*value.values())
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-            self.prime(*value)
+            self.count_existing(*value)
 
     # -- following operators --------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._depth == 0:
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
 
-    def leave(self) -> None:
+    def exit_out_of_order(self) -> None:
         """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
         with _popped(down_to=self) as mode:
             if mode is self:
@@ -233,15 +233,15 @@ def untracked() -> AbstractContextManager[object]:
 class PeakMeter:
     """Live and peak bytes on one device: of torch's allocator on CUDA, of a MemoryTracker elsewhere.
 
-    `held`: existing tensors and modules to count. `allocator`: an emulated one, see MemoryTracker.
+    `existing`: tensors and modules to count. `allocator`: an emulated one, see MemoryTracker.
     """
 
-    def __init__(self, device: torch.device, *held: Any, allocator: CachingAllocator | None = None):
+    def __init__(self, device: torch.device, *existing: Any, allocator: CachingAllocator | None = None):
         self.device = device
         self._tracker = None
         self.allocator = allocator
         if device.type != "cuda":
-            self._tracker = MemoryTracker(device=device, allocator=allocator).prime(*held)
+            self._tracker = MemoryTracker(device=device, allocator=allocator).count_existing(*existing)
 
     def __enter__(self) -> "PeakMeter":
         if self._tracker is not None:
@@ -255,15 +255,15 @@ class PeakMeter:
         if self._tracker is not None:
             self._tracker.__exit__(*exc)
 
-    def forget(self) -> None:
+    def empty_cache(self) -> None:
         """Empties torch's cache on CUDA, as cached memory would count in the next peak of reserved memory."""
         if self._tracker is None:
             torch.cuda.empty_cache()
 
-    def leave(self) -> None:
-        """See `MemoryTracker.leave`."""
+    def exit_out_of_order(self) -> None:
+        """See `MemoryTracker.exit_out_of_order`."""
         if self._tracker is not None:
-            self._tracker.leave()
+            self._tracker.exit_out_of_order()
 
     def reset_peak(self) -> None:
         if self._tracker is not None:

@@ -105,9 +105,9 @@ def build_task(
     """
     row, settings = task_info(name), optimizer or OptimizerSettings()
     if row.is_own:
-        from baoc.tasks.own import build_own
+        from baoc.tasks.own import build_user_task
 
-        return build_own(name, model=model, spec=spec, optimizer=settings, options=options)
+        return build_user_task(name, model=model, spec=spec, optimizer=settings, options=options)
     given = {**row.options, **options}
     if row.seeded is not None and given[row.seeded] is None:
         given[row.seeded] = seed

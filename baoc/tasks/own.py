@@ -13,7 +13,7 @@ from baoc.tasks.settings import OptimizerSettings
 from baoc.types import DataSpec
 
 
-def build_own(
+def build_user_task(
     name: str, *, model: nn.Module, spec: DataSpec | None, optimizer: OptimizerSettings, options: Mapping[str, Any]
 ) -> Task:
     """The task of the class or function `name` around `model`. Raises BadInputError for what is no task."""

@@ -37,7 +37,7 @@ class LateStep:
         self._ends = ExitStack()
         self._ends.enter_context(uncapped(device, budget=budget))
         held = params if network is None else [*network.parameters(), *network.buffers()]
-        self._memory = FirstStepMemory(held, held=[optimizer.state, *others], context_bytes=context_bytes(device))
+        self._memory = FirstStepMemory(held, existing=[optimizer.state, *others], context_bytes=context_bytes(device))
         self._ends.callback(self._memory.stop)
         subscribe(self._memory, optimizer, ends=self._ends)
         weakref.finalize(registry, self._ends.close).atexit = False

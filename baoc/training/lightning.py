@@ -435,7 +435,7 @@ class BudgetedStrategy(Strategy):
     def _end_first_step(self) -> None:
         if self._first_step is not None:
             meter, self._first_step = self._first_step, None
-            meter.leave()
+            meter.exit_out_of_order()
             for narrator in self.narrators:
                 narrator.first_step_bytes = meter.peak_bytes
 

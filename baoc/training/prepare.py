@@ -16,7 +16,7 @@ def prepare(model: nn.Module, config: ModelConfig, *, seed: int | None = None) -
     """
     done: list[str] = []
     lora = config.lora
-    if config.pretrained is not None and family_of(config.name).loads:
+    if config.pretrained is not None and family_of(config.name).needs_pretrained:
         done.append(f"weights of {config.pretrained}{', its head fresh' if config.new_head else ''}")
     elif config.pretrained is not None:
         loaded = load_pretrained(model, config.pretrained, new_head=config.new_head)

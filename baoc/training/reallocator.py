@@ -293,7 +293,7 @@ class Reallocator:
 
     def _stop_observing(self) -> None:
         if self.profiler is not None:
-            self.profiler.release()
+            self.profiler.free()
             self.profiler = None
         if self.optimizer.releaser is not None:
             self.optimizer.releaser.observer = None
@@ -460,7 +460,7 @@ class Reallocator:
         """Moves the optimizer, block by block."""
         texts = {reason.block: reason.text for reason in proposal.reasons}
         with self.memory_phase("migration"):
-            moments = self.profiler.moments() if self.profiler is not None else {}
+            moments = self.profiler.second_moments() if self.profiler is not None else {}
             self.optimizer.retune(tuning_of(proposal))
             done = self._moved(proposal.allocation.choices, moments=moments)
         return tuple(replace(move, why=texts.get(move.block, "")) for move in done)

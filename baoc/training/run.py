@@ -198,7 +198,10 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
     )
     stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
-    options = {**instantiate_targets(config.model.options), **(stored if family_of(config.model.name).loads else {})}
+    options = {
+        **instantiate_targets(config.model.options),
+        **(stored if family_of(config.model.name).needs_pretrained else {}),
+    }
     model = build_model(config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **options)
     done = prepare(model, config.model, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
@@ -244,13 +247,18 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
     tokenizer.
     """
     given, stored = options.get("tokenizer"), config.model.pretrained
-    loads = family_of(config.model.name).loads
+    needs_pretrained = family_of(config.model.name).needs_pretrained
     if given == MODEL_TOKENIZER and stored is None:
         raise BadInputError(
             "dataset.tokenizer=model is the one that is stored beside model.pretrained, which is not given: name it, "
             "or a tokenizer"
         )
-    if given == "bytes" and loads and stored is not None and (Path(stored).expanduser() / "tokenizer.json").is_file():
+    if (
+        given == "bytes"
+        and needs_pretrained
+        and stored is not None
+        and (Path(stored).expanduser() / "tokenizer.json").is_file()
+    ):
         raise BadInputError(
             f"dataset.tokenizer=bytes cuts text into bytes, and {stored} has a tokenizer of its own: set "
             "dataset.tokenizer=model"

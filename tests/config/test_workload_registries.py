@@ -22,7 +22,7 @@ from baoc.types import ImageDataSpec, TextDataSpec
 from tests.support.stored import save_tokenizer
 from tests.support.tiny import tiny_trainer
 
-BUILT = {name: family for name, family in MODELS.items() if not family.loads}  # without a file of the user's
+BUILT = {name: family for name, family in MODELS.items() if not family.needs_pretrained}  # without a file of the user's
 MODEL_OF = {family.task: name for name, family in reversed(BUILT.items())}  # the first one of each task
 READ = [(MODEL_OF[task], data) for data, row in DATASETS.items() for task in row.tasks if task in MODEL_OF]
 TRAINED = [(name, "pysource" if family.task == "language" else "digits") for name, family in BUILT.items()]

@@ -75,7 +75,7 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
         enlist(registry, live, **given)
 
     monkeypatch.setattr(BlockRegistry, "add_block", watched)
-    with MemoryTracker().prime(made) as tracker:
+    with MemoryTracker().count_existing(made) as tracker:
         before = tracker.current_bytes
         optimizer = build(made, spec, device=ELSEWHERE)
         peak = tracker.peak_bytes

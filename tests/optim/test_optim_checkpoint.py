@@ -126,7 +126,7 @@ class TestFiles:
 
     def test_saving_takes_no_second_state(self) -> None:
         _, optimizer = self.block()
-        tracker = MemoryTracker().prime(optimizer.state)
+        tracker = MemoryTracker().count_existing(optimizer.state)
         held = tracker.current_bytes
         with tracker:
             saved = optimizer.state_dict()

@@ -82,7 +82,9 @@ def test_memory_stays_below_the_larger_plan_and_one_block(weights: str) -> None:
         param.grad = None
     before = held_bytes(optimizer, params)
     largest = max(optimizer.block_state_bytes().values()) + 4 * numel * per_block
-    tracker = MemoryTracker().prime(optimizer.state, params, [live.match for live in optimizer.registry.live.values()])
+    tracker = MemoryTracker().count_existing(
+        optimizer.state, params, [live.match for live in optimizer.registry.live.values()]
+    )
     assert tracker.current_bytes == before
     with tracker:
         optimizer.migrate(plans[1])
@@ -102,7 +104,7 @@ def test_memory_stays_below_the_larger_plan_and_one_tensors_needs() -> None:
     for param in params.values():
         param.grad = None
     larger = optimizer.state_bytes()
-    tracker = MemoryTracker().prime(optimizer.state, params)
+    tracker = MemoryTracker().count_existing(optimizer.state, params)
     held = tracker.current_bytes
     with tracker:
         optimizer.migrate(other)

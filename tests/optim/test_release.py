@@ -231,7 +231,7 @@ def test_gradients_of_one_block_are_alive_at_once_where_all_were() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
         optimizer = BlockwiseOptimizer(model, "sign", release=release, rms_matching=False)
-        tracker = MemoryTracker(device="cpu").prime(model, optimizer.state)
+        tracker = MemoryTracker(device="cpu").count_existing(model, optimizer.state)
         x = torch.randn(2, 64)
         for _ in range(2):
             optimizer.zero_grad()

@@ -47,11 +47,11 @@ def test_a_profile_by_parts_is_the_profile() -> None:
         parts.end_step()
     assert plain(parts) == plain(whole.profiler)
     assert parts.num_samples > 70
-    for name, moments in whole.profiler.moments().items():
-        assert torch.equal(parts.moments()[name].row, moments.row), name
-        assert torch.equal(parts.moments()[name].col, moments.col), name
+    for name, moments in whole.profiler.second_moments().items():
+        assert torch.equal(parts.second_moments()[name].row, moments.row), name
+        assert torch.equal(parts.second_moments()[name].col, moments.col), name
     assert parts.nbytes == sum(t.nbytes for t in parts.buffers()) > whole.profiler.nbytes
-    parts.release()
+    parts.free()
     assert parts.nbytes == 0
 
 
@@ -76,12 +76,12 @@ def test_the_probe_drops_gradients_as_training_will(device: str, own_backward: b
     blocks = [list(layer.parameters()) for layer in net.layers[:-2]]
     blocks.append([*net.layers[-2].parameters(), *net.layers[-1].parameters()])  # half of it has no gradient
     run = (lambda: net(x).backward()) if own_backward else (lambda: net(x))
-    footprint = probe_footprint(net, run_micro_batch=run, released=blocks)
+    footprint = probe_footprint(net, run_micro_batch=run, released_blocks=blocks)
     layer = 4 * (32 * 32 + 32)
     assert footprint.released and footprint.gradients_bytes == 2 * layer, "one waits for what never comes"
     assert all(param.grad is None for param in net.parameters())
 
-    tracker = MemoryTracker().prime(net, x)
+    tracker = MemoryTracker().count_existing(net, x)
     counts = dict.fromkeys(range(len(blocks)), 0)
     handles = []
     for index, block in enumerate(blocks):

@@ -39,7 +39,7 @@ def probed(net: nn.Module, *, released: bool = False, accumulation: int = 1) -> 
         run_micro_batch=micro_batch,
         run_validation_batch=validation,
         accumulation=accumulation,
-        released=[[param] for param in net.parameters()] if released else (),
+        released_blocks=[[param] for param in net.parameters()] if released else (),
     )
 
 

@@ -14,7 +14,7 @@ from baoc.profiling.tracker import MemoryTracker, PeakMeter
 
 MODES: dict[str, Callable[[], TorchDispatchMode]] = {
     "tracker": lambda: MemoryTracker(device="cpu"),
-    "timeline": lambda: Timeline(PeakMeter(torch.device("cpu")), named={}, held=True),
+    "timeline": lambda: Timeline(PeakMeter(torch.device("cpu")), named={}, gradients_alive=True),
     "watcher": lambda: ParamRestorer([torch.zeros(3)]).watching(),
 }
 

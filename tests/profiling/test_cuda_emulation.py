@@ -94,7 +94,7 @@ def test_copies_that_go_end_the_stretch_that_contained_them():
     """As where activations are recomputed: autocast's copies of all layers go at the end of the forward pass."""
     weights = {name: torch.zeros(64, 64, requires_grad=True) for name in "ab"}
     meter = PeakMeter(torch.device("cpu"), list(weights.values()))
-    with meter, Timeline(meter, named=weights, held=True) as line:
+    with meter, Timeline(meter, named=weights, gradients_alive=True) as line:
         copies = [weight.detach().to(torch.bfloat16) for weight in weights.values()]
         torch.zeros(256)
         copies.clear()

@@ -13,7 +13,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.config.resolve import resolve
 from baoc.models.switches import set_recomputed
 from baoc.profiling.cuda_emulation import LARGE_PAGE
-from baoc.profiling.depth import LONG, SHORT, extended, layers_of
+from baoc.profiling.depth import DEEP, SHALLOW, extrapolated, find_layer_stack
 from baoc.profiling.timeline import ARRIVED
 from baoc.training.measure.absent_card import fake_, fake_batch
 from baoc.training.measure.microbatches import MicroBatchRunner
@@ -39,8 +39,8 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
     batch = next(iter(data.make_train_loader(limit=None)))
     if checkpointing:
         set_recomputed(task.model, name=name)
-    layers = layers_of(task, parts=task.model.checkpoint_units)
-    assert layers is not None and layers.depth > LONG
+    layers = find_layer_stack(task, parts=task.model.checkpoint_units)
+    assert layers is not None and layers.depth > DEEP
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
         trials = MicroBatchRunner(
@@ -52,16 +52,16 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
             emulate_cuda=True,
         )
 
-        def run(*, thinned: bool):
-            return trials.run(2, accumulation=accumulation, timed=False, thinned=thinned).footprint
+        def run(*, merge_intervals: bool):
+            return trials.run(2, accumulation=accumulation, timed=False, merge_intervals=merge_intervals).footprint
 
-        whole = run(thinned=True)
+        whole = run(merge_intervals=True)
         parts = []
-        for depth in (SHORT, LONG):
-            with layers.cut(depth):
-                parts.append(run(thinned=False))
+        for depth in (SHALLOW, DEEP):
+            with layers.truncated(depth):
+                parts.append(run(merge_intervals=False))
     sizes = {name: param.numel() * 4 for name, param in task.named_parameters()}
-    made = extended(*parts, layers=layers, sizes=sizes)
+    made = extrapolated(*parts, layers=layers, sizes=sizes)
     assert made is not None
     bare = [
         replace(
@@ -83,17 +83,17 @@ def test_parts_that_differ_are_not_taken_for_each_other():
         return nn.ModuleList([*(nn.Linear(8, 8) for _ in range(7)), nn.Linear(8, last, bias=bias)])
 
     alike = nn.Sequential(parts(last=8))
-    assert layers_of(alike, parts=list(alike[0])) is not None
+    assert find_layer_stack(alike, parts=list(alike[0])) is not None
     for other in (parts(last=9), parts(last=8, bias=False), parts(last=8)[:5]):
-        assert layers_of(nn.Sequential(other), parts=list(other)) is None
+        assert find_layer_stack(nn.Sequential(other), parts=list(other)) is None
     frozen = parts(last=8)
     frozen[3].requires_grad_(False)
-    assert layers_of(nn.Sequential(frozen), parts=list(frozen)) is None
+    assert find_layer_stack(nn.Sequential(frozen), parts=list(frozen)) is None
 
 
 def test_a_layer_like_no_other_inner_one_is_found_from_wherever_it_is_seen():
     parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
-    layers = layers_of(nn.Sequential(parts), parts=list(parts))
+    layers = find_layer_stack(nn.Sequential(parts), parts=list(parts))
     assert layers is not None
 
     def made(alive: Callable[[int, int], Iterable[int]]) -> Footprint | None:
@@ -113,9 +113,9 @@ def test_a_layer_like_no_other_inner_one_is_found_from_wherever_it_is_seen():
                     for i in range(depth)
                 ),
             )
-            for depth in (SHORT, LONG)
+            for depth in (SHALLOW, DEEP)
         )
-        return extended(short, long, layers=layers, sizes={name(i): 0 for i in range(8)})
+        return extrapolated(short, long, layers=layers, sizes={name(i): 0 for i in range(8)})
 
     for alike in (lambda _, depth: range(depth), lambda i, _: range(i), lambda i, depth: range(i, depth)):
         assert made(alike) is not None

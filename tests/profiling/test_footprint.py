@@ -56,7 +56,7 @@ def train_step(net: nn.Module, x: Tensor, order: str, *, accumulation: int = 1) 
 
 def tracked_peak(net: nn.Module, x: Tensor, order: str, **options: int) -> tuple[int, int]:
     """(peak, live bytes after backward) over three steps."""
-    tracker = MemoryTracker().prime(net, x)
+    tracker = MemoryTracker().count_existing(net, x)
     with tracker:
         for _ in range(3):
             train_step(net, x, order, **options)
@@ -119,10 +119,10 @@ def test_validation_runs_in_evaluation_and_inference_mode_beside_the_gradients()
 
     footprint = probe_footprint(net, run_micro_batch=lambda: net(x[:4]), run_validation_batch=validate)
     assert seen == [(False, False, True)]
-    tracker = MemoryTracker().prime(net, x)
+    tracker = MemoryTracker().count_existing(net, x)
     train_step(net, x[:4], "zero_first")
     net.eval()
-    tracker.prime(net)
+    tracker.count_existing(net)
     with tracker, torch.inference_mode():
         net(x)
     assert footprint.validation_bytes == tracker.peak_bytes
@@ -339,7 +339,7 @@ def test_states_that_were_there_all_the_time_are_no_part_of_a_first_step(release
     found = []
     for held in (0, 1000):
         net, states = nn.Linear(64, 64), torch.ones(held)
-        memory = FirstStepMemory(list(net.parameters()), held=[states])
+        memory = FirstStepMemory(list(net.parameters()), existing=[states])
         net(torch.ones(8, 64)).sum().backward()
         if released:
             memory.record_block_step()
@@ -436,7 +436,7 @@ def test_a_probe_of_released_gradients_tells_no_intervals():
         [net.body[1].weight, net.body[1].bias],
         [*net.body[4].parameters()],
     ]
-    found = probe_footprint(net, run_micro_batch=lambda: net(x), released=blocks)
+    found = probe_footprint(net, run_micro_batch=lambda: net(x), released_blocks=blocks)
     assert found.released and found.intervals == found.gradient_order == ()
     most = max(sum(param.nbytes for param in block) for block in blocks)
     assert most <= found.gradients_bytes < sum(p.nbytes for p in net.parameters() if p.requires_grad)
@@ -456,7 +456,7 @@ def test_fake_tensors_are_run_once_beside_zero_gradients_and_show_every_stretch(
     warm = probe_footprint(net, run_micro_batch=lambda: net(x))
     cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False)
     assert replace(cold, intervals=()) == replace(warm, intervals=())
-    raw = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, thinned=False)
+    raw = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, merge_intervals=False)
     events = [interval.name for interval in raw.intervals if interval.name != "first"]
     assert events[0] == "dropped" and events[-1] == "ended" and raw.intervals[0].gradients is None
     assert [event for event in events if event.startswith("arrived ")] == [f"arrived {n}" for n in raw.gradient_order]
@@ -502,7 +502,7 @@ def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: py
     net, x = Net(), data()
     trained = sum(param.nbytes for param in net.parameters() if param.requires_grad)
     assert waiting_gradient_bytes(torch.device("cuda"), list(net.parameters())) == grouped_bytes(trained) > 0
-    given = {"run_micro_batch": lambda: net(x), "released": [list(net.body.parameters())]}
+    given = {"run_micro_batch": lambda: net(x), "released_blocks": [list(net.body.parameters())]}
     monkeypatch.setattr(module_of_footprints, "memory_reserve_bytes", lambda device, peak: peak)
     before, kept = probe_footprint(net, **given), probe_footprint(net, run_micro_batch=lambda: net(x))
     monkeypatch.setattr(module_of_footprints, "waiting_gradient_bytes", lambda device, params: 1000 * bool(len(params)))

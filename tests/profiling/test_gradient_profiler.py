@@ -50,7 +50,7 @@ def test_non_finite_elements_count_as_zero_and_poison_nothing():
                 grad.view(-1)[:3] = torch.tensor(values)
             stream.feed(found)
     assert plain(dirty) == plain(clean)
-    assert all(moments.row.isfinite().all() for moments in dirty.profiler.moments().values())
+    assert all(moments.row.isfinite().all() for moments in dirty.profiler.second_moments().values())
 
 
 def test_a_row_with_a_non_finite_element_keeps_its_moment():
@@ -59,7 +59,7 @@ def test_a_row_with_a_non_finite_element_keeps_its_moment():
     bad = torch.full((4, 8), 2.0)
     bad[1, 3] = float("nan")
     stream.feed({"w.0": bad})
-    moments = stream.profiler.moments()["w.0"]
+    moments = stream.profiler.second_moments()["w.0"]
     torch.testing.assert_close(moments.row, torch.full((4,), 4.0))
     torch.testing.assert_close(moments.col, torch.full((8,), 4.0))
 
@@ -83,7 +83,7 @@ def test_moments_are_means_by_row_and_column_of_the_whole_matrix(transposed: boo
     mean = sum(w * g.square() for w, g in zip(weights, history, strict=True))
     assert isinstance(mean, Tensor)
     matrix = mean.t() if transposed else mean
-    moments = stream.profiler.moments()
+    moments = stream.profiler.second_moments()
     assert set(moments) == {"w.0"}, "a vector has no rows"
     torch.testing.assert_close(moments["w.0"].row, matrix.mean(1))
     torch.testing.assert_close(moments["w.0"].col, matrix.mean(0))
@@ -196,14 +196,14 @@ def test_a_share_of_time_is_kept_where_costs_scatter(monkeypatch):
     """Every third sample takes four times as long as the others, and the one before it says nothing of that."""
     clock = {"now": 0.0}
     monkeypatch.setattr(schedule, "perf_counter", lambda: clock["now"])
-    late = schedule.Schedule(num_params=schedule.LARGE_PARAMS)
+    late = schedule.SamplingSchedule(num_params=schedule.LARGE_PARAMS)
     late.start()
     worst, taken = 0.0, 0
     for _ in range(4000):
         clock["now"] += 0.5
-        turn = late.turn()
-        if turn is not schedule.Turn.SKIP:
-            taken += turn is schedule.Turn.SAMPLE
+        turn = late.next_action()
+        if turn is not schedule.SamplingAction.SKIP:
+            taken += turn is schedule.SamplingAction.SAMPLE
             with late.running(turn):
                 clock["now"] += 0.04 if taken % 3 == 0 else 0.01
         late.advance(turn)
@@ -233,7 +233,7 @@ def test_resumed_profiling_is_the_same_bit_for_bit(split: int, tmp_path):
     run(first, 3)  # what was saved is a copy
     run(second, 25 - split)
     assert plain(second) == plain(whole)
-    mine, theirs = second.profiler.moments(), whole.profiler.moments()
+    mine, theirs = second.profiler.second_moments(), whole.profiler.second_moments()
     assert all(torch.equal(mine[name].row, theirs[name].row) for name in theirs)
 
 
@@ -268,7 +268,7 @@ def test_observing_changes_neither_gradients_nor_rng():
 
 def test_release_frees_every_buffer_and_ends_sampling():
     stream = run(Stream(BLOCKS), 5)
-    stream.profiler.release()
+    stream.profiler.free()
     assert stream.profiler.nbytes == 0
     assert sum(tensor.nbytes for tensor in reachable(stream.profiler).values()) < 3000, "index tensors at most"
     assert not stream.feed(grads(9))
@@ -301,13 +301,13 @@ def test_samples_and_profiles_hold_no_more_than_was_charged_for_them(monkeypatch
     tracker = MemoryTracker()
     for step in range(1, 7):
         stream.set({p.name: normal(*p.shape, seed=step) for block in LARGE for p in block.params})
-        tracker.prime(held, [param.grad for param in stream.params.values()])
+        tracker.count_existing(held, [param.grad for param in stream.params.values()])
         with tracker:
             tracker.reset_peak()
             before = tracker.current_bytes
             assert profiler.observe(step=step)
             profiler.profile()
-            profiler.moments()
+            profiler.second_moments()
             assert tracker.peak_bytes - before <= charged
     assert charged < 0.85 * profiler.nbytes, "no copy of all that is sampled"
 
@@ -318,7 +318,7 @@ def test_a_profile_is_made_by_bands():
     for step in range(1, 4):
         large.feed({p.name: normal(*p.shape, seed=step) for block in LARGE for p in block.params})
     for one in (stream, large):
-        tracker = MemoryTracker().prime(one.profiler.buffers())
+        tracker = MemoryTracker().count_existing(one.profiler.buffers())
         with tracker:
             before = tracker.current_bytes
             one.profile()

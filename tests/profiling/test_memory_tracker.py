@@ -16,7 +16,7 @@ F32 = 4
 
 def test_peak_and_current_of_a_chain_of_operators():
     x = torch.zeros(1000)
-    with MemoryTracker().prime(x) as tracker:
+    with MemoryTracker().count_existing(x) as tracker:
         y = x + 1  # x, y
         z = y * 2  # x, y, z
         del y
@@ -57,11 +57,11 @@ def test_unprimed_inputs_join_at_first_use_and_only_once():
 @pytest.mark.parametrize("size", [0, 50, 1000])
 def test_resizing_a_storage_is_followed(size: int):
     x = torch.zeros(100)
-    with MemoryTracker().prime(x) as tracker:
+    with MemoryTracker().count_existing(x) as tracker:
         x.untyped_storage().resize_(size * F32)
     assert tracker.current_bytes == size * F32
     assert tracker.peak_bytes == max(size, 100) * F32
-    with MemoryTracker().prime(x) as tracker:
+    with MemoryTracker().count_existing(x) as tracker:
         x.resize_(2000)
     assert tracker.peak_bytes == 2000 * F32
 
@@ -79,7 +79,7 @@ def test_forward_and_backward_of_a_small_mlp():
     x = torch.randn(8, 16)
     weights, batch = (16 * 32 + 32 * 4) * F32, 8 * 16 * F32
     hidden, out, scalar = 8 * 32 * F32, 8 * 4 * F32, F32
-    tracker = MemoryTracker().prime(net, x)
+    tracker = MemoryTracker().count_existing(net, x)
     assert tracker.current_bytes == weights + batch
     with tracker:
         loss = net(x).sum()
@@ -102,7 +102,7 @@ def test_a_step_of_adamw_holds_two_temporaries_of_the_largest_tensor():
         param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW(params, foreach=False, fused=False)
     tracker = MemoryTracker()
-    with tracker.prime(params, optimizer.state):
+    with tracker.count_existing(params, optimizer.state):
         optimizer.step()
         state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
         live = 2 * 1010 * F32 + state
@@ -115,7 +115,7 @@ def test_a_step_of_adamw_holds_two_temporaries_of_the_largest_tensor():
 
 def test_tensors_that_autograd_saves_count_while_the_graph_lives():
     x = torch.zeros(100, requires_grad=True)
-    with MemoryTracker().prime(x) as tracker:
+    with MemoryTracker().count_existing(x) as tracker:
         loss = x.exp().sum()  # exp saves its result
         assert tracker.current_bytes == 200 * F32 + F32
         loss.backward()
@@ -129,7 +129,7 @@ def test_tensors_that_autograd_saves_count_while_the_graph_lives():
 def test_composite_operators_are_seen_in_parts_in_every_mode(mode):
     query = torch.randn(2, 4, 32, 16)
     mask = torch.zeros(32, 32)
-    tracker = MemoryTracker().prime(query, mask)
+    tracker = MemoryTracker().count_existing(query, mask)
     with tracker, mode():
         out = scaled_dot_product_attention(query, query, query, attn_mask=mask)
     scores = 2 * 4 * 32 * 32 * F32
@@ -144,7 +144,7 @@ def test_inference_mode_peaks_as_no_grad_does():
     peaks = []
     for mode in (torch.no_grad, torch.inference_mode):
         x = torch.randn(4, 10, 16)
-        tracker = MemoryTracker().prime(net, x)
+        tracker = MemoryTracker().count_existing(net, x)
         with tracker, mode():
             net(x)
         peaks.append(tracker.peak_bytes)
@@ -176,14 +176,14 @@ def test_prime_takes_modules_gradients_and_nested_containers_and_is_idempotent()
     net = nn.BatchNorm1d(10)
     net(torch.randn(4, 10)).sum().backward()
     state = {"a": {"m": torch.zeros(5)}, "steps": [torch.zeros(3), 7, "text"]}
-    tracker = MemoryTracker().prime(net, state).prime(net)
+    tracker = MemoryTracker().count_existing(net, state).prime(net)
     assert tracker.current_bytes == (2 * 10 + 2 * 10 + 2 * 10) * F32 + 8 * F32 + 8  # num_batches_tracked is int64
     assert tracker.peak_bytes == tracker.current_bytes
 
 
 def test_sparse_gradients_count_their_indices_and_values():
     table = nn.Embedding(100, 8, sparse=True)
-    with MemoryTracker().prime(table) as tracker:
+    with MemoryTracker().count_existing(table) as tracker:
         table(torch.tensor([1, 2, 3])).sum().backward()
     assert table.weight.grad is not None
     assert tracker.current_bytes >= table.weight.nbytes + 3 * 8 * F32 + 3 * 8
@@ -217,7 +217,7 @@ def test_gradients_are_bit_for_bit_those_of_an_untracked_step(act):
 
 def test_what_is_left_out_does_not_count_and_its_address_counts_again_once_it_is_free():
     mapped, mine = torch.zeros(1000), torch.zeros(1000)
-    tracker = MemoryTracker().leave_out(mapped)
+    tracker = MemoryTracker().ignore(mapped)
     with tracker:
         mine.copy_(mapped)
         mapped.view(10, 100).add_(1)
@@ -231,7 +231,7 @@ def test_what_is_left_out_does_not_count_and_its_address_counts_again_once_it_is
 
 def test_operators_inside_untracked_are_not_seen_and_tracking_goes_on_behind():
     x = torch.zeros(100)
-    with MemoryTracker().prime(x) as outer, MemoryTracker() as inner:
+    with MemoryTracker().count_existing(x) as outer, MemoryTracker() as inner:
         with untracked():
             kept = torch.zeros(5000)
         assert outer.peak_bytes == 100 * F32

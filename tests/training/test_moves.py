@@ -65,7 +65,7 @@ def test_memory_stays_below_the_budget_during_the_move(room: float, target: floa
     held = 4 * WEIGHTS
     budget = parse_budget(2 * WEIGHTS + int(target * 2 * WEIGHTS) + 4096)
     tracker = MemoryTracker(device="cpu")
-    tracker.prime(net, made.optimizer.state)
+    tracker.count_existing(net, made.optimizer.state)
     tracker.reset_peak()
     assert tracker.peak_bytes >= held
     with tracker:
@@ -100,7 +100,7 @@ def test_the_prediction_of_a_move_is_never_below_what_is_measured(monkeypatch: p
     monkeypatch.setattr(reallocator, "move_peak", move_peak)
     for share in (0.5, 0.27, 0.1, 0.02, 0.3, 1.0):
         tracker = MemoryTracker(device="cpu")
-        tracker.prime(net, made.optimizer.state)
+        tracker.count_existing(net, made.optimizer.state)
         tracker.reset_peak()
         with tracker:
             made.rebudget(parse_budget(share), why="test")

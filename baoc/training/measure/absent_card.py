@@ -45,7 +45,7 @@ from baoc.planning.planner import Planner
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import as_native, cast_to_bf16
-from baoc.profiling.depth import LONG, SHORT, Layers, extended, layers_of
+from baoc.profiling.depth import DEEP, SHALLOW, LayerStack, extrapolated, find_layer_stack
 from baoc.profiling.footprint import memory_reserve_bytes
 from baoc.profiling.memory import LATE_MODULES_BYTES
 from baoc.profiling.step_temporaries import step_temporaries
@@ -231,7 +231,7 @@ class _CardOptions:
                 precision=precision,
                 emulate_cuda=True,
             )
-            layers = layers_of(self.task, parts=recomputable_layers(self.task.model))
+            layers = find_layer_stack(self.task, parts=recomputable_layers(self.task.model))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
             memory = self.planner.budget.memory_bytes
             needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
@@ -306,27 +306,27 @@ class _CardOptions:
         )
 
     def _tried(
-        self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: Layers | None, as_bf16: bool
+        self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: LayerStack | None, as_bf16: bool
     ) -> Trial:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
         run = partial(trials.run, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
             if layers is not None:
                 found: list[Footprint] = []
-                for depth in (SHORT, LONG):
-                    with layers.cut(depth):
-                        found.append(run(thinned=False).footprint)
+                for depth in (SHALLOW, DEEP):
+                    with layers.truncated(depth):
+                        found.append(run(merge_intervals=False).footprint)
                 sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
-                footprint = extended(*found, layers=layers, sizes=sizes)
+                footprint = extrapolated(*found, layers=layers, sizes=sizes)
                 if footprint is not None:
                     return Trial(micro_batch=size, footprint=footprint)
             return run()
 
-    def _forward_flops(self, trials: MicroBatchRunner, size: int, *, layers: Layers | None) -> int:
+    def _forward_flops(self, trials: MicroBatchRunner, size: int, *, layers: LayerStack | None) -> int:
         """Of a forward pass of `size` samples; each layer does what the one before it did."""
 
         def count(depth: int | None) -> int:
-            cut = nullcontext() if layers is None or depth is None else layers.cut(depth)
+            cut = nullcontext() if layers is None or depth is None else layers.truncated(depth)
             with cut, FlopCounterMode(display=False) as counter:
                 trials.forward(size)
             return counter.get_total_flops()

@@ -35,8 +35,13 @@ class CallerProbe:
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of the forward and backward that the caller runs."""
-        given = {"context_bytes": context_bytes, "released": released, "accumulation": 2 if self._averaged else 1}
-        return probe_footprint(self._source, run_micro_batch=self._once, **given)
+        return probe_footprint(
+            self._source,
+            run_micro_batch=self._once,
+            context_bytes=context_bytes,
+            released_blocks=released,
+            accumulation=2 if self._averaged else 1,
+        )
 
     def latency(
         self,
@@ -63,7 +68,7 @@ class CallerProbe:
             needed=needed,
             max_s=max_s,
             cache_dir=cache_folder(),
-            given=given,
+            previous=given,
         )
 
     def _once(self) -> object:

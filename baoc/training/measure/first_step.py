@@ -57,7 +57,7 @@ class FirstStep:
         context = context_bytes(self._sessions[0].device)
         held = [session.module for session in self._sessions if session.module is not None]
         held = [*held, *(optimizer.state for optimizer in optimizers)]
-        self._memory = FirstStepMemory(params, held=held, context_bytes=context)
+        self._memory = FirstStepMemory(params, existing=held, context_bytes=context)
         self._hooks.callback(self._memory.stop)
         for optimizer in optimizers:
             subscribe(self._memory, optimizer, ends=self._hooks)

@@ -93,19 +93,20 @@ class MicroBatchRunner:
         context_bytes: int = 0,
         released: Sequence[Sequence[Tensor]] = (),
         per_step: int | None = None,
-        thinned: bool = True,
+        merge_intervals: bool = True,
         bf16_savings: Mapping[str, int] | None = None,
     ) -> Trial:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
-        micro-batches follow each other in a step, where that is not `accumulation`. `thinned`: see `probe_footprint`.
+        micro-batches follow each other in a step, where that is not `accumulation`. `merge_intervals`: see
+        `probe_footprint`.
         `bf16_savings`: bytes that each parameter has less where the caller holds it in 16 bits; the footprint is
         told as that of native ones.
         """
         given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
         given |= {"validated": (micro_batch, not released, bool(bf16_savings))}
-        given |= {"timed": timed, "per_step": per_step or accumulation, "thinned": thinned}
+        given |= {"timed": timed, "per_step": per_step or accumulation, "merge_intervals": merge_intervals}
         footprint, seconds = self.ranks.run_or_raise_on_all(
             lambda: self._run(micro_batch, **given), has_collectives=True
         )
@@ -127,7 +128,7 @@ class MicroBatchRunner:
         context_bytes: int,
         released: Sequence[Sequence[Tensor]],
         per_step: int,
-        thinned: bool,
+        merge_intervals: bool,
         validated: tuple[int, bool, bool],
     ) -> tuple[Footprint, float]:
         batch, known = self._cleared(micro_batch), self._validated.get(validated)
@@ -144,8 +145,8 @@ class MicroBatchRunner:
                 context_bytes=context_bytes,
                 warm=not self._emulate_cuda,
                 allocator=CachingAllocator() if self._emulate_cuda else None,
-                released=released,
-                thinned=thinned,
+                released_blocks=released,
+                merge_intervals=merge_intervals,
             )
             with self.phases("seconds of trials"):
                 seconds = self._seconds(batch, per_step=per_step) if timed else math.nan

@@ -160,7 +160,7 @@ class Probe:
                 micro_batch=self._micro_batch,
                 accumulation=max(self.accumulation, 2) if self._keeps else self.accumulation,
                 context_bytes=context_bytes,
-                released=released,
+                released_blocks=released,
             )
         return with_averages(footprint, self._ema, module=self.module, validates=self._validate is not None)
 
@@ -211,7 +211,7 @@ class Probe:
             needed=needed,
             max_s=max_s,
             cache_dir=cache_folder(),
-            given=given,
+            previous=given,
         )
 
 
