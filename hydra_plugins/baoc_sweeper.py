@@ -29,7 +29,7 @@ class BaocSweeper(Sweeper):
         from baoc.frontier.runs import STUDY_FILE
         from baoc.sweep.launch import launch_workers
         from baoc.sweep.space_check import check_space
-        from baoc.sweep.study import add_overrides, refuse_all_failed, run_study
+        from baoc.sweep.study import add_overrides, raise_if_all_failed, run_study
 
         assert self.config is not None and self.hydra_context is not None
         study = read_study(OmegaConf.to_container(self.config.hydra.sweeper, resolve=True))
@@ -38,7 +38,7 @@ class BaocSweeper(Sweeper):
             check_space(add_overrides(study, arguments), compose=self._compose)
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
             done = run_study(study, folder=folder, extra=arguments)
-            refuse_all_failed(done)
+            raise_if_all_failed(done)
             return done
         return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)
 

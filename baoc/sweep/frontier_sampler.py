@@ -18,6 +18,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from baoc.sweep.early_stopping import violates_constraint
+from baoc.sweep.study_config import BASELINE_KEY
 
 BUDGET = "budget"  # the setting that is drawn evenly
 QUALITY = "quality"
@@ -42,7 +43,7 @@ class FrontierSampler(BaseSampler):
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         others = _others(study, trial)
-        searched = [other for other in others if other.params and "overrides" not in other.user_attrs]
+        searched = [other for other in others if other.params and BASELINE_KEY not in other.user_attrs]
         if sum(other.state in _ENDED for other in searched) < STARTUP:
             return {}
         self._residual_study = self._make_residual_study(others)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from baoc.errors import TrainingFailedError
 from baoc.parallel import refuse_several_processes
 from baoc.sweep.storage import open_storage, storage_url
-from baoc.sweep.study import refuse_all_failed, run_study, study_folder
+from baoc.sweep.study import make_study_folder, raise_if_all_failed, run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.console import say
 
@@ -23,7 +23,7 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
     """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
     them. A failed worker is reported; its trials go to the others or to the next start. Raises TrainingFailedError if
     all of them failed, or all trials did."""
-    folder = study_folder(config.hydra.sweep.dir)
+    folder = make_study_folder(config.hydra.sweep.dir)
     body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
     jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]
@@ -34,7 +34,7 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
     if len(bad) == len(jobs):
         raise TrainingFailedError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
     url = storage_url(study.storage, folder=folder)
-    refuse_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
+    raise_if_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
 
 
 def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:

@@ -48,7 +48,7 @@ from baoc.racing.records import EPOCHS_APART, RaceScale, epochs, stage_name
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
 from baoc.sweep.storage import differences, setting_text
-from baoc.sweep.study import run_study, study_folder
+from baoc.sweep.study import make_study_folder, run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.sweep.trial_process import COMMAND, TrialProcess, preload
 from baoc.tracking import files
@@ -104,7 +104,7 @@ def run_race(
         TrainingFailedError: no uniform has trained to a finite score.
     """
     refuse_several_processes("race")
-    return RaceRun(config, overrides=overrides, folder=study_folder(folder), command=command, code=code).run(cap_s)
+    return RaceRun(config, overrides=overrides, folder=make_study_folder(folder), command=command, code=code).run(cap_s)
 
 
 def race_command(config: RunConfig, *, overrides: Sequence[str], folder: Path, command: str) -> None:

@@ -14,7 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, Trial
 
 from baoc.sweep.frontier_sampler import BUDGET, STARTUP, FrontierSampler
-from baoc.sweep.study_config import Param, StudyConfig
+from baoc.sweep.study_config import BASELINE_KEY, Param, StudyConfig
 
 TPE_STARTUP = 5  # random trials of Optuna's own TPE
 
@@ -49,7 +49,7 @@ def initial_trials(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, 
     """(params, user attributes) of every trial by number: baselines, then points of a grid or free trials. The list has
     `n_trials` entries; a grid may have fewer."""
     trials: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (point_from_overrides(words, config.space), {"overrides": list(words)}) for words in config.baselines
+        (point_from_overrides(words, config.space), {BASELINE_KEY: list(words)}) for words in config.baselines
     ]
     trials += [(point, {}) for point in grid_points(config)]
     if config.sampler != "grid":
@@ -89,7 +89,7 @@ def point_from_overrides(words: Sequence[str], space: Sequence[Param]) -> dict[s
 
 def suggest(trial: Trial, config: StudyConfig) -> list[str]:
     """A trial's overrides: those of its baseline, or one per active setting."""
-    own = trial.user_attrs.get("overrides")
+    own = trial.user_attrs.get(BASELINE_KEY)
     if own is not None:
         if trial._cached_frozen_trial.system_attrs.get("fixed_params"):  # it is a point of the space
             for param in config.space:
@@ -125,7 +125,7 @@ class SearchedTrials:
 
     def get_trials(self, *args: Any, **options: Any) -> list[FrozenTrial]:
         trials = self._study._get_trials(*args, **options)
-        return [trial for trial in trials if trial.params or "overrides" not in trial.user_attrs]
+        return [trial for trial in trials if trial.params or BASELINE_KEY not in trial.user_attrs]
 
     _get_trials = get_trials
     trials = property(get_trials)

@@ -1,23 +1,28 @@
-"""Where a study is stored: one Optuna storage for all its workers.
+"""The Optuna storage of a study, which all of its workers share: how a trial gets from waiting to finished.
 
-A trial's life, from waiting to told:
+A worker is one process that runs `run_study`, on any machine. Workers agree through the storage alone.
 
-1. `open_study` adds all `n_trials` trials to the storage at once, in state WAITING. The total therefore holds without
-   any agreement between workers. A start that is killed here is completed by the next one.
-2. `next_trial` sets the state to RUNNING. The storage grants that to one worker only; sqlite cannot lock a row, so its
-   workers take turns by a lock file.
-3. The worker stores itself as the owner (`worker`) and the sampled overrides (`words`) as attributes of the trial, then
-   starts the process in the folder `NNNN` of the trial's number.
-4. When the process ends, the worker tells the values and the constraints. Optuna refuses to change a finished trial, so
-   each trial is told once.
-5. A process that is killed is started again by its worker, up to `retries` times, and resumes from its newest
-   checkpoint. A run that had finished is recognised by its result file and is not repeated.
-6. A worker that is killed leaves RUNNING trials behind. Another worker, or the next start of the command, sees the
-   missing heartbeat (`workers.py`), makes itself the owner under `setup_lock`, and goes on with the same number, folder
-   and overrides; a trial without overrides is sampled again from the same seed.
-7. A worker that wakes up after such a takeover no longer finds itself as the owner and drops the trial.
-8. A writer that is killed in mid-line leaves a torn line in a journal. `RepairedJournal` moves it into `NAME.torn`
-   before the next read or append. sqlite and servers roll back an unfinished transaction themselves.
+1. `open_study` adds all `n_trials` trials in state WAITING, so the total needs no agreement between workers. If it is
+   killed half-way, the next start adds the missing ones.
+2. `next_trial` sets one trial to RUNNING. The storage grants that change to one worker only. sqlite cannot lock a row,
+   so its workers take turns by `folder_lock`.
+3. The worker stores two attributes of the trial: its own name (OWNER_KEY), then the sampled overrides (OVERRIDES_KEY).
+   These and the next three steps are methods of `_Worker` in `study.py`: `_choose_overrides`, `_start_process`,
+   `_retry`, `_finish`.
+4. It starts a process with these overrides in the folder `NNNN`, the trial's number.
+5. It starts a process that was killed again, up to `retries` times. The run resumes from its newest checkpoint; a run
+   that has written its result is not repeated (`trial_process.py`).
+6. When the process has ended, it hands the values and constraints to Optuna. Optuna refuses to change a finished trial,
+   so each trial is finished once.
+
+What a kill leaves behind:
+
+7. The trials of a dead worker stay RUNNING. `_take_over` finds them by the missing heartbeat (`workers.py`) and, under
+   `setup_lock`, replaces the owner. The trial keeps its number, folder and overrides. A trial whose worker died before
+   step 3 has no overrides; they are sampled again from the seed of the trial's number.
+8. A worker whose machine slept through its takeover finds another owner (`_owns`) and drops the trial.
+9. A writer that dies in mid-line leaves a torn last line in a journal file. `RepairedJournal` moves it into `NAME.torn`
+   on opening and before each append. sqlite and servers roll back an unfinished transaction themselves.
 """
 
 import fcntl
@@ -42,18 +47,24 @@ from sqlalchemy.exc import SQLAlchemyError
 from baoc.errors import BadInputError, OutputError
 from baoc.frontier.runs import STUDY_FILE, read_study_file
 from baoc.sweep.sampling import SearchedTrials, initial_trials, make_sampler, uses_frontier_sampler
-from baoc.sweep.study_config import StudyConfig
+from baoc.sweep.study_config import BASELINE_KEY, StudyConfig
 from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, write_json
 
 LOCK = "study.lock"
-DRAWN_KEY = "drawn"  # study attribute: what the first start drew trials with
-HOME_KEY = "home"  # study attribute: id and path of the one folder that holds the study's runs
+# Attributes of a study in the storage:
+DEFINITION_KEY = "definition"  # `StudyConfig.definition()` of the first start
+SAMPLING_KEY = "drawn"  # sampler and seed of the first start
+HOME_KEY = "home"  # id and path of the one folder that holds the study's runs
+CONNECT_PATIENCE_S = 60.0
 
 
 def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
-    """Creates or loads the study, with `n_trials` trials. Several processes may call this at once. Raises BadInputError
-    if the stored study has another definition or another folder, or if the database cannot be reached."""
+    """Creates the study with `n_trials` waiting trials, or loads it and adds those that are missing; writes study.json.
+
+    Several processes may call this at once. Raises BadInputError if the stored study has another definition or another
+    folder, or if the database cannot be reached.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(config.storage, folder=folder)
     with setup_lock(folder, url=url):
@@ -66,35 +77,42 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
             directions=[StudyDirection[direction.upper()] for direction in config.objectives.values()],
             load_if_exists=True,
         )
-        if "definition" not in study.user_attrs:
-            study.set_user_attr("definition", config.definition())
-            study.set_user_attr(DRAWN_KEY, {"sampler": config.sampler, "seed": config.seed})
-        drawn = study.user_attrs.get(DRAWN_KEY, {})
-        for key, old in drawn.items():
+        if DEFINITION_KEY not in study.user_attrs:
+            study.set_user_attr(DEFINITION_KEY, config.definition())
+            study.set_user_attr(SAMPLING_KEY, {"sampler": config.sampler, "seed": config.seed})
+        for key, old in study.user_attrs.get(SAMPLING_KEY, {}).items():
             if (new := getattr(config, key)) != old:
                 say(f"study {config.name} was begun with {key} {old}: trials that are left are drawn with {new}")
         trials = initial_trials(config)
         _check_trials(study, trials, config=config)
         home = _check_home_folder(study, config=config, folder=folder)
-        for params, attributes in trials[len(study.trials) :]:  # all, or what a killed start has left out
+        for params, attributes in trials[len(study.trials) :]:
             study.enqueue_trial(params, user_attrs=attributes)
-        about: dict[str, Any] = {"name": config.name, "storage": without_password(url), "n_trials": len(trials)}
-        about |= {"objectives": dict(config.objectives), "home": home["id"]}
-        write_json(folder / STUDY_FILE, {"schema": 1, **about})
+        content = {
+            "schema": 1,
+            "name": config.name,
+            "storage": without_password(url),
+            "n_trials": len(trials),
+            "objectives": dict(config.objectives),
+            "home": home["id"],
+        }
+        write_json(folder / STUDY_FILE, content)
         if HOME_KEY not in study.user_attrs:  # after the file, so that a start killed in between recognises its folder
             study.set_user_attr(HOME_KEY, home)
     return study
 
 
 def next_trial(study: optuna.Study, *, config: StudyConfig, folder: Path) -> Trial | None:
-    """Makes the next waiting trial of the first `n_trials` this worker's; None if there is none. sqlite cannot lock a
-    row, and two workers could get the same trial: they take turns by a lock in `folder`."""
+    """Sets the next waiting trial to RUNNING and returns it; None if none of the first `n_trials` is waiting.
+
+    sqlite cannot lock a row, so that two workers could get the same trial: they take turns by a lock in `folder`.
+    """
     storage = study._storage
     with folder_lock(folder) if config.storage is None or config.storage.startswith("sqlite") else nullcontext():
         for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
             if waiting.number >= config.n_trials:
                 continue
-            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker has even finished it
+            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker has finished it by now
                 if storage.set_trial_state_values(waiting._trial_id, state=TrialState.RUNNING):
                     return make_trial(study, waiting._trial_id, number=waiting.number, config=config)
     return None
@@ -102,35 +120,35 @@ def next_trial(study: optuna.Study, *, config: StudyConfig, folder: Path) -> Tri
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds the lock file of the study's folder; waits for other processes of this machine."""
+    """Holds the lock file of the study's folder; waits until other processes of this machine release it."""
     with (folder / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def make_trial(study: optuna.Study, trial_id: int, *, number: int, config: StudyConfig) -> Trial:
-    """A Trial whose suggestions come from the sampler that is seeded for its number."""
+    """A Trial whose sampler is seeded by the study's seed and the trial's number. Sets `study.sampler`."""
     study.sampler = make_sampler(config, number=number)
     study._thread_local.cached_all_trials = None  # as `Study.ask` does, so that the sampler sees the newest results
     return Trial(study if uses_frontier_sampler(config) else cast(optuna.Study, SearchedTrials(study)), trial_id)
 
 
-def storage_url(asked: str | None, *, folder: Path) -> str:
-    """The URL of a storage setting.
+def storage_url(setting: str | None, *, folder: Path) -> str:
+    """The URL that hydra.sweeper.storage stands for.
 
     Args:
-        asked: null is sqlite in the study's folder, `journal` a journal file there; a URL is returned unchanged.
+        setting: null is sqlite in the study's folder, `journal` a journal file there; a URL is returned unchanged.
 
     Raises BadInputError if a URL cannot contain the folder's path.
     """
-    if asked is None and "?" in str(folder):
+    if setting is None and "?" in str(folder):
         raise BadInputError(
             f"the study's folder {folder} has a '?', at which a database's URL ends: give another one as "
             "hydra.sweep.dir=FOLDER, or hydra.sweeper.storage=journal"
         )
-    if asked is None:
+    if setting is None:
         return f"sqlite:///{folder / 'study.db'}"
-    return f"journal:///{folder / 'study.journal'}" if asked == "journal" else asked
+    return f"journal:///{folder / 'study.journal'}" if setting == "journal" else setting
 
 
 def open_storage(url: str) -> BaseStorage:
@@ -142,9 +160,9 @@ def open_storage(url: str) -> BaseStorage:
             raise _unreadable(url, error) from error
     sqlite = {"connect_args": {"timeout": 60, "factory": _WalConnection}}
     server = {"pool_size": 1, "max_overflow": 3, "pool_pre_ping": True}  # few connections: see `release_connections`
-    options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
+    engine_options: dict[str, Any] = sqlite if url.startswith("sqlite") else server
     try:
-        storage = RDBStorage(url, engine_kwargs=options)
+        storage = RDBStorage(url, engine_kwargs=engine_options)
         retry_connections(storage.engine)
         weakref.finalize(storage, storage.engine.dispose)
         return storage
@@ -171,12 +189,12 @@ def _unreadable(url: str, error: Exception) -> BadInputError:
 
 
 @contextmanager
-def explain_storage_errors(asked: str | None, *, folder: Path) -> Iterator[None]:
-    """Turns an error of the storage inside the block into an OutputError of one sentence."""
+def explain_storage_errors(setting: str | None, *, folder: Path) -> Iterator[None]:
+    """Raises an error of the storage inside the block as an OutputError with its cause and remedies."""
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-        url = without_password(storage_url(asked, folder=folder))
+        url = without_password(storage_url(setting, folder=folder))
         raise OutputError(
             f"the study's storage {url} does not take or give records ({_root_cause(error)}): free its disk, end what "
             "locks it, or start its server; then give the same command again, which goes on from what the storage holds"
@@ -191,18 +209,17 @@ def _root_cause(error: BaseException) -> str:
 
 
 def release_connections(storage: BaseStorage) -> None:
-    """Closes a server's idle connections; for a worker that goes on to train. 200 training workers would hold 200
-    connections, and PostgreSQL allows 100 by default. Opening one for each of a trial's dozen queries would cost the
-    server more than the queries."""
+    """Closes a server's idle connections. A worker calls this before it waits for its trials: 200 waiting workers
+    would hold 200 connections, and PostgreSQL allows 100 by default. Between such waits connections are reused, since
+    opening one for each query would cost the server more than the queries."""
     engine = getattr(getattr(storage, "_backend", storage), "engine", None)
     if engine is not None and engine.dialect.name != "sqlite":
         engine.dispose()
 
 
-def retry_connections(engine: Any, *, patience_s: float = 60.0) -> None:
-    """Repeats refused connections of `engine` for up to `patience_s` seconds, with growing pauses. A server refuses
-    connections while it restarts or has all of them in use (100 by default). That is the first failure with many
-    workers, and it must not end one of them."""
+def retry_connections(engine: Any, *, patience_s: float = CONNECT_PATIENCE_S) -> None:
+    """Makes `engine` repeat refused connections for up to `patience_s` seconds, with growing random pauses. A server
+    refuses connections while it restarts, or when all of them (100 by default) are in use by other workers."""
     from sqlalchemy import event
 
     def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
@@ -221,8 +238,8 @@ def retry_connections(engine: Any, *, patience_s: float = 60.0) -> None:
 
 class _WalConnection(sqlite3.Connection):
     """sqlite with a write-ahead log: several times faster and as safe against kills. A power cut may lose the last
-    records; their trials are then told again from their folders. The log needs shared memory, so that workers on
-    several machines need a journal or a server."""
+    records; their trials are then finished again from their folders. The log needs shared memory, so workers on several
+    machines need a journal or a server."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -231,12 +248,12 @@ class _WalConnection(sqlite3.Connection):
 
 
 class RepairedJournal(JournalFileBackend):
-    """A journal file whose torn last line is set aside before it is read or appended to. A writer that is killed in
+    """A journal file whose torn last line is moved aside on opening and before each append. A writer that is killed in
     mid-line leaves such a line, and Optuna's backend raises on every read once another record follows it."""
 
     def __init__(self, path: str):
         super().__init__(path)
-        self.append_logs([])
+        self.append_logs([])  # moves a torn line aside
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         self._lock.acquire()
@@ -252,7 +269,7 @@ class RepairedJournal(JournalFileBackend):
 
 @contextmanager
 def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
-    """Admits one worker at a time, on all machines that share the folder or the PostgreSQL server."""
+    """Admits one worker at a time among all machines that share the folder or the PostgreSQL server."""
     with folder_lock(folder):
         if not url.startswith("postgresql"):
             yield
@@ -281,34 +298,35 @@ def without_password(url: str) -> str:
 
 def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
     """Raises BadInputError if the folder belongs to another study: folders of trials are named by their number only."""
-    known = _about(folder).get("name", config.name)
-    if known != config.name:
+    owner = _read_study_file(folder).get("name", config.name)
+    if owner != config.name:
         raise BadInputError(
-            f"{folder} is the folder of study {known}, and study {config.name} was asked for: give it another folder "
+            f"{folder} is the folder of study {owner}, and study {config.name} was asked for: give it another folder "
             "(hydra.sweep.dir=FOLDER); they may share a storage"
         )
 
 
-def _about(folder: Path) -> Mapping[str, Any]:
-    """The folder's study.json; empty where there is none, or a torn one."""
+def _read_study_file(folder: Path) -> Mapping[str, Any]:
+    """The content of the folder's study.json; empty if it is absent or damaged."""
     try:
-        about = read_study_file(folder)
+        content = read_study_file(folder)
     except BadInputError:
         return {}
-    return about if isinstance(about, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path) -> None:
     """Raises BadInputError if the storage has a study of this name with another space or other objectives, or has none
     while the folder holds trials."""
-    known = {study.study_name: study.user_attrs.get("definition") for study in optuna.get_all_study_summaries(storage)}
-    trials = [path for path in folder.glob("[0-9][0-9][0-9][0-9]") if path.is_dir()]
-    if config.name not in known and trials:
+    summaries = optuna.get_all_study_summaries(storage)
+    definitions = {study.study_name: study.user_attrs.get(DEFINITION_KEY) for study in summaries}
+    trial_folders = [path for path in folder.glob("[0-9][0-9][0-9][0-9]") if path.is_dir()]
+    if config.name not in definitions and trial_folders:
         raise BadInputError(
-            f"{folder} holds {len(trials)} trials, and the storage has no study {config.name} to go on with: it was "
-            "removed, or is another one. Bring it back, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
+            f"{folder} holds {len(trial_folders)} trials, and the storage has no study {config.name} to go on with: it "
+            "was removed, or is another one. Bring it back, or begin anew in another folder (hydra.sweep.dir=FOLDER)"
         )
-    stored = known.get(config.name)
+    stored = definitions.get(config.name)
     changes = differences(stored, config.definition()) if stored else []
     if changes:
         text = "; ".join(
@@ -321,19 +339,20 @@ def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path
 
 
 def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str, str]:
-    """The id and path of the study's folder. The id is stored in the folder too, so it may be moved or mounted
-    elsewhere. Raises BadInputError for another folder: each would hold a part of the runs, and neither frontier would
-    be right."""
-    known = study.user_attrs.get(HOME_KEY)
-    own = _about(folder).get(HOME_KEY)
-    if own is None and known is not None and known["path"] == str(folder):
-        return known  # the file was damaged or removed, and is written again
-    if known is not None and own != known["id"]:
+    """The id and path of the study's folder, a new id on the first start. The folder's study.json holds the id too, so
+    the folder may be moved or mounted elsewhere. Raises BadInputError for another folder: each would hold a part of the
+    runs, and neither frontier would be right."""
+    stored = study.user_attrs.get(HOME_KEY)
+    folder_id = _read_study_file(folder).get("home")
+    if stored is None:
+        return {"id": folder_id or uuid.uuid4().hex, "path": str(folder)}
+    file_is_lost = folder_id is None and stored["path"] == str(folder)  # it is written again
+    if not file_is_lost and folder_id != stored["id"]:
         raise BadInputError(
-            f"study {config.name} has its runs in {known['path']}, and {folder} is another folder: go on in that one "
+            f"study {config.name} has its runs in {stored['path']}, and {folder} is another folder: go on in that one "
             "(hydra.sweep.dir=FOLDER; other machines must see it too), or give the study another hydra.sweeper.name"
         )
-    return known or {"id": own or uuid.uuid4().hex, "path": str(folder)}
+    return stored
 
 
 def _check_trials(
@@ -342,38 +361,40 @@ def _check_trials(
     """Compares the stored trials with those that the configuration would create. Raises BadInputError if points of a
     grid would be missing, since the study has other trials in their places. Prints the baselines that are not tried,
     since the study was begun without them."""
-    kept = study.get_trials(deepcopy=False)
-    pairs = list(zip(kept, trials, strict=False))
+    stored = study.get_trials(deepcopy=False)
+    pairs = list(zip(stored, trials, strict=False))
     if config.sampler == "grid":
-        other = [t.number for t, (point, _) in pairs if t.system_attrs.get("fixed_params", {}) != point]
+        other = [trial.number for trial, (point, _) in pairs if trial.system_attrs.get("fixed_params", {}) != point]
         if other:
             raise BadInputError(
                 f"study {config.name} was begun with another sampler or other baselines, so {len(other)} of the "
                 f"{len(trials)} trials of its grid would be missing (trial {other[0]} is none of them): give it "
                 "another hydra.sweeper.name, or the settings it has"
             )
-    have = [trial.user_attrs.get("overrides") for trial in kept]
-    late = [own["overrides"] for _, (_, own) in pairs if "overrides" in own and own["overrides"] not in have]
-    if late:
+    stored_baselines = [trial.user_attrs.get(BASELINE_KEY) for trial in stored]
+    baselines = [attributes[BASELINE_KEY] for _, (_, attributes) in pairs if BASELINE_KEY in attributes]
+    missing = [overrides for overrides in baselines if overrides not in stored_baselines]
+    if missing:
         say(
-            f"study {config.name} has begun without the baselines {', '.join(' '.join(words) for words in late)}, "
+            f"study {config.name} has begun without the baselines {', '.join(' '.join(words) for words in missing)}, "
             "which are not tried: give it another hydra.sweeper.name to have them"
         )
 
 
 def differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted path, old, new) of each difference; a value that one side lacks is None there."""
+    """(dotted path, old, new) of each difference between nested settings; a value that one side lacks is None there."""
     if old == new:
         return []
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys((*old, *new))
-        return [
-            found for key in keys for found in differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
-        ]
-    return [(path, old, new)]
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [(path, old, new)]
+    changes = []
+    for key in dict.fromkeys((*old, *new)):
+        changes += differences(old.get(key), new.get(key), path=f"{path}.{key}".strip("."))
+    return changes
 
 
 def setting_text(value: Any) -> str:
-    if isinstance(value, dict):  # a setting that only one of the two searches, without its defaults
+    """A setting in a message; one that only one of two studies searches, a dict, without its defaults."""
+    if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
     return "none" if value is None else str(value)

@@ -1,7 +1,7 @@
-"""One worker of a study: Optuna chooses settings, each trial trains in its own process, each result is stored at once.
+"""One worker of a study: it samples settings by Optuna, trains each trial in its own process, and stores the results.
 
-The storage is the only shared state (`storage.py` walks through a trial's life). The same command resumes a study that
-was killed: trials of dead workers are taken over with their number and folder, and the total stays `n_trials`.
+`storage.py` walks through a trial's life; the storage is all that workers share. The same command resumes a killed
+study: trials of dead workers are taken over with their number and folder, and the total stays `n_trials`.
 """
 
 import time
@@ -36,7 +36,16 @@ from baoc.sweep.storage import (
     setup_lock,
     storage_url,
 )
-from baoc.sweep.study_config import DEVICES, StudyConfig, key_of
+from baoc.sweep.study_config import (
+    ATTEMPTS_KEY,
+    BASELINE_KEY,
+    DEVICES,
+    MESSAGE_KEY,
+    OVERRIDES_KEY,
+    OWNER_KEY,
+    StudyConfig,
+    key_of,
+)
 from baoc.sweep.trial_outcome import TrialOutcome, trial_outcome
 from baoc.sweep.trial_process import COMMAND, SERVER_LOST, RunOutcome, TrialProcess, preload
 from baoc.sweep.workers import WorkerRegistry
@@ -44,9 +53,10 @@ from baoc.tracking.console import say
 from baoc.tracking.files import write_json
 
 TAKEOVER_POLL_S = 5.0  # between two searches for trials of dead workers
-END_PATIENCE_S = 120.0  # for a run to write its checkpoint and end once it was asked to; then it is killed
+END_PATIENCE_S = 120.0  # a run that was asked to end has this long to write its checkpoint, then it is killed
 STOP_PATIENCE_S = 30.0  # the same when the whole study stops; shorter than the heartbeat timeout of other workers
-MAX_SERVER_LOSSES = 10  # of one trial, that are not counted among its attempts
+SERVER_LOSSES_KEY = "server_losses"  # attribute of a trial: how often its process died with the fork server
+MAX_SERVER_LOSSES = 10  # that many of a trial do not count as attempts
 MAX_STARTS = 3  # attempts to fork a process, since a signal may kill the fork server at that moment
 
 
@@ -61,21 +71,21 @@ def run_study(
     """Works on the study in `folder` until `n_trials` trials have ended.
 
     Args:
-        extra: overrides that follow those of `config.fixed`.
+        extra: overrides of every trial, after those of `config.fixed`.
         code: the Python program of a trial; its arguments are the trial's overrides.
         wait_for_others: an idle worker waits for the others' trials, to take them over if their worker dies.
 
     Raises:
         BadInputError: the storage holds a study of this name with another space or other objectives.
-        OutputError: the storage fails during the study (full disk, held lock, lost server). Running trials are asked
-            for a checkpoint first.
+        OutputError: the storage fails during the study (full disk, held lock, lost server). Running trials write a
+            checkpoint first.
     """
     refuse_several_processes("study")
-    folder = study_folder(folder)
+    folder = make_study_folder(folder)
     config = add_overrides(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
-    preload(_words_of(config), code=code)
+    preload(_model_overrides(config), code=code)
     worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)
     with explain_storage_errors(config.storage, folder=folder), worker.signals.installed():
         try:
@@ -89,7 +99,7 @@ def run_study(
     return study
 
 
-def study_folder(path: str | Path) -> Path:
+def make_study_folder(path: str | Path) -> Path:
     """The study's folder as an absolute path, created if absent. Raises OutputError if it cannot be written."""
     folder = Path(path).absolute()
     try:
@@ -104,18 +114,20 @@ def study_folder(path: str | Path) -> Path:
     return folder
 
 
-def refuse_all_failed(study: optuna.Study) -> None:
+def raise_if_all_failed(study: optuna.Study) -> None:
     """Raises TrainingFailedError if every ended trial failed, so that the command does not exit with 0."""
     ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
     if ended and all(trial.state is TrialState.FAIL for trial in ended):
-        last = ended[-1].user_attrs.get("text", "failed")
+        last = ended[-1].user_attrs.get(MESSAGE_KEY, "failed")
         raise TrainingFailedError(f"all {len(ended)} ended trials of study {study.study_name} failed; the last {last}")
 
 
 def add_overrides(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
-    """`config` with the command line's overrides appended to `fixed`. Raises BadInputError for an override with several
-    values, which belongs in the space, for one that every trial or a baseline overrules, and for a mode that does not
-    train."""
+    """`config` with the command line's overrides appended to `fixed`; those of Hydra itself are left out.
+
+    Raises BadInputError for an override with several values, which belongs in the space; for one that the space, a
+    repeat or a baseline overrules; and for a mode that does not train.
+    """
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
     parser = OverridesParser.create()
     several = next((word for word in own if parser.parse_override(word).is_sweep_override()), None)
@@ -130,22 +142,23 @@ def add_overrides(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             f"{mode} trains nothing, and the trials of sweeps={config.name} are compared by what they train: leave it "
             "out, or plan some budgets with -m budget=8gb,16gb mode=plan"
         )
-    drawn = {param.key: "space" for param in config.space}
-    for name in ("repeats", "baselines"):
-        drawn |= {key_of(word): name for words in getattr(config, name) for word in words}
-    overruled = next((word for word in own if key_of(word) in drawn), None)
+    overruled_by = {param.key: "space" for param in config.space}  # setting -> the part of the study that sets it
+    for part in ("repeats", "baselines"):
+        overruled_by |= {key_of(word): part for words in getattr(config, part) for word in words}
+    overruled = next((word for word in own if key_of(word) in overruled_by), None)
     if overruled is not None:
         key = key_of(overruled)
-        where = f"hydra.sweeper.{drawn[key]}"
+        part = overruled_by[key]
+        where = f"hydra.sweeper.{part}"
         raise BadInputError(
             f"{overruled} is overruled by {where} of sweeps={config.name}, which sets {key}: leave it out, or change "
-            + (f"'++{where}.{key}={{choices: [...]}}'" if drawn[key] == "space" else where)
+            + (f"'++{where}.{key}={{choices: [...]}}'" if part == "space" else where)
         )
     return replace(config, fixed=(*config.fixed, *own))
 
 
-def _words_of(config: StudyConfig) -> list[str]:
-    """Every override that a trial may have of those that name a network."""
+def _model_overrides(config: StudyConfig) -> list[str]:
+    """All overrides by which a trial may choose a network, among others."""
     searched = [f"model={value}" for param in config.space if param.key == "model" for value in param.choices]
     return [*searched, *chain(config.fixed, *config.baselines, *config.repeats)]
 
@@ -159,10 +172,10 @@ class _RunningTrial:
     gpus: GpuLease
     early_stopping: EarlyStopping
     process: TrialProcess = field(init=False)
-    outcomes: list[RunOutcome] = field(default_factory=list)
-    stop_reason: str = ""  # set by early stopping, once the process was asked to end
-    hang_reason: str = ""  # the same for a process that writes nothing
-    asked_s: float = 0.0  # monotonic time at which the process was asked to end
+    outcomes: list[RunOutcome] = field(default_factory=list)  # of the runs that have ended
+    prune_reason: str = ""  # set by early stopping when it asks the process to end
+    hang_reason: str = ""  # set when a process that writes nothing is asked to end
+    end_requested_s: float = 0.0  # monotonic time of that request
 
 
 class _Worker:
@@ -177,19 +190,17 @@ class _Worker:
         self.progress = Progress(study, config=config)
         gpus = find_gpus(config.gpus) if code == COMMAND or config.gpus != "auto" else ()
         self.slots = GpuSlots(gpus=gpus, per_gpu=config.per_gpu, per_trial=config.gpus_per_trial)
-        self.held: FrozenTrial | None = None  # owned by this worker, and waiting for a GPU with room
-        self._searched_s = -TAKEOVER_POLL_S
-
-    # -- the loop ---------------------------------------------------------------------------------------------------
+        self.waiting_for_gpu: FrozenTrial | None = None  # a trial of this worker
+        self._last_search_s = -TAKEOVER_POLL_S  # for trials of dead workers
 
     def run(self) -> None:
         """Starts and watches trials until none is left that this worker could run."""
         with self.progress:
             self.registry.beat(running=0)
             while True:
-                self._fill()
+                self._start_trials()
                 self.signals.check()
-                if not self.running and self.held is None and not self._may_take_over():
+                if not self.running and self.waiting_for_gpu is None and not self._may_take_over():
                     break
                 release_connections(self.study._storage)
                 wait([running.process.sentinel for running in self.running.values()], timeout=POLL_S)
@@ -197,12 +208,12 @@ class _Worker:
 
     def stop(self) -> None:
         """Asks all trials for a checkpoint and waits for their end; a second Ctrl-C kills them."""
-        end = time.monotonic() + STOP_PATIENCE_S
+        deadline = time.monotonic() + STOP_PATIENCE_S
         try:
             for running in self.running.values():
                 running.process.ask_to_end()
             for running in self.running.values():
-                running.process.stop(patience_s=max(end - time.monotonic(), 0.0))
+                running.process.stop(patience_s=max(deadline - time.monotonic(), 0.0))
         except KeyboardInterrupt:
             with self.signals.deferred():  # a third Ctrl-C must not leave a process behind
                 for running in self.running.values():
@@ -210,75 +221,77 @@ class _Worker:
                 for running in self.running.values():
                     running.process.stop(patience_s=0.0)
 
-    def _fill(self) -> None:
+    # -- which trial is next ------------------------------------------------------------------------------------------
+
+    def _start_trials(self) -> None:
         """Starts trials until `workers` run, no trial is available, or no GPU has room."""
         while len(self.running) < self.config.workers:
-            trial = self.held or self._take_over()
+            trial = self.waiting_for_gpu or self._take_over()
             if trial is None:
-                waiting = next_trial(self.study, config=self.config, folder=self.folder)
-                if waiting is None:
+                acquired = next_trial(self.study, config=self.config, folder=self.folder)
+                if acquired is None:
                     return
-                trial = self._choose_overrides(waiting)
-            self.held = None if self._start_trial(trial) else trial
-            if self.held is not None:
+                trial = self._choose_overrides(acquired)
+            self.waiting_for_gpu = None if self._start_trial(trial) else trial
+            if self.waiting_for_gpu is not None:
                 return
 
     def _choose_overrides(self, trial: Trial) -> FrozenTrial:
-        """Samples the trial's settings and stores its overrides and its owner."""
-        trial.set_user_attr("worker", self.registry.name)
-        trial.set_user_attr("words", [*self.config.fixed, *suggest(trial, self.config)])
+        """Makes this worker the trial's owner, samples its settings and stores its overrides."""
+        trial.set_user_attr(OWNER_KEY, self.registry.name)
+        trial.set_user_attr(OVERRIDES_KEY, [*self.config.fixed, *suggest(trial, self.config)])
         return self.study._storage.get_trial(trial._trial_id)
 
     def _take_over(self) -> FrozenTrial | None:
-        """A running trial of a dead worker, owned by this worker from now on; None if there is none. Searches the
-        storage every TAKEOVER_POLL_S only."""
-        if time.monotonic() - self._searched_s < TAKEOVER_POLL_S:
+        """Makes this worker the owner of a dead worker's running trial and returns the trial; None if there is none.
+        Searches the storage every TAKEOVER_POLL_S only."""
+        if time.monotonic() - self._last_search_s < TAKEOVER_POLL_S:
             return None
-        self._searched_s = time.monotonic()
+        self._last_search_s = time.monotonic()
         url = storage_url(self.config.storage, folder=self.folder)
-        foreign = self._foreign_trials()
+        trials_of_others = self._trials_of_others()
         attributes = self.study.user_attrs  # read after the trials, so that it holds the worker of each of them
-        for trial in foreign:
-            owner = trial.user_attrs.get("worker")
+        for trial in trials_of_others:
+            owner = trial.user_attrs.get(OWNER_KEY)
             if not self.registry.is_dead(owner, attributes, trial=trial.number):
                 continue
             with setup_lock(self.folder, url=url):
-                now = self.study._storage.get_trial(trial._trial_id)
-                if now.state is not TrialState.RUNNING or now.user_attrs.get("worker") != owner:
+                stored = self.study._storage.get_trial(trial._trial_id)
+                if stored.state is not TrialState.RUNNING or stored.user_attrs.get(OWNER_KEY) != owner:
                     continue  # another worker was faster
-                Trial(self.study, trial._trial_id).set_user_attr("worker", self.registry.name)
-            self._searched_s = -TAKEOVER_POLL_S  # there may be more of them
+                Trial(self.study, trial._trial_id).set_user_attr(OWNER_KEY, self.registry.name)
+            self._last_search_s = -TAKEOVER_POLL_S  # there may be more of them
             say(f"trial {trial.number} is taken over: its worker is dead")
-            if "words" not in now.user_attrs:  # killed before its settings were stored
-                new = make_trial(self.study, now._trial_id, number=now.number, config=self.config)
-                return self._choose_overrides(new)
-            return now
+            if OVERRIDES_KEY in stored.user_attrs:
+                return stored
+            return self._choose_overrides(
+                make_trial(self.study, stored._trial_id, number=stored.number, config=self.config)
+            )
         return None
 
-    def _foreign_trials(self) -> list[FrozenTrial]:
-        """Running trials that are not this worker's."""
+    def _trials_of_others(self) -> list[FrozenTrial]:
+        """Trials that run and are not this worker's."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        own = {*self.running, *([self.held.number] if self.held is not None else [])}
+        own = {*self.running, *([self.waiting_for_gpu.number] if self.waiting_for_gpu is not None else [])}
         return [trial for trial in running if trial.number not in own]
 
     def _may_take_over(self) -> bool:
         """Whether a trial of another worker may still become this worker's."""
-        foreign, attributes = self._foreign_trials(), self.study.user_attrs
+        trials, attributes = self._trials_of_others(), self.study.user_attrs
         if self.wait_for_others:
-            return bool(foreign)
-        return any(self.registry.is_dead(one.user_attrs.get("worker"), attributes, trial=one.number) for one in foreign)
+            return bool(trials)
+        return any(self.registry.is_dead(t.user_attrs.get(OWNER_KEY), attributes, trial=t.number) for t in trials)
 
-    # -- one trial --------------------------------------------------------------------------------------------------
+    # -- one trial ----------------------------------------------------------------------------------------------------
 
     def _start_trial(self, trial: FrozenTrial) -> bool:
         """Starts the trial's first process; False if no GPU has room for it now."""
-        overrides = list(trial.user_attrs["words"])
+        overrides = list(trial.user_attrs[OVERRIDES_KEY])
         gpus = self.slots.acquire(_memory_budget_bytes(overrides))
         if gpus is None:
             return False
-        stopping = EarlyStopping(self.study, trial, config=self.config, exempt="overrides" in trial.user_attrs)
-        running = _RunningTrial(trial=trial, overrides=overrides, gpus=gpus, early_stopping=stopping)
-        self._start_process(running)
+        stopping = EarlyStopping(self.study, trial, config=self.config, exempt=BASELINE_KEY in trial.user_attrs)
+        self._start_process(_RunningTrial(trial=trial, overrides=overrides, gpus=gpus, early_stopping=stopping))
         return True
 
     def _start_process(self, running: _RunningTrial) -> None:
@@ -287,9 +300,9 @@ class _Worker:
         if self.config.repeats:
             repeat = len(running.outcomes)
             folder, overrides = folder / str(repeat), [*overrides, *self.config.repeats[repeat]]
-        variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
         if self.config.gpus_per_trial > 1:
             overrides = [*overrides, f"{DEVICES}={self.config.gpus_per_trial}"]
+        variables = {"WANDB_RUN_GROUP": self.config.name, "WANDB_JOB_TYPE": "trial"}
         if running.gpus.names:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(running.gpus.names)
         running.hang_reason = ""
@@ -316,19 +329,19 @@ class _Worker:
                     self._drop(running)
                 elif outcome is not None:
                     self._process_ended(running, outcome)
-                elif running.stop_reason or running.hang_reason:
-                    if time.monotonic() - running.asked_s > END_PATIENCE_S:
+                elif running.prune_reason or running.hang_reason:
+                    if time.monotonic() - running.end_requested_s > END_PATIENCE_S:
                         running.process.kill()
                 else:
-                    self._stop_if_beaten_or_hung(running)
+                    self._end_if_dominated_or_hanging(running)
             except UpdateFinishedTrialError:  # another worker has finished it since `_owns`
                 self._drop(running)
         self.progress.refresh()
 
     def _owns(self, running: _RunningTrial) -> bool:
         """Whether this worker still owns the trial; another one takes it over if this machine slept."""
-        now = self.study._storage.get_trial(running.trial._trial_id)
-        return now.state is TrialState.RUNNING and now.user_attrs.get("worker") == self.registry.name
+        stored = self.study._storage.get_trial(running.trial._trial_id)
+        return stored.state is TrialState.RUNNING and stored.user_attrs.get(OWNER_KEY) == self.registry.name
 
     def _drop(self, running: _RunningTrial) -> None:
         """Kills the process of a trial that another worker owns."""
@@ -336,61 +349,62 @@ class _Worker:
         running.process.stop(patience_s=0.0)
         self._free(running)
 
-    def _stop_if_beaten_or_hung(self, running: _RunningTrial) -> None:
-        running.stop_reason = running.early_stopping.stop_reason(running.process.folder, repeat=len(running.outcomes))
+    def _end_if_dominated_or_hanging(self, running: _RunningTrial) -> None:
+        """Asks the process to end if another trial is better in every objective, or if it writes nothing any more."""
+        running.prune_reason = running.early_stopping.stop_reason(running.process.folder, repeat=len(running.outcomes))
         limit_s = self.config.stall_s
-        if not running.stop_reason and limit_s and running.process.silent_s() > limit_s:
+        if not running.prune_reason and limit_s and running.process.silent_s() > limit_s:
             running.hang_reason = f"it wrote nothing for {limit_s} s (hydra.sweeper.stall_s)"
-        if running.stop_reason or running.hang_reason:
-            text = f"ends early: {running.stop_reason}" if running.stop_reason else f"hangs: {running.hang_reason}"
+        if running.prune_reason or running.hang_reason:
+            text = f"ends early: {running.prune_reason}" if running.prune_reason else f"hangs: {running.hang_reason}"
             say(f"trial {running.trial.number} {text}")
-            running.asked_s = time.monotonic()
+            running.end_requested_s = time.monotonic()
             running.process.ask_to_end()
 
     def _process_ended(self, running: _RunningTrial, outcome: RunOutcome) -> None:
-        """Prunes the trial, retries the run, starts the next repeat, or tells the study the trial's outcome."""
-        if running.stop_reason and outcome.result is None:
-            text = f"ended early: {running.stop_reason}"
+        """Prunes the trial, retries the run, starts the next repeat, or finishes the trial."""
+        if running.prune_reason and outcome.result is None:
+            text = f"ended early: {running.prune_reason}"
             error = {"schema": 1, "kind": "EndedEarly", "message": text, "exit_code": outcome.exit_code}
             write_json(running.process.folder / ERROR, error)  # replaces "interrupted" in the frontier's tables
-            self._tell(running, TrialOutcome(state=TrialState.PRUNED, text=text))
-            return
-        if outcome.should_retry:
+            self._finish(running, TrialOutcome(state=TrialState.PRUNED, text=text))
+        elif outcome.should_retry:
             self._retry(running, replace(outcome, message=running.hang_reason or outcome.message))
-            return
-        running.outcomes.append(outcome)
-        num_runs = len(self.config.repeats) or 1
-        if outcome.is_conclusive and not outcome.is_infeasible and len(running.outcomes) < num_runs:
-            self._start_process(running)
-            return
-        self._tell(running, trial_outcome(running.outcomes, objectives=self.config.objectives))
+        else:
+            running.outcomes.append(outcome)
+            num_runs = len(self.config.repeats) or 1
+            if outcome.is_conclusive and not outcome.is_infeasible and len(running.outcomes) < num_runs:
+                self._start_process(running)
+            else:
+                self._finish(running, trial_outcome(running.outcomes, objectives=self.config.objectives))
 
     def _retry(self, running: _RunningTrial, outcome: RunOutcome) -> None:
-        """Another attempt at a run that was killed or failed through a bug; the trial fails after `retries` of them."""
-        trial = self.study._storage.get_trial(running.trial._trial_id)
-        losses = int(trial.user_attrs.get("server_losses", 0)) + 1
-        if outcome.exit_code == SERVER_LOST and losses <= MAX_SERVER_LOSSES:  # which is not the trial's fault
-            Trial(self.study, trial._trial_id).set_user_attr("server_losses", losses)
-            say(f"trial {trial.number} is begun again: the server that its process was forked from was killed")
+        """Starts a run again that was killed or failed through a bug; after `retries` times the trial has failed."""
+        stored = self.study._storage.get_trial(running.trial._trial_id)
+        trial = Trial(self.study, stored._trial_id)
+        losses = int(stored.user_attrs.get(SERVER_LOSSES_KEY, 0)) + 1
+        if outcome.exit_code == SERVER_LOST and losses <= MAX_SERVER_LOSSES:  # not the trial's fault
+            trial.set_user_attr(SERVER_LOSSES_KEY, losses)
+            say(f"trial {stored.number} is begun again: the server that its process was forked from was killed")
             self._start_process(running)
             return
-        attempts = int(trial.user_attrs.get("attempts", 0)) + 1
-        Trial(self.study, trial._trial_id).set_user_attr("attempts", attempts)
+        attempts = int(stored.user_attrs.get(ATTEMPTS_KEY, 0)) + 1
+        trial.set_user_attr(ATTEMPTS_KEY, attempts)
         if attempts > self.config.retries:
             text = f"failed: it was killed or failed {attempts} times, at last with {outcome.exit_code}: "
-            self._tell(running, TrialOutcome(state=TrialState.FAIL, text=text + outcome.message))
+            self._finish(running, TrialOutcome(state=TrialState.FAIL, text=text + outcome.message))
             return
-        say(f"trial {trial.number} is begun again ({outcome.message}), attempt {attempts + 1}")
+        say(f"trial {stored.number} is begun again ({outcome.message}), attempt {attempts + 1}")
         self._start_process(running)
 
-    def _tell(self, running: _RunningTrial, outcome: TrialOutcome) -> None:
-        """Finishes the trial in the study and frees its place."""
+    def _finish(self, running: _RunningTrial, outcome: TrialOutcome) -> None:
+        """Stores the trial's outcome, frees its GPUs and prints a line."""
         trial = Trial(self.study, running.trial._trial_id)
         for name, value in outcome.constraints.items():
             if name not in trial.constraints:  # an earlier attempt may have been killed between here and `tell`
                 trial.set_constraint(name, value)
         if outcome.state is not None or any(outcome.constraints.values()):
-            trial.set_user_attr("text", outcome.text)
+            trial.set_user_attr(MESSAGE_KEY, outcome.text)
         self.study.tell(running.trial.number, outcome.values, state=outcome.state)
         self._free(running)
         settings = " ".join(running.overrides[len(self.config.fixed) :])
@@ -403,8 +417,8 @@ class _Worker:
 
 def _memory_budget_bytes(overrides: Sequence[str]) -> int | None:
     """Device memory that the overrides allow the trial; None if they set no valid memory budget."""
-    given = [word.removeprefix("budget=") for word in overrides if word.startswith("budget=")]
+    budgets = [word.removeprefix("budget=") for word in overrides if word.startswith("budget=")]
     try:
-        return parse_budget(given[-1]).memory_bytes if given else None
+        return parse_budget(budgets[-1]).memory_bytes if budgets else None
     except BadInputError:
         return None  # the run itself refuses it

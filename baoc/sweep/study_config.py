@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from baoc.config.validate import ABOVE_0, FROM_0, Allowed, at_least, build_settings, plain_text, refuse_unwritable
@@ -12,13 +13,19 @@ OBJECTIVES = {"quality": None, "peak_bytes": "minimize", "state_bytes": "minimiz
 PATH = "hydra.sweeper"  # where the command line has a study's settings
 DEVICES = "trainer.devices"  # of a trial, which `gpus_per_trial` sets
 MOST_WORKERS = 1024
-_LISTS = ("fixed", "baselines", "repeats", "early_stop")  # which null empties
+_NULL_IS_DEFAULT = ("fixed", "baselines", "repeats", "early_stop")  # null clears what the file sets
+# Attributes of a trial in the storage; their names are those of stored studies.
+OWNER_KEY = "worker"  # name of the worker that runs the trial
+OVERRIDES_KEY = "words"  # all overrides of its run
+BASELINE_KEY = "overrides"  # overrides of a baseline; a sampled trial has no such attribute
+MESSAGE_KEY = "text"  # why a trial failed, was pruned or violated a constraint
+ATTEMPTS_KEY = "attempts"  # how often its run was killed or failed through a bug
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Choices, or a range of numbers. `format` turns a value into the text of an override. `when` maps earlier settings
-    of the space to the values with which this one is active."""
+    """What a searched setting may be: one of `choices`, or a number from `low` to `high`. `format` turns a value into
+    the text of an override. `when` maps earlier settings of the space to the values with which this one is active."""
 
     choices: Annotated[tuple[Any, ...], Allowed("a list of at least one value", min_length=1)] = ()
     low: int | float = 0.0
@@ -39,24 +46,24 @@ class Domain:
             raise ValueError(f"goes from {low} to {high}: low must be below high, and above 0 with log")
         if step is not None and self.log:
             raise ValueError(f"has log=true and step={step}: a logarithmic range has no steps, leave one out")
-        if step is not None and (step > high - low or (self.is_whole and step != int(step))):
-            fitting = "a whole number of" if self.is_whole else "a number of"
+        if step is not None and (step > high - low or (self.is_integer and step != int(step))):
+            fitting = "a whole number of" if self.is_integer else "a number of"
             raise ValueError(f"has step={step}: give {fitting} at most high - low = {high - low}")
 
     @property
-    def is_whole(self) -> bool:
-        """Whether a range is one of whole numbers."""
+    def is_integer(self) -> bool:
+        """Whether a range is of integers only."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Domain):
-    """One searched setting."""
+    """One searched setting and its domain."""
 
     key: str
 
-    def plain(self) -> dict[str, Any]:
-        """What is stored of it."""
+    def definition(self) -> dict[str, Any]:
+        """The domain in plain values, as a study's storage has it."""
         return {name: _plain(getattr(self, name)) for name in DOMAIN_KEYS if name != "when" or self.when}
 
     def override(self, value: Any) -> str:
@@ -79,20 +86,22 @@ class Param(Domain):
             value = float(text[len(parts[0]) : len(text) - len(parts[1])])
         except ValueError:
             return None
-        if not self.low <= value <= self.high or (self.is_whole and value != int(value)):
+        if not self.low <= value <= self.high or (self.is_integer and value != int(value)):
             return None
-        return int(value) if self.is_whole else value
+        return int(value) if self.is_integer else value
 
     def is_active(self, chosen: Mapping[str, Any]) -> bool:
-        """Whether the setting is searched beside the values `chosen` so far."""
+        """Whether the setting is searched, given the `chosen` values of earlier settings."""
         return all(key in chosen and chosen[key] in values for key, values in self.when.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
-    """A trial ends at a rung where another one was better in every objective, in quality by `margin` of its own value.
-    `rungs` are optimizer steps at which the run validates and logs `metric`, the key of its quality. `least` is the
-    number of other trials that must have passed the rung before one is ended there. A `margin` of 0.1 is a tenth."""
+    """When a trial is pruned: at a rung where another trial is better in every objective.
+
+    `rungs` are optimizer steps at which the run validates and logs `metric`, its quality. Measured objectives must be
+    better by the share `margin` of the trial's own value. `least` is the number of other trials that must have passed
+    the rung before one is pruned there."""
 
     rungs: tuple[Annotated[int, at_least(1, " steps")], ...] = ()
     metric: str = "val/loss"
@@ -108,15 +117,16 @@ class EarlyStop:
 class StudyConfig:
     """`sweeps/NAME.yaml`.
 
-    `objectives` maps a result's field to minimize or maximize. `fixed` are overrides of every trial; `baselines` are
-    lists of overrides that are tried first. With `repeats`, a trial runs once with each of these lists of overrides,
-    and its values are joined as for seeds. `n_trials` is the total over all starts.
+    `objectives` maps a field of result.json to minimize or maximize. `fixed` are overrides of every trial; `baselines`
+    are lists of overrides that are tried first. With `repeats`, a trial runs once with each of these lists of
+    overrides; its quality and throughput are means over these runs, its bytes their maximum. `n_trials` is the total
+    over all starts of the command.
 
-    `retries` is how often a run that was killed, failed through a bug or hung is started again; it hangs if it has
-    written neither a metric nor a line for `stall_s` seconds (0 disables this). `storage`: null is sqlite in the
-    study's folder, `journal` a journal file there, else a database URL. `gpus`: `auto` or indices; `per_gpu` trials
-    share a GPU if their memory budgets fit it together; a trial trains on `gpus_per_trial` of them by as many ranks,
-    without GPUs in as many processes.
+    `retries` is how often a run that was killed, failed through a bug or hung is started again. A run hangs if it has
+    written neither a metric nor a line for `stall_s` seconds; 0 disables this. `storage`: null is sqlite in the study's
+    folder, `journal` a journal file there, else a database URL. `gpus`: `auto` or indices. `per_gpu` trials share a GPU
+    if their memory budgets fit it together. A trial trains on `gpus_per_trial` GPUs with one rank each; on a machine
+    without GPUs it has as many ranks.
     """
 
     name: Annotated[str, Allowed("the name of the study", min_length=1)]
@@ -140,35 +150,40 @@ class StudyConfig:
 
     def definition(self) -> dict[str, Any]:
         """The settings that make trials comparable: a study resumes only with the same ones."""
-        known = {
+        definition: dict[str, Any] = {
             "objectives": dict(self.objectives),
-            "space": {param.key: param.plain() for param in self.space},
+            "space": {param.key: param.definition() for param in self.space},
             "fixed": list(self.fixed),
         }
-        return known | ({"repeats": [list(words) for words in self.repeats]} if self.repeats else {})
+        if self.repeats:  # absent from older studies, which resume without it
+            definition["repeats"] = [list(overrides) for overrides in self.repeats]
+        return definition
 
 
-def read_study(given: Mapping[str, Any]) -> StudyConfig:
-    """A StudyConfig from plain values (hydra.sweeper). Raises BadInputError that names the key."""
-    refuse_unwritable(given, key=PATH)
-    values = {key: value for key, value in given.items() if key != "_target_"}
-    values = {key: value for key, value in values.items() if not (value is None and key in _LISTS)}
+def read_study(settings: Mapping[str, Any]) -> StudyConfig:
+    """A StudyConfig from the plain values of hydra.sweeper. Raises BadInputError that names the key."""
+    refuse_unwritable(settings, key=PATH)
+    values = {
+        key: value
+        for key, value in settings.items()
+        if key != "_target_" and not (value is None and key in _NULL_IS_DEFAULT)
+    }
     if not isinstance(gpus := values.get("gpus", "auto"), str | bool | Mapping):
-        listed = gpus if isinstance(gpus, list | tuple) else [] if gpus is None else [gpus]
-        values["gpus"] = [str(item) if type(item) is int else item for item in listed]
+        indices = gpus if isinstance(gpus, list | tuple) else [] if gpus is None else [gpus]
+        values["gpus"] = [str(index) if type(index) is int else index for index in indices]
     for key in ("name", "objectives", "space"):
         if values.get(key) in (None, "", {}, [], ()):
             raise BadInputError(f"the study has no {PATH}.{key}: choose one with sweeps=NAME, or give it")
     space = _space(values["space"])
     config = replace(build_settings(StudyConfig, {**values, "space": []}, path=PATH), space=space)
-    listed = [*config.fixed, *(word for words in (*config.baselines, *config.repeats) for word in words)]
-    if any(word.startswith(f"{DEVICES}=") for word in listed) or any(param.key == DEVICES for param in space):
+    overrides = chain(config.fixed, *config.baselines, *config.repeats)
+    if any(word.startswith(f"{DEVICES}=") for word in overrides) or any(param.key == DEVICES for param in space):
         raise BadInputError(
             f"the study sets {DEVICES}: leave it out; {PATH}.gpus_per_trial=N gives each trial N GPUs, or N processes "
             "without GPUs"
         )
-    drawn = {param.key for param in space if not param.when}  # one with `when` leaves a trial without it to `fixed`
-    if overruled := next((word for word in config.fixed if key_of(word) in drawn), None):
+    always_sampled = {param.key for param in space if not param.when}  # an inactive setting leaves `fixed` its effect
+    if overruled := next((override for override in config.fixed if key_of(override) in always_sampled), None):
         raise BadInputError(
             f"{PATH}.fixed has {overruled}, which {PATH}.space.{key_of(overruled)} overrules: leave one of the two out"
         )
@@ -183,17 +198,17 @@ def read_study(given: Mapping[str, Any]) -> StudyConfig:
     return config
 
 
-def key_of(word: str) -> str:
-    """The setting that an override is about."""
-    return word.lstrip("+~").partition("=")[0].partition("@")[0]
+def key_of(override: str) -> str:
+    """The setting that an override changes."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def _space(given: object) -> tuple[Param, ...]:
-    if not isinstance(given, Mapping):
-        raise BadInputError(f"{PATH}.space must be a group of keys, not {plain_text(given)}")
+def _space(settings: object) -> tuple[Param, ...]:
+    if not isinstance(settings, Mapping):
+        raise BadInputError(f"{PATH}.space must be a group of keys, not {plain_text(settings)}")
     params: dict[str, Param] = {}
-    for key, spec in _dotted(given).items():
-        param = _param(str(key), spec)
+    for key, domain in _dotted(settings).items():
+        param = _param(str(key), domain)
         for name in param.when:
             if name not in params:
                 raise BadInputError(
@@ -210,40 +225,45 @@ def _space(given: object) -> tuple[Param, ...]:
     return tuple(params.values())
 
 
-def _dotted(given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Maps dotted keys to ranges or choices. A command line can only nest keys
-    (++hydra.sweeper.space.optim.lr.low=0.001) that a file writes with dots; both are merged. Choices and a range
-    replace each other."""
-    found: dict[str, Any] = {}
-    for key, spec in given.items():
-        nested = isinstance(spec, Mapping) and spec and not set(DOMAIN_KEYS) & set(spec)
-        if nested and all(isinstance(value, Mapping) for value in spec.values()):
-            own = _dotted(spec, prefix=f"{prefix}{key}.")
+def _dotted(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> its choices or range.
+
+    A file writes keys with dots; a command line can only nest them (++hydra.sweeper.space.optim.lr.low=0.001). Domains
+    of one key are merged, the later one's values win, and choices replace a range or the other way round.
+    """
+    domains: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_nested = isinstance(value, Mapping) and value and not set(DOMAIN_KEYS) & set(value)
+        if is_nested and all(isinstance(item, Mapping) for item in value.values()):
+            new = _dotted(value, prefix=f"{prefix}{key}.")
         else:
-            own = {f"{prefix}{key}": spec}
-        for name, values in own.items():
-            known = found.get(name)
-            if not isinstance(known, Mapping) or not isinstance(values, Mapping):
-                found[name] = values
-                continue
-            same_sort = ("choices" in values) == ("choices" in known) or not {"choices", "low", "high"} & set(values)
-            found[name] = {**{k: item for k, item in known.items() if same_sort or k in ("when", "format")}, **values}
-    return found
+            new = {f"{prefix}{key}": value}
+        for name, domain in new.items():
+            old = domains.get(name)
+            domains[name] = _merge_domains(old, domain) if isinstance(old, Mapping) else domain
+    return domains
 
 
-def _param(key: str, spec: Any) -> Param:
+def _merge_domains(old: Mapping[str, Any], new: Any) -> Any:
+    if not isinstance(new, Mapping):
+        return new
+    same_kind = ("choices" in new) == ("choices" in old) or not {"choices", "low", "high"} & set(new)
+    return {key: value for key, value in old.items() if same_kind or key in ("when", "format")} | dict(new)
+
+
+def _param(key: str, domain: Any) -> Param:
     path = f"{PATH}.space.{key}"
-    if not isinstance(spec, Mapping) or not ("choices" in spec or {"low", "high"} <= set(spec)):
-        raise BadInputError(f"{path} is {plain_text(spec)}: give choices, or low and high")
+    if not isinstance(domain, Mapping) or not ("choices" in domain or {"low", "high"} <= set(domain)):
+        raise BadInputError(f"{path} is {plain_text(domain)}: give choices, or low and high")
     if not all(key.split(".")):
         raise BadInputError(f"{path} names no setting: give one of a run, such as optim.lr")
-    if "choices" in spec and {"low", "high"} & set(spec):
+    if "choices" in domain and {"low", "high"} & set(domain):
         raise BadInputError(f"{path} cannot have choices and a range: leave one of the two out")
-    spec = {**spec, "when": {} if spec.get("when") is None else spec["when"]}
-    if isinstance(spec["when"], Mapping):  # one value may stand for a list of it
-        spec["when"] = {name: item if isinstance(item, list | tuple) else [item] for name, item in spec["when"].items()}
-    values = build_settings(Domain, spec, path=path)
-    param = Param(key=key, **{name: getattr(values, name) for name in DOMAIN_KEYS})
+    when = {} if domain.get("when") is None else domain["when"]
+    if isinstance(when, Mapping):
+        when = {name: values if isinstance(values, list | tuple) else [values] for name, values in when.items()}
+    checked = build_settings(Domain, {**domain, "when": when}, path=path)
+    param = Param(key=key, **{name: getattr(checked, name) for name in DOMAIN_KEYS})
     try:
         for value in param.choices or (param.low, param.high):
             param.override(value)

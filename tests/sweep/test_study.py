@@ -13,7 +13,7 @@ from baoc.errors import BadInputError
 from baoc.sweep.sampling import SearchedTrials, make_sampler, suggest
 from baoc.sweep.space_check import check_space, covering_points
 from baoc.sweep.storage import next_trial, open_study
-from baoc.sweep.study import add_overrides, run_study, study_folder
+from baoc.sweep.study import add_overrides, make_study_folder, run_study
 from baoc.sweep.study_config import read_study
 from baoc.sweep.trial_outcome import WORST
 from hydra_plugins.baoc_sweeper import SETTINGS
@@ -157,13 +157,13 @@ def test_a_grid_that_would_lack_points_is_refused_and_late_baselines_are_told(tm
 
 def test_a_study_has_one_folder_which_may_move(tmp_path: Path):
     shared = f"sqlite:///{tmp_path / 'all.db'}"
-    open_study(config(n_trials=1, storage=shared), folder=study_folder(tmp_path / "a"))
+    open_study(config(n_trials=1, storage=shared), folder=make_study_folder(tmp_path / "a"))
     with pytest.raises(BadInputError, match=r"study s has its runs in .*/a, and .*/b is another folder: go on in that"):
-        open_study(config(n_trials=2, storage=shared), folder=study_folder(tmp_path / "b"))
+        open_study(config(n_trials=2, storage=shared), folder=make_study_folder(tmp_path / "b"))
     moved = (tmp_path / "a").rename(tmp_path / "c")
     assert len(open_study(config(n_trials=2, storage=shared), folder=moved).trials) == 2
     with pytest.raises(BadInputError, match=r"has a '\?', at which a database's URL ends: .*storage=journal"):
-        open_study(config(n_trials=1), folder=study_folder(tmp_path / "what?"))
+        open_study(config(n_trials=1), folder=make_study_folder(tmp_path / "what?"))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_what_the_study_sets_itself_is_not_overruled_in_silence(word: str):
 
 @pytest.mark.parametrize("content", ['{"name": "s', "", "[1]", None], ids=str)
 def test_a_damaged_study_file_is_written_again(content: str | None, tmp_path: Path):
-    folder = study_folder(tmp_path / "a")
+    folder = make_study_folder(tmp_path / "a")
     open_study(config(n_trials=1), folder=folder)
     whole = (folder / "study.json").read_text()
     (folder / "study.json").unlink()

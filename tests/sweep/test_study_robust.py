@@ -18,7 +18,7 @@ from baoc.sweep import status, trial_process
 from baoc.sweep import study as study_module
 from baoc.sweep.gpu_slots import count_oom_kills
 from baoc.sweep.storage import open_study
-from baoc.sweep.study import refuse_all_failed, run_study
+from baoc.sweep.study import raise_if_all_failed, run_study
 from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
 from tests.support.paths import ROOT
@@ -314,7 +314,7 @@ def test_a_study_of_which_everything_failed_is_not_called_done(tmp_path: Path):
     with pytest.raises(
         TrainingFailedError, match="all 2 ended trials of study s failed; the last failed: no such thing"
     ):
-        refuse_all_failed(study)
+        raise_if_all_failed(study)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path):
