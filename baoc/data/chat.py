@@ -65,7 +65,7 @@ class ChatDataModule(MapStyleDataModule):
                     "dataset.sequence_length, or more conversations"
                 )
         self.val_rows = evenly_spaced(len(self.val_source), at_most=max_val_sequences)
-        answered = sum(sum(one.answers) for one in parts[1])
+        answered = sum(sum(one.answer_mask) for one in parts[1])
         self.spec = TextDataSpec(
             dataset=Path(path).stem,
             vocab_size=library.vocab_size,
@@ -107,7 +107,7 @@ def _packed(conversations: list[Conversation], *, length: int) -> TensorSource:
     room = 0
     for one in conversations:
         size = min(len(one.tokens) - 1, length)
-        if size < 1 or not any(one.answers[1 : size + 1]):
+        if size < 1 or not any(one.answer_mask[1 : size + 1]):
             continue
         if size > room:
             rows.append([])
@@ -124,7 +124,7 @@ def _packed(conversations: list[Conversation], *, length: int) -> TensorSource:
         for one in members:
             size = min(len(one.tokens) - 1, length)
             tokens = torch.tensor(list(one.tokens[: size + 1]))
-            learned = torch.tensor(list(one.answers[1 : size + 1]))
+            learned = torch.tensor(list(one.answer_mask[1 : size + 1]))
             part = slice(start, start + size)
             made["tokens"][row, part] = tokens[:-1]
             made["targets"][row, part] = tokens[1:].where(learned, torch.tensor(IGNORE_INDEX))

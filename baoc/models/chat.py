@@ -12,10 +12,10 @@ ANSWERS = "assistant"  # the role whose words are learned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """`tokens`, whether each `answers`, and the UTF-8 bytes of all answers."""
+    """`answer_mask`: whether each of `tokens` is part of an answer. `num_bytes`: UTF-8 bytes of all answers."""
 
     tokens: Sequence[int]
-    answers: Sequence[bool]
+    answer_mask: Sequence[bool]
     num_bytes: int
 
 
@@ -52,7 +52,7 @@ class ChatTokenizer:
         asked, answer = self._ids(prompt), self._ids(completion)
         end = [] if self._library.eos_token_id is None else [self._library.eos_token_id]
         marks = [False] * len(asked) + [True] * (len(answer) + len(end))
-        return Conversation(tokens=[*asked, *answer, *end], answers=marks, num_bytes=len(completion.encode()))
+        return Conversation(tokens=[*asked, *answer, *end], answer_mask=marks, num_bytes=len(completion.encode()))
 
     def _of_messages(self, messages: Any, *, where: str) -> Conversation:
         if not self._library.chat_template:
@@ -82,7 +82,7 @@ class ChatTokenizer:
             for place in range(_shared(tokens, before), _shared(tokens, after)):
                 marks[place] = True
         said = sum(len(str(m["content"]).encode()) for m in turns if m["role"] == ANSWERS)
-        return Conversation(tokens=tokens, answers=marks, num_bytes=said)
+        return Conversation(tokens=tokens, answer_mask=marks, num_bytes=said)
 
     def _rendered(self, messages: Any, *, where: str, answered: bool = False) -> str:
         try:

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from baoc.errors import BadInputError, unknown_name
 from baoc.tasks.base import Task, seed_from_key
-from baoc.tasks.conclusion import Pictures, conclude
 from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
+from baoc.tasks.sample_grid import SampleGrid, draw_sample_grid
 from baoc.tasks.sampling import SAMPLERS, Sampler, sample
 from baoc.types import ImageDataSpec
 
@@ -167,9 +167,9 @@ class DiffusionTask(Task):
         self.train(training)
         return torch.cat(made)
 
-    def conclude(self, data: Any, *, folder: Path) -> Pictures:
+    def conclude(self, data: Any, *, folder: Path) -> SampleGrid:
         """Writes samples.png to `folder` after a run."""
-        return conclude(self, data, sample=self.sample, folder=folder, num_samples=self.hparams["num_samples"])
+        return draw_sample_grid(self, data, sample=self.sample, folder=folder, num_samples=self.hparams["num_samples"])
 
     def _null_label(self) -> int:
         if isinstance(self.spec, ImageDataSpec):

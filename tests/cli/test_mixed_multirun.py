@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baoc.cli.main import main
-from baoc.tasks import conclusion
+from baoc.tasks import sample_grid
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_three_tasks_in_one_multirun_have_a_frontier_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(conclusion, "AFFORDABLE_ON_CPU", 0)  # no samples: most of the time, and not asked about here
+    monkeypatch.setattr(sample_grid, "AFFORDABLE_ON_CPU", 0)  # no samples: most of the time, and not asked about here
     assert main(ARGUMENTS) == 0
     told = capsys.readouterr().out
     assert len(list(tmp_path.glob("sweep/*/result.json"))) == 3

@@ -103,9 +103,9 @@ def test_only_the_answers_of_a_conversation_are_learned(stored):
     one = library.encode({"messages": CHAT}, where="line 1")
     words = words_of(one, stored / "llama")
     assert words == ["<user>", "a", "b", "</s>", "<assistant>", "c", "d", "e", "</s>"]
-    assert list(one.answers) == [False] * 5 + [True] * 4 and one.num_bytes == 3
+    assert list(one.answer_mask) == [False] * 5 + [True] * 4 and one.num_bytes == 3
     twice = library.encode({"messages": CHAT * 2}, where="line 1")
-    assert list(twice.answers) == ([False] * 5 + [True] * 4) * 2
+    assert list(twice.answer_mask) == ([False] * 5 + [True] * 4) * 2
     plain = library.encode({"prompt": "ab", "completion": "cde"}, where="line 1")
     assert plain == one
 
@@ -114,7 +114,7 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
     library = ChatTokenizer(str(save_tokenizer(tmp_path, template=None)))
     one = library.encode({"prompt": "ab", "completion": "c"}, where="line 1")
     assert words_of(one, tmp_path) == ["a", "b", "c", "</s>"]
-    assert list(one.answers) == [False, False, True, True]
+    assert list(one.answer_mask) == [False, False, True, True]
     with pytest.raises(BadInputError, match="has no chat template, and line 1 has messages"):
         library.encode({"messages": CHAT}, where="line 1")
 

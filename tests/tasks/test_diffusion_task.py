@@ -20,8 +20,8 @@ from baoc.data import build_data
 from baoc.errors import BadInputError
 from baoc.models.switches import set_recomputed
 from baoc.tasks import OptimizerSettings, build_task
-from baoc.tasks.conclusion import grid_labels, samples_at_once, write_grid
 from baoc.tasks.diffusion import DiffusionTask, fixed_noise, fixed_timesteps
+from baoc.tasks.sample_grid import grid_labels, samples_at_once, write_grid
 from tests.support.tiny import tiny_trainer
 
 
@@ -305,7 +305,7 @@ def test_number_of_samples_is_the_users(tmp_path, num_samples):
 
 
 def test_large_network_is_not_sampled_on_a_cpu_unless_asked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("baoc.tasks.conclusion.AFFORDABLE_ON_CPU", 10)
+    monkeypatch.setattr("baoc.tasks.sample_grid.AFFORDABLE_ON_CPU", 10)
     trained(FinalPictures(tmp_path))
     assert not (tmp_path / "samples.png").exists()
     assert "no samples: 0M parameters on a CPU; ask with task.num_samples=16" in capsys.readouterr().out

@@ -21,26 +21,26 @@ AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
+class SampleGrid:
     """`path` of the PNG, or None and the reason `why` there is none."""
 
     path: Path | None = None
     why: str = ""
 
 
-def conclude(
+def draw_sample_grid(
     task: Task, data: Any, *, sample: Callable[..., Tensor], folder: Path, num_samples: int | None
-) -> Pictures:
+) -> SampleGrid:
     """Writes `samples.png` to `folder`, with one column per class if they fit.
 
     `sample` is `DiffusionTask.sample`. `num_samples` None means 80, or none for a large network on a CPU.
     """
     num_params = sum(parameter.numel() for parameter in task.parameters())
     if num_samples is None and task.device.type == "cpu" and num_params > AFFORDABLE_ON_CPU:
-        return Pictures(why=f"{num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
+        return SampleGrid(why=f"{num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
     count = NUM_SAMPLES if num_samples is None else num_samples
     if count == 0:
-        return Pictures(why="task.num_samples=0")
+        return SampleGrid(why="task.num_samples=0")
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
@@ -49,7 +49,7 @@ def conclude(
     images = sample(labels, shape=shape, batch_size=at_once)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
-    return Pictures(path=path)
+    return SampleGrid(path=path)
 
 
 def samples_at_once(task: Task, *, micro_batch: int) -> int:
