@@ -163,7 +163,7 @@ class BackwardStepper:
     stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
 
     def __init__(self, owner: SteppedOptimizer):
-        self._told_late = False
+        self._warned_late = False
         self._reset()
         self._adopt(owner)
 
@@ -214,14 +214,14 @@ class BackwardStepper:
 
     def _warn_if_late(self) -> None:
         """Has `say_late` called after the step if settings changed: as an error it must not interrupt the step."""
-        if self._options is not None and self.owner.options() != self._options and not self._told_late:
+        if self._options is not None and self.owner.options() != self._options and not self._warned_late:
             self.owner.after_step.append(self.say_late)
 
     def say_late(self) -> None:
         """Warns, once, that settings changed too late for this step."""
         self.owner.after_step.remove(self.say_late)
-        if not self._told_late:
-            self._told_late = True
+        if not self._warned_late:
+            self._warned_late = True
             warnings.warn(
                 f"a learning rate or another setting was changed between backward and step(): {self.late_text}. Change "
                 "it before",
@@ -234,21 +234,21 @@ class BackwardStepper:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Group:
+class _StepGroup:
     """Blocks that are stepped together."""
 
     names: tuple[str, ...]
-    blocks: "list[_Awaited]" = field(default_factory=list)
-    num_whole: int = 0  # blocks whose gradients have all come
+    blocks: "list[_PendingBlock]" = field(default_factory=list)
+    num_complete: int = 0  # blocks whose gradients have all come
     streams: set[StreamId] = field(default_factory=set)  # CUDA streams that they came on
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Awaited:
+class _PendingBlock:
     """A block whose gradients backward computes."""
 
     live: LiveBlock
-    group: _Group
+    group: _StepGroup
     missing: int | None = None  # parameters without a gradient yet; None before the first
     stepped: bool = False
 
@@ -273,8 +273,8 @@ class DropGradients(BackwardStepper):
             Tensor, int
         ] = {}  # gradient bytes to group by, of parameters that stand for larger ones
         self.norm: Tensor | None = None  # of all gradients in the last step that had some
-        self._told_hooks = False
-        self._know_nothing()
+        self._warned_hooks = False
+        self._clear_index()
         super().__init__(owner)
         if settings.clip_norm is not None:
             log.warning(
@@ -283,8 +283,8 @@ class DropGradients(BackwardStepper):
                 settings.clip_norm,
             )
 
-    def _know_nothing(self) -> None:
-        self._awaited: dict[int, _Awaited] = {}  # `id` of a parameter -> its block
+    def _clear_index(self) -> None:
+        self._pending: dict[int, _PendingBlock] = {}  # `id` of a parameter -> its block
         self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
         self._device = torch.device("cpu")
 
@@ -297,25 +297,27 @@ class DropGradients(BackwardStepper):
 
     def _reset(self) -> None:
         super()._reset()
-        self.seen: set[int] = set()  # `id` of the parameters whose gradient has come in this step
+        self.params_with_gradient: set[int] = set()  # `id` of the parameters whose gradient has come in this step
         self._mid_step = False
-        self._order: list[tuple[str, int]] | None = None  # block and bytes as gradients came, while groups are unknown
-        self._waiting: list[_Awaited] = []  # complete blocks of one group, to be stepped together
+        self._arrivals: list[tuple[str, int]] | None = (
+            None  # block and bytes as gradients came, while groups are unknown
+        )
+        self._complete_blocks: list[_PendingBlock] = []  # complete blocks of one group, to be stepped together
         self._factor: Tensor | None = None  # that scales all gradients, from the previous step's norm
         self._norms: dict[Tensor, Tensor] = {}
-        self._num_bad = 0  # non-finite elements known before this step
-        for awaited in self._awaited.values():
+        self._nonfinite_before = 0  # non-finite elements known before this step
+        for awaited in self._pending.values():
             awaited.missing, awaited.stepped = None, False
-            awaited.group.num_whole, awaited.group.streams = 0, set()
+            awaited.group.num_complete, awaited.group.streams = 0, set()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
-        kept = {key: self.__dict__[key] for key in ("settings", "norm", "_told_late", "_told_hooks")}
-        return {**kept, "observer": None, "before_block": None, "any_released": False, "sizes": {}}
+        kept = {key: self.__dict__[key] for key in ("settings", "norm", "_warned_late", "_warned_hooks")}
+        return {**kept, "observer": None, "before_block": None, "any_released": False, "gradient_bytes": {}}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
-        self._know_nothing()
+        self._clear_index()
         self._reset()
         self._adopt(owner)
 
@@ -353,7 +355,7 @@ class DropGradients(BackwardStepper):
     @property
     def num_nonfinite(self) -> int:
         """Non-finite gradient elements found in the step in progress."""
-        return self.owner.finite_check.num_nonfinite - self._num_bad if self._options is not None else 0
+        return self.owner.finite_check.num_nonfinite - self._nonfinite_before if self._options is not None else 0
 
     # -- a step
 
@@ -368,50 +370,50 @@ class DropGradients(BackwardStepper):
             with torch.no_grad():
                 self._begin()
         key = id(param)
-        awaited = self._awaited[key]
-        if key in self.seen or awaited.stepped:
+        awaited = self._pending[key]
+        if key in self.params_with_gradient or awaited.stepped:
             param.grad = None
             self._refuse_second(param)
-        self.seen.add(key)
-        if self._order is not None and param.grad is not None:
-            self._order.append((awaited.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
+        self.params_with_gradient.add(key)
+        if self._arrivals is not None and param.grad is not None:
+            self._arrivals.append((awaited.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
         if self._device.type == "cuda":
-            awaited.group.streams.add(stream_now(self._device))
+            awaited.group.streams.add(current_stream_id(self._device))
         if awaited.missing is None:
             awaited.missing = sum([slot.param.requires_grad for slot in awaited.live.slots])
         awaited.missing -= 1
         if not awaited.missing:
-            self._is_whole(awaited)
+            self._block_is_complete(awaited)
 
     def _begin(self) -> None:
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         self.any_released = False
         owner.registry.step_unit()
-        self._learn()
+        self._index_blocks()
         if owner.before_step:
             raise BadInputError(
                 "before_step sees the gradients of a whole step, which are never there at once with gradient release: "
                 "set optimizer.releaser.observer, which sees them by parts"
             )
-        self._order = [] if self.group_bytes_limit and not owner.registry.step_groups else None
-        self._options, self._num_bad = owner.options(), owner.finite_check.num_nonfinite
+        self._arrivals = [] if self.group_bytes_limit and not owner.registry.step_groups else None
+        self._options, self._nonfinite_before = owner.options(), owner.finite_check.num_nonfinite
         if self.observer is not None:
             self.observer.begin_step()
 
-    def _learn(self) -> None:
+    def _index_blocks(self) -> None:
         """What there is to wait for, anew where blocks or groups changed; blocks that were stepped stay so."""
         registry = self.owner.registry
         if self._groups is registry.step_groups:
             return
-        stepped = {awaited.live.block.name for awaited in self._awaited.values() if awaited.stepped}
-        groups: dict[tuple[str, ...], _Group] = {}
-        self._awaited = {}
+        stepped = {awaited.live.block.name for awaited in self._pending.values() if awaited.stepped}
+        groups: dict[tuple[str, ...], _StepGroup] = {}
+        self._pending = {}
         for name, live in registry.live.items():
             names = registry.step_groups.get(name, (name,))
-            group = groups.setdefault(names, _Group(names=names))
-            group.blocks.append(_Awaited(live=live, group=group, stepped=name in stepped))
-            self._awaited |= dict.fromkeys([id(slot.param) for slot in live.slots], group.blocks[-1])
+            group = groups.setdefault(names, _StepGroup(names=names))
+            group.blocks.append(_PendingBlock(live=live, group=group, stepped=name in stepped))
+            self._pending |= dict.fromkeys([id(slot.param) for slot in live.slots], group.blocks[-1])
         devices = {slot.param.device for live in registry.live.values() for slot in live.slots}
         if len(devices) > 1:
             raise BadInputError(
@@ -424,7 +426,7 @@ class DropGradients(BackwardStepper):
     def _refuse_second(self, param: Tensor) -> None:
         raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
 
-    def _is_whole(self, awaited: _Awaited) -> None:
+    def _block_is_complete(self, awaited: _PendingBlock) -> None:
         """Steps a complete block when all of its group is complete.
 
         A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
@@ -432,24 +434,24 @@ class DropGradients(BackwardStepper):
         backward.
         """
         self._mid_step, group = True, awaited.group
-        group.num_whole += 1
-        if self._waiting and self._waiting[0].group is not group:
-            overtaken, self._waiting = self._waiting, []
+        group.num_complete += 1
+        if self._complete_blocks and self._complete_blocks[0].group is not group:
+            overtaken, self._complete_blocks = self._complete_blocks, []
             self.step_with(overtaken)
-        self._waiting.append(awaited)
-        if group.num_whole == len(group.blocks):
-            whole, self._waiting = self._waiting, []
+        self._complete_blocks.append(awaited)
+        if group.num_complete == len(group.blocks):
+            whole, self._complete_blocks = self._complete_blocks, []
             self.step_with(whole)
 
     @torch.no_grad()  # a backward with create_graph=True enables gradients
-    def step_with(self, blocks: list[_Awaited]) -> None:
+    def step_with(self, blocks: list[_PendingBlock]) -> None:
         """Steps blocks of one group with the gradients computed so far: masks, clips, shows, uses and drops them."""
         owner, group = self.owner, blocks[0].group
         assert self._options is not None
         unit, lives = owner.registry.backward_unit(group.names), [awaited.live for awaited in blocks]
         others = [] if len(blocks) == len(group.blocks) else [one.live for one in group.blocks if one not in blocks]
         params = [slot.param for live in lives for slot in live.slots]
-        with in_order(group.streams), _set_aside(others) if others else nullcontext():
+        with ordered_after(group.streams), _set_aside(others) if others else nullcontext():
             self.any_released = True
             if self.before_block is not None:
                 self.before_block()
@@ -481,15 +483,15 @@ class DropGradients(BackwardStepper):
             return
         if self._options is None:
             self._begin()
-        self._learn()
-        left: dict[_Group, dict[_Awaited, None]] = {}
-        for awaited in dict.fromkeys(self._awaited.values()):
+        self._index_blocks()
+        left: dict[_StepGroup, dict[_PendingBlock, None]] = {}
+        for awaited in dict.fromkeys(self._pending.values()):
             for slot in awaited.live.slots:
                 if slot.param.grad is not None:
                     if awaited.stepped:
                         self._refuse_second(slot.param)
                     left.setdefault(awaited.group, {})[awaited] = None
-        self._waiting = []
+        self._complete_blocks = []
         for blocks in left.values():
             self.step_with(list(blocks))
 
@@ -509,19 +511,19 @@ class DropGradients(BackwardStepper):
         owner.registry.join()
         if self.observer is not None:
             self.observer.end_step()
-        if owner._optimizer_step_pre_hooks and not self._told_hooks:
-            self._told_hooks = True
+        if owner._optimizer_step_pre_hooks and not self._warned_hooks:
+            self._warned_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
         if self._norms:  # in the order of parameters, so that the sum does not depend on that of gradients
             self.norm = _total([self._norms[param] for param in self._params() if param in self._norms])
-        if self._order:
-            self._group(self._order)
+        if self._arrivals:
+            self._group_blocks(self._arrivals)
         self._reset()
 
     def _params(self) -> list[Tensor]:
         return [slot.param for live in self.owner.registry.live.values() for slot in live.slots]
 
-    def _group(self, order: list[tuple[str, int]]) -> None:
+    def _group_blocks(self, order: list[tuple[str, int]]) -> None:
         """Groups blocks that are stepped together from now on, by the `order` in which gradients came."""
         registry = self.owner.registry
         names = dict.fromkeys(name for name, _ in order)
@@ -627,20 +629,20 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def stream_now(device: torch.device) -> StreamId:
+def current_stream_id(device: torch.device) -> StreamId:
     """The current stream of a CUDA device. It is read with every gradient, and torch.cuda.current_stream takes three
     times as long because it builds an object."""
     return torch._C._cuda_getCurrentStream(device.index)
 
 
-def in_order(streams: Set[StreamId]) -> AbstractContextManager[None]:
+def ordered_after(streams: Set[StreamId]) -> AbstractContextManager[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
     `streams` wait for it.
 
     Branches of a network may make gradients on streams of their own. A step of them together waits for all; the memory
     of a dropped gradient goes back to its own stream, which may use it again only after the step.
     """
-    now = stream_now(torch.device("cuda", next(iter(streams))[1])) if streams else None
+    now = current_stream_id(torch.device("cuda", next(iter(streams))[1])) if streams else None
     return nullcontext() if now is None or streams == {now} else _after(streams, now=now)
 
 
@@ -672,8 +674,8 @@ class KeepGradients(BackwardStepper):
 
     def __init__(self, owner: SteppedOptimizer):
         self._on = False
-        self._finals: list[Tensor] = []  # parameters, in the order in which their gradients became final
-        self._learned: set[str] = set()  # blocks when the registry last learned their order
+        self._arrival_order: list[Tensor] = []  # parameters, in the order in which their gradients became final
+        self._ordered_blocks: set[str] = set()  # blocks when the registry last learned their order
         self.num_stepped = 0  # parameters that the last step's backward stepped
         super().__init__(owner)
 
@@ -683,8 +685,8 @@ class KeepGradients(BackwardStepper):
 
     def _reset(self) -> None:
         super()._reset()
-        self._place: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
-        self._left: Counter[tuple[HostedBackend, int]] = Counter()  # piece -> parameters without a gradient yet
+        self._piece_of: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
+        self._num_missing: Counter[tuple[HostedBackend, int]] = Counter()  # piece -> parameters without a gradient yet
         self.versions: dict[Tensor, int] = {}  # parameter stepped in backward -> its gradient's version
 
     @property
@@ -711,33 +713,33 @@ class KeepGradients(BackwardStepper):
             return False
         self._reset()
         self._options = owner.options()
-        if self._finals and self._learned != set(owner.registry.live):
-            owner.registry.reorder_host_blocks(self._finals)
-            self._learned = set(owner.registry.live)
-        self._finals = []
+        if self._arrival_order and self._ordered_blocks != set(owner.registry.live):
+            owner.registry.reorder_host_blocks(self._arrival_order)
+            self._ordered_blocks = set(owner.registry.live)
+        self._arrival_order = []
         for backend in owner.registry.step_unit().backends:
             if isinstance(backend, HostedBackend):
                 for index, piece in enumerate(backend.pieces):
                     params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]
-                    self._place |= dict.fromkeys(params, (backend, index))
-        self._left = Counter(self._place.values())
-        self._hook(iter(self._place))
-        if self._place:
+                    self._piece_of |= dict.fromkeys(params, (backend, index))
+        self._num_missing = Counter(self._piece_of.values())
+        self._hook(iter(self._piece_of))
+        if self._piece_of:
             if self.finish not in owner.before_check:
                 owner.before_check.append(self.finish)
             vars(owner)[_SCALING] = True  # so that a GradScaler calls `step`, which refuses scaled gradients
-        return bool(self._place)
+        return bool(self._piece_of)
 
     def _gradient_is_final(self, param: Tensor) -> None:
-        if not self._on or param not in self._place or capturing():
+        if not self._on or param not in self._piece_of or capturing():
             return
-        piece = self._place[param]
-        self._finals.append(param)
-        self._left[piece] -= 1
-        if self._left[piece] == 0:
+        piece = self._piece_of[param]
+        self._arrival_order.append(param)
+        self._num_missing[piece] -= 1
+        if self._num_missing[piece] == 0:
             with torch.no_grad():
                 self._step(*piece)
-        elif self._left[piece] < 0:
+        elif self._num_missing[piece] < 0:
             raise BadInputError(
                 f"{self.owner.registry.names[param]} got a second gradient inside optimizer.last_backward(): it takes "
                 "one backward, the last before step(); run those before it outside"
@@ -751,13 +753,13 @@ class KeepGradients(BackwardStepper):
         masks, options = {}, self._options
         assert options is not None
         if not backend.excludes_nonfinite:
-            unit = StepUnit(backends=[backend], guarded={slot.param: slot.name for slot in slots})
+            unit = StepUnit(backends=[backend], checked_params={slot.param: slot.name for slot in slots})
             masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=False) or {}
         inputs = owner.inputs(masks, options=options, phase=owner.num_steps + 1)
         with _without_autocast(slots[0].param.device.type):
             backend.step(index, inputs)
         torch.autograd.graph.increment_version([slot.param for slot in slots])  # as in `DropGradients.step_with`
-        backend.done.add(index)
+        backend.stepped_in_backward.add(index)
         # `check` compares these: gradients that were used may not change.
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 

@@ -26,11 +26,11 @@ from baoc.optim import migrate as migration
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.shards import unsharded
-from baoc.optim.state import Saved, allocate, new_step, shown, slot_under
+from baoc.optim.state import ParsedCheckpoint, allocate, checkpoint_state, new_step, slot_with_spec
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
-MOST_STEPS = 2**53
+MAX_STEPS = 2**53
 _COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
 
@@ -45,7 +45,7 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
     registry.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {
-        index[slot.name]: shown(slot, registry.state[slot.param], spec=live.spec)
+        index[slot.name]: checkpoint_state(slot, registry.state[slot.param], spec=live.spec)
         for live in registry.live.values()
         for slot in live.slots
     }
@@ -82,7 +82,7 @@ def _free(name: str, *, taken: Collection[str]) -> str:
     return name
 
 
-def alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
+def stored_alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
     """True if states and weights of both are kept in the same way, whatever they are called."""
     return (a.rule, a.storage, a.weights) == (b.rule, b.storage, b.weights)
 
@@ -98,7 +98,7 @@ def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
-def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
+def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckpoint:
     """A checkpoint as `Saved`; `names` are this optimizer's, in group order, for torch's that has none.
 
     Raises CheckpointError for what is neither BAOC's nor torch.optim.AdamW's.
@@ -126,7 +126,7 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
     )
 
 
-def _named(saved: Saved) -> Saved:
+def _named(saved: ParsedCheckpoint) -> ParsedCheckpoint:
     """The same; raises TypeError for a name that is no text."""
     names = [*saved.states, *saved.specs, *saved.unseeded, *(name for group, _ in saved.groups for name in group)]
     for name in names:
@@ -165,7 +165,7 @@ def _names_of(group: Mapping[str, Any]) -> dict[Any, str]:
     return {key: key if same else name for key, name in zip(keys, names, strict=True)}
 
 
-def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
+def _read_own(checkpoint: Mapping[str, Any]) -> ParsedCheckpoint:
     if checkpoint["baoc_schema"] != SCHEMA:
         raise CheckpointError(
             f"the optimizer checkpoint has schema {checkpoint['baoc_schema']}, this version reads {SCHEMA}: load it "
@@ -175,7 +175,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
     if absent:
         raise CheckpointError(f"the optimizer checkpoint lacks {', '.join(absent)}: it is damaged, use another one")
     damaged = [name for name, state in checkpoint["state"].items() if not isinstance(state, Mapping)]
-    if damaged or type(checkpoint["num_steps"]) is not int or not 0 <= checkpoint["num_steps"] <= MOST_STEPS:
+    if damaged or type(checkpoint["num_steps"]) is not int or not 0 <= checkpoint["num_steps"] <= MAX_STEPS:
         raise TypeError(f"state of {damaged[0]}" if damaged else "num_steps is no count")
     names = {key: name for group in checkpoint["param_groups"] for key, name in _names_of(group).items()}
     states = {names[key]: state for key, state in checkpoint["state"].items()}
@@ -200,7 +200,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> Saved:
             ):
                 raise TypeError(f"match of block {block}")
             matches[block] = (tuple(entry["params"]), entry["match"])
-    return Saved(
+    return ParsedCheckpoint(
         states=states,
         specs=specs,
         groups=[_saved_group(group, names=group["param_names"]) for group in checkpoint["param_groups"]],
@@ -227,7 +227,7 @@ def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tup
     }
 
 
-def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved:
+def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckpoint:
     """torch.optim.AdamW's: by its own names where it has them, else by position, as torch does."""
     total = sum(len(group["params"]) for group in checkpoint["param_groups"])
     if not all("param_names" in group for group in checkpoint["param_groups"]) and total != len(names):
@@ -258,7 +258,7 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Saved
         states[name]["step"] = new_step(int(entry["step"]))  # old checkpoints have a plain number
     steps = [int(state["step"]) for state in states.values()]
     adamw = dict.fromkeys(by_index.values(), SPECS["adamw"])
-    return Saved(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))
+    return ParsedCheckpoint(states=states, specs=adamw, groups=saved_groups, num_steps=max(steps, default=0))
 
 
 def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -269,12 +269,12 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
     states: dict[int, dict[str, Tensor]] = {}
     for live in registry.live.values():
         for slot in live.slots:
-            adamw = slot_under(slot, spec=SPECS["adamw"])
+            adamw = slot_with_spec(slot, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
             with registry.states_on_device(live, keep=False):
                 state = registry.state[slot.param]
                 unknown = migration.convert(
-                    *migration.of_all_rows(slot, state, spec=live.spec, into=adamw.rule.info),
+                    *migration.gather_if_needed(slot, state, spec=live.spec, into=adamw.rule.info),
                     adamw,
                     new,
                     spec=SPECS["adamw"],
@@ -284,7 +284,9 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                     seeded=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:
-                found = {key: unsharded(value) for key, value in shown(adamw, new, spec=SPECS["adamw"]).items()}
+                found = {
+                    key: unsharded(value) for key, value in checkpoint_state(adamw, new, spec=SPECS["adamw"]).items()
+                }
                 states[index[slot.name]] = {theirs: found[own].cpu() for own, theirs in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

@@ -413,23 +413,23 @@ CODEC_IMPLS: dict[str, Codec] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class StoredState:
     """One declared state of one parameter and how it is kept. `keys` pairs a codec's parts with their state keys."""
 
     decl: StateDecl
     codec: Codec
     shape: tuple[int, ...]
     keys: tuple[tuple[str, str], ...]
-    full: bool = field(init=False)  # one number per element of the parameter
+    is_full: bool = field(init=False)  # one number per element of the parameter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "full", self.decl.layout is StateLayout.FULL)
 
-    def parts(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def codec_tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {part: state[key] for part, key in self.keys}
 
     def decode(self, state: Mapping[str, Tensor]) -> Tensor:
-        return self.codec.decode(self.parts(state), self.shape)
+        return self.codec.decode(self.codec_tensors(state), self.shape)
 
     def encode_(
         self, state: Mapping[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
@@ -439,4 +439,4 @@ class Kept:
         `new`: where the values are other than those that are stored; see `Codec.encode_`.
         """
         phase = phase if self.decl.kind is StateKind.V or self.codec.info.phased else None
-        self.codec.encode_(self.parts(state), values, phase=phase, new=new if self.full else None)
+        self.codec.encode_(self.codec_tensors(state), values, phase=phase, new=new if self.is_full else None)

@@ -78,11 +78,11 @@ def bias(decl: StateDecl, *, beta: float, at: int) -> float:
     return 1 - beta**at if decl.bias_corrected and at else 1.0
 
 
-def m_square(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
+def squared_m(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
     """m^2 per element, without its bias: no mean of g^2 is smaller. A v that was estimated is held to it, for m over
     the root of a v that was seen too small has no bound. Zero where the rule has no m.
     """
-    held = [kept for kept in slot.kept if kept.decl.kind is StateKind.M]
+    held = [kept for kept in slot.states if kept.decl.kind is StateKind.M]
     if not held:
         return slot.param.new_zeros(())
     values = {kept.decl: kept.decode(state) for kept in held}

@@ -13,7 +13,7 @@ from baoc.core.catalogue import SPECS
 from baoc.errors import CheckpointError
 from baoc.optim import groups, weights
 from baoc.optim import migrate as migration
-from baoc.optim.checkpoint import alike
+from baoc.optim.checkpoint import stored_alike
 from baoc.optim.migrate import ConversionReport
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.rules import RULES
@@ -21,14 +21,14 @@ from baoc.optim.shards import unsharded
 from baoc.optim.state import (
     FIRST_BETAS,
     LiveBlock,
-    Saved,
+    ParsedCheckpoint,
     Slot,
     State,
     allocate,
-    by_column,
-    by_row,
-    slot_under,
-    whole_slot,
+    per_column_keys,
+    row_first_shape,
+    slot_with_spec,
+    unsharded_slot,
 )
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
@@ -36,7 +36,7 @@ from baoc.planning.candidates import cuts_rows_of
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
-FP32_STEPS = 2**24  # where a count in fp32 ends
+MAX_FP32_STEPS = 2**24  # where a count in fp32 ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,11 @@ class LoadReport:
 
 
 def load(
-    saved: Saved, *, registry: BlockRegistry, param_groups: list[dict[str, Any]], checked: Callable[[], object]
+    saved: ParsedCheckpoint,
+    *,
+    registry: BlockRegistry,
+    param_groups: list[dict[str, Any]],
+    checked: Callable[[], object],
 ) -> LoadReport:
     """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased.
 
@@ -83,7 +87,7 @@ def load(
         if move is not None:
             moves.append(move)
     left = [name for name in saved.states if name not in sources]
-    registry.pending_states = saved.of([name for name in left if name in saved.specs])
+    registry.pending_states = saved.subset([name for name in left if name in saved.specs])
     report = LoadReport(
         moves=tuple(moves),
         new_names=tuple(name for name in registry.names.values() if name not in sources),
@@ -95,11 +99,11 @@ def load(
     return report
 
 
-def _slots_in(saved: Saved, *, registry: BlockRegistry) -> list[Slot]:
+def _slots_in(saved: ParsedCheckpoint, *, registry: BlockRegistry) -> list[Slot]:
     return [slot for live in registry.live.values() for slot in live.slots if slot.name in saved.states]
 
 
-def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> tuple[Saved, dict[str, Slot]]:
+def _fitted(saved: ParsedCheckpoint, *, slots: Iterable[Slot]) -> tuple[ParsedCheckpoint, dict[str, Slot]]:
     """The same with the states of `slots` as their specs keep them here: this rank's rows of what all ranks have, or
     the whole where it takes that to convert it, and in the storage that goes with being sharded or not, where the
     checkpoint is of the other kind. And the slots as they were when saved, by name, checked."""
@@ -118,12 +122,12 @@ def _fitted(saved: Saved, *, slots: Iterable[Slot]) -> tuple[Saved, dict[str, Sl
 
 
 def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
-    there = whole_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
-    here = whole_slot(slot, spec=spec, sharded=slot.shard is not None)
+    there = unsharded_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
+    here = unsharded_slot(slot, spec=spec, sharded=slot.shard is not None)
     found = dict(given)
-    ours, theirs = ({part.key: part for part in side.parts} for side in (here, there))
-    held = {kept.decl: kept for kept in slot.kept}
-    for kept, other in zip(here.kept, there.kept, strict=True):
+    ours, theirs = ({part.key: part for part in side.tensors} for side in (here, there))
+    held = {kept.decl: kept for kept in slot.states}
+    for kept, other in zip(here.states, there.states, strict=True):
         keys = [key for _, key in other.keys]
         strays = {key for _, key in kept.keys}.difference(keys)
         given_so = all(isinstance(given.get(key), Tensor) and given[key].dtype is theirs[key].dtype for key in keys)
@@ -132,10 +136,10 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
             parts = kept.codec.allocate(kept.shape, values.device)
             kept.codec.encode_(parts, values)
             found |= {key: parts[part] for part, key in held.get(kept.decl, kept).keys}
-    alike, rows = by_column(slot), slot.owner.shape[:1].numel()
-    for part in slot.parts:
+    alike, rows = per_column_keys(slot), slot.group_param.shape[:1].numel()
+    for part in slot.tensors:
         value, shape = found.get(part.key), ours[part.key].shape
-        if isinstance(value, Tensor) and tuple(value.shape) in (shape, by_row(shape, rows=rows)):
+        if isinstance(value, Tensor) and tuple(value.shape) in (shape, row_first_shape(shape, rows=rows)):
             shard = None if part.key in alike else slot.shard
             found[part.key] = (
                 shard.local_part(value, shape=part.shape) if shard else unsharded(value).reshape(part.shape)
@@ -143,7 +147,7 @@ def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
     return found
 
 
-def _apart(saved: Saved, *, registry: BlockRegistry, slots: Iterable[Slot]) -> Saved:
+def _apart(saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]) -> ParsedCheckpoint:
     """The same with copies of corrections that are the live ones: torch.distributed.checkpoint fills a state dict in
     place, and live corrections go where weights were loaded since they were taken in."""
     states = dict(saved.states)
@@ -154,7 +158,7 @@ def _apart(saved: Saved, *, registry: BlockRegistry, slots: Iterable[Slot]) -> S
     return replace(saved, states=states)
 
 
-def _by_position(saved: Saved, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:
+def _by_position(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:
     """Saved name -> name here, as torch tells parameters, where those of one side are made up: by position in groups
     of the same sizes. Empty where every name has its like, and where positions say nothing."""
     theirs = [name for names, _ in saved.groups for name in names]
@@ -177,7 +181,7 @@ def _by_position(saved: Saved, *, param_groups: list[dict[str, Any]]) -> dict[st
     return dict(pairs)
 
 
-def _check_known(saved: Saved, *, param_groups: list[dict[str, Any]]) -> None:
+def _check_known(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> None:
     """Raises CheckpointError where a group has nothing of the checkpoint, while one of the checkpoint's goes unused."""
     here = {name for group in param_groups for name in group["param_names"]}
     unused = [name for names, _ in saved.groups if here.isdisjoint(names) for name in names]
@@ -199,7 +203,7 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
         if saved is None or not slots:
             continue
         names = [slot.name for slot in slots]
-        registry.pending_states = saved.of([name for name in saved.states if name not in names])
+        registry.pending_states = saved.subset([name for name in saved.states if name not in names])
         try:
             sources = {slot.name: _check(slot, saved=saved) for slot in slots}
         except CheckpointError as error:
@@ -210,13 +214,13 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
         log.info("%s goes on from the states in the checkpoint", ", ".join(names))
 
 
-def _check(slot: Slot, *, saved: Saved) -> Slot:
+def _check(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
     """The slot as it was when saved. Raises CheckpointError where the saved tensors are not what its spec keeps."""
     name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
     source = replace(_source(slot, spec=spec), tuned=saved.tuned.get(slot.name))
-    wanted = [(part.key, part.shape, part.dtype) for part in source.parts]
+    wanted = [(part.key, part.shape, part.dtype) for part in source.tensors]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))
     for key, shape, dtype in wanted:
@@ -226,7 +230,9 @@ def _check(slot: Slot, *, saved: Saved) -> Slot:
                 f"state {key} of {name} is {'missing' if value is None else tuple(getattr(value, 'shape', ()))} in the "
                 f"checkpoint, {spec.name} keeps {shape}: it belongs to another model, or is damaged"
             )
-        lenient = alike(spec, SPECS["adamw"]) and value.is_floating_point()  # torch keeps bf16 states for bf16 weights
+        lenient = (
+            stored_alike(spec, SPECS["adamw"]) and value.is_floating_point()
+        )  # torch keeps bf16 states for bf16 weights
         if value.dtype != dtype and not lenient:
             raise CheckpointError(
                 f"state {key} of {name} is {value.dtype} in the checkpoint, {spec.name} keeps {dtype}: it is "
@@ -240,17 +246,17 @@ def _source(slot: Slot, *, spec: OptimizerSpec) -> Slot:
     """The slot under `spec`, of the whole tensor where one that is cut is converted as a whole: the spec kept what no
     rank has a part of, or its v becomes another by sums over all rows."""
     rule = RULES[spec.rule].info
-    as_whole = cuts_rows_of(rule, param=slot.info) or migration.needs_all_rows(rule, slot.rule.info)
+    as_whole = cuts_rows_of(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
     if slot.shard is None or not as_whole:
-        return slot_under(slot, spec=spec)
-    return whole_slot(slot, spec=spec, sharded=False, device="cpu")
+        return slot_with_spec(slot, spec=spec)
+    return unsharded_slot(slot, spec=spec, sharded=False, device="cpu")
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError for numbers that no step leaves: NaN and infinities, steps that are no count, and scales
     and squares below zero."""
-    squares = {key for kept in slot.kept if kept.decl.kind is StateKind.V for _, key in kept.keys}
-    for key in (*(part.key for part in slot.parts), *(["step"] if slot.counts_steps else [])):
+    squares = {key for kept in slot.states if kept.decl.kind is StateKind.V for _, key in kept.keys}
+    for key in (*(part.key for part in slot.tensors), *(["step"] if slot.counts_steps else [])):
         value = state[key].detach()
         if not value.is_floating_point() or not value.numel() or value.is_meta:
             continue
@@ -259,7 +265,7 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
         if (
             not isfinite(high - low)
             or (never_below and low < 0)
-            or (key == "step" and (low != int(low) or low > FP32_STEPS))
+            or (key == "step" and (low != int(low) or low > MAX_FP32_STEPS))
         ):
             raise CheckpointError(
                 f"state {key} of {slot.name} reaches from {low:g} to {high:g} in the checkpoint, which no step of "
@@ -267,7 +273,7 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
             )
 
 
-def _match_groups(saved: Saved, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _match_groups(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Saved settings for each group, by the names in it; none for a group that the checkpoint does not know."""
     origin = {name: index for index, (names, _) in enumerate(saved.groups) for name in names}
     found = []
@@ -293,7 +299,7 @@ def _load_block(
     live: LiveBlock,
     *,
     sources: Mapping[str, Slot],
-    saved: Saved,
+    saved: ParsedCheckpoint,
     registry: BlockRegistry,
     groups: list[dict[str, Any]],
 ) -> BlockMove | None:
@@ -310,7 +316,7 @@ def _load_block(
         unseeded = slot.name in saved.unseeded
         if spec.placement == Placement.DEVICE:
             held += source.slab_bytes + sum(given[key].nbytes for key in ("step",) if key in given)
-        if not alike(spec, live.spec):
+        if not stored_alike(spec, live.spec):
             origins.add(spec.name)
         if (spec.rule, spec.storage) == (live.spec.rule, live.spec.storage):
             for key, value in own.items():  # which may be the given one itself
@@ -322,7 +328,7 @@ def _load_block(
             _zero(own)
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
-                rms.append(migration.last_rms(before, state={source.param: old}, param_groups=groups))
+                rms.append(migration.last_update_rms(before, state={source.param: old}, param_groups=groups))
             unseeded = migration.convert(
                 source,
                 old,
@@ -347,7 +353,7 @@ def _load_block(
         block=live.block.name,
         source=", ".join(sorted(origins)),
         target=live.spec.name,
-        kept=report.how,
+        kept=report.outcomes,
         conversion_error=report.relative_errors(),
         bytes_before=held,
         bytes_after=registry.block_bytes(live),
@@ -371,7 +377,7 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
     if correction is not None and kept == slot.weights:
         assert own is not None
         own.copy_(correction)
-        slot.taken_in = None  # its weights may come after it
+        slot.weight_checksum = None  # its weights may come after it
     elif correction is not None:
         near = param.detach().to(torch.bfloat16)
         if torch.equal(near.to(param.dtype), param.detach()):
@@ -381,19 +387,21 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
             weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
             report.note("weights", "converted")
             report.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
-    elif own is not None and slot.taken_in is None:
+    elif own is not None and slot.weight_checksum is None:
         own.zero_()
 
 
-def _load_match(live: LiveBlock, *, saved: Saved, registry: BlockRegistry, converted: bool, rms: list[float]) -> None:
+def _load_match(
+    live: LiveBlock, *, saved: ParsedCheckpoint, registry: BlockRegistry, converted: bool, rms: list[float]
+) -> None:
     """The block's matching state; where it is another block than when saved, its target and a new measurement."""
-    live.fresh = True
+    live.rms_unmeasured = True
     if not live.matched or not live.slots:
         return
     names, match = saved.matches.get(live.block.name, ((), None))
     if match is not None and not converted and names == tuple(slot.name for slot in live.slots):
         live.match = match.to(device=live.slots[0].param.device, dtype=torch.float32, copy=True)
-        live.fresh = bool(match[1] < 0)
+        live.rms_unmeasured = bool(match[1] < 0)
         return
     targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
     known = (targets or rms) if registry.matched_by == "rms" else []  # else they may be of rules that average nothing

@@ -24,7 +24,7 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
         with registry.states_on_device(live, keep=False):
             for slot in live.slots:
                 master = weights.master(slot.param, registry.state[slot.param])
-                values[slot.owner] = _copy(master if slot.shard is None else slot.shard.all_gather(master))
+                values[slot.group_param] = _copy(master if slot.shard is None else slot.shard.all_gather(master))
     where = named_params(param_groups).items()
     return {name: values[param] if param in values else _copy(unsharded(param)) for name, (param, _) in where}
 
@@ -49,7 +49,7 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
         shape = tuple(where[name][0].shape)
         if value.shape != shape:
             raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
-    blocks = {slot.owner: (live, slot) for live in registry.live.values() for slot in live.slots}
+    blocks = {slot.group_param: (live, slot) for live in registry.live.values() for slot in live.slots}
     for name, value in values.items():
         param = where[name][0]
         if (shard := shard_of(param)) is not None:
@@ -65,8 +65,8 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
         with registry.states_on_device(live):
             whole = value.to(torch.float32)
             weights.store_in_pieces_(param, registry.state[param], whole, weights=slot.weights, name=name)
-        if slot.taken_in is not None:
-            slot.taken_in = weights.checksum(param)
+        if slot.weight_checksum is not None:
+            slot.weight_checksum = weights.checksum(param)
 
 
 def warn_of_stalling(lives: Iterable[LiveBlock]) -> list[str]:

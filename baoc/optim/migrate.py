@@ -20,7 +20,17 @@ from torch import Tensor
 from baoc.optim import inherit, weights
 from baoc.optim.backends.eager import decoded, update_norm
 from baoc.optim.registry import BlockRegistry
-from baoc.optim.state import Kept, LiveBlock, Slot, State, allocate, by_column, gathered, step_of, whole_slot
+from baoc.optim.state import (
+    LiveBlock,
+    Slot,
+    State,
+    StoredState,
+    allocate,
+    per_column_keys,
+    step_of,
+    unsharded_slot,
+    unsharded_state,
+)
 from baoc.planning.candidates import sums_columns
 from baoc.planning.cost import state_bytes, weight_bytes
 from baoc.types import BlockMove, Moments, OptimizerSpec, RuleInfo, StateDecl, StateKind, StateLayout
@@ -35,13 +45,13 @@ _ORDER = ("dropped", "kept", "converted", "new")
 class ConversionReport:
     """The fate of each state of a block; squared error and squared size of converted ones."""
 
-    how: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[str, str] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)
     size: dict[str, float] = field(default_factory=dict)
 
     def note(self, name: str, how: str) -> None:
         """Notes a tensor's outcome. If tensors of a block differ, the latest in _ORDER is reported."""
-        self.how[name] = max(self.how.get(name, how), how, key=_ORDER.index)
+        self.outcomes[name] = max(self.outcomes.get(name, how), how, key=_ORDER.index)
 
     def measure(self, name: str, *, wanted: Tensor, stored: Tensor) -> None:
         self.error[name] = self.error.get(name, 0.0) + float((stored - wanted).square().sum(dtype=torch.float64))
@@ -72,41 +82,41 @@ def convert(
     True if v of `new` must be initialised from the next gradient.
     """
     if target.shard is not None and source.shard is None:
-        here = whole_slot(target, spec=spec, device="cpu")
+        here = unsharded_slot(target, spec=spec, device="cpu")
         (made,) = allocate([here])
         how: dict[str, Any] = {"betas": betas, "report": report, "fresh": fresh, "seeded": seeded, "moments": moments}
         unseeded = convert(source, old, here, made, spec=spec, **how)
-        alike = {"step", *by_column(target)}
+        alike = {"step", *per_column_keys(target)}
         for key in new.keys() - {weights.CORRECTION}:
             new[key].copy_(made[key] if key in alike else target.shard.local_part(made[key], shape=new[key].shape))
         return unseeded
     kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
-    needs_v = target.owner.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
+    needs_v = target.group_param.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
     step = step_of(source, old)
     has_v = StateKind.V in kinds and seeded
     if target.matrix is None:
         moments = None
     if fresh or (source.counts_steps and step == 0):
-        for kept in source.kept:
+        for kept in source.states:
             report.note(kept.decl.name, "dropped")
-        for kept in target.kept:
-            report.note(kept.decl.name, "kept" if source.kept else "new")
+        for kept in target.states:
+            report.note(kept.decl.name, "kept" if source.states else "new")
         return False
     age = step if source.counts_steps and (has_v or not needs_v) else SEED_AGE
     if target.counts_steps:
         new["step"].fill_(age)
     for kind in StateKind:
-        held = [kept for kept in source.kept if kept.decl.kind is kind and (kind is StateKind.M or seeded)]
+        held = [kept for kept in source.states if kept.decl.kind is kind and (kind is StateKind.M or seeded)]
         mover = _Mover(target=target, kind=kind, held=held, step=step, age=age, betas=betas)
         mover.move(old, new, moments=moments, report=report)
     return needs_v and not has_v and moments is None
 
 
-def of_all_rows(slot: Slot, state: State, *, spec: OptimizerSpec, into: RuleInfo) -> tuple[Slot, State]:
+def gather_if_needed(slot: Slot, state: State, *, spec: OptimizerSpec, into: RuleInfo) -> tuple[Slot, State]:
     """The source for `convert`, gathered over ranks if v of `into` sums over columns. All ranks call it."""
-    if slot.shard is None or not needs_all_rows(slot.rule.info, into):
+    if slot.shard is None or not sums_over_all_rows(slot.rule.info, into):
         return slot, state
-    return whole_slot(slot, spec=spec, device="cpu"), gathered(slot, state, spec=spec)
+    return unsharded_slot(slot, spec=spec, device="cpu"), unsharded_state(slot, state, spec=spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +125,13 @@ class _Mover:
 
     target: Slot
     kind: StateKind
-    held: list[Kept]
+    held: list[StoredState]
     step: int
     age: int
     betas: tuple[float, float]
 
     def move(self, old: State, new: State, *, moments: Moments | None, report: ConversionReport) -> None:
-        wanted = [kept for kept in self.target.kept if kept.decl.kind is self.kind]
+        wanted = [kept for kept in self.target.states if kept.decl.kind is self.kind]
         for kept in wanted:
             twin = next((h for h in self.held if _tags(h.decl) == _tags(kept.decl)), None)
             if twin is not None and twin.codec.info == kept.codec.info and self._gain(twin.decl, kept.decl) == 1:
@@ -141,13 +151,15 @@ class _Mover:
             if all(kept.decl.name != w.decl.name for w in wanted):
                 report.note(kept.decl.name, "converted" if wanted else "dropped")
 
-    def _value(self, kept: Kept, old: State, new: State, *, held: list[Kept], moments: Moments | None) -> Tensor:
+    def _value(
+        self, kept: StoredState, old: State, new: State, *, held: list[StoredState], moments: Moments | None
+    ) -> Tensor:
         """The numbers of the new state, with the bias of the old state's age."""
         param = self.target.param
-        ctx = self.target.form
+        ctx = self.target.shape_context
         if not held:
             assert moments is not None
-            m_square = inherit.m_square(self.target, new, beta=self.betas[0], age=self.age, ctx=ctx)
+            m_square = inherit.squared_m(self.target, new, beta=self.betas[0], age=self.age, ctx=ctx)
             full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=param), m_square)
             return inherit.reduce(full, kept.decl, ctx=ctx)
         values = {h.decl: h.decode(old) for h in held}
@@ -168,12 +180,12 @@ class _Mover:
         return inherit.bias(decl, beta=self.betas[self.kind is StateKind.V], at=at)
 
 
-def recast(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
+def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
     """Converts the weights where the target's format is another; else takes the correction over."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
-        target.taken_in = source.taken_in
+        target.weight_checksum = source.weight_checksum
         return
     param = target.param
     wanted = weights.master(param, old).detach()
@@ -184,7 +196,7 @@ def recast(source: Slot, target: Slot, old: State, new: State, *, report: Conver
     report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
 
 
-def needs_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
+def sums_over_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
     """Whether v of `target` comes of v of `source` by sums over columns, to which all ranks' rows belong.
 
     A v by column alone is the same on all ranks, and v of equal tags is copied.
@@ -198,30 +210,32 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
     return decl.kind, decl.layout, decl.level
 
 
-def last_rms(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]) -> float | None:
+def last_update_rms(
+    live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]
+) -> float | None:
     """RMS of an unmatched block's last update, recomputed from its states; None where they do not determine it."""
     if live.unseeded:
-        return live.carried
+        return live.previous_rms
     total, count = 0.0, 0
     for slot in live.slots:
         step = step_of(slot, state[slot.param])
         if slot.counts_steps and step == 0:
             continue
         norm, numel = 0.0, 0
-        if slot.param.numel() or slot.sums:
+        if slot.param.numel() or slot.sums_over_ranks:
             group = param_groups[slot.group]
             ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
             states = decoded(slot, state[slot.param])
             norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None)
-        norm, numel = over_ranks(slot, norm=float(norm), count=numel)
+        norm, numel = norm_over_ranks(slot, norm=float(norm), count=numel)
         total += norm**2
         count += numel
     return (total / count) ** 0.5 if count and not isnan(total) else None
 
 
-def over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
+def norm_over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
     """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
     if slot.shard is None or slot.shard.group.size == 1:
         return norm, count
@@ -261,12 +275,12 @@ def move(
     report = ConversionReport()
     with registry.states_on_device(held, keep=False):
         if rms is None and target.matched and not unlike:
-            rms = last_rms(held, state=registry.state, param_groups=param_groups)
+            rms = last_update_rms(held, state=registry.state, param_groups=param_groups)
         news = allocate(target.slots, at_home=False)
         for source, slot, new in zip(held.slots, target.slots, news, strict=True):
             old = registry.state[slot.param]
             unseeded = convert(
-                *of_all_rows(source, old, spec=held.spec, into=slot.rule.info),
+                *gather_if_needed(source, old, spec=held.spec, into=slot.rule.info),
                 slot,
                 new,
                 spec=target.spec,
@@ -278,19 +292,19 @@ def move(
             )
             if unseeded:
                 target.unseeded.add(slot.name)
-            recast(source, slot, old, new, report=report)
+            convert_weights(source, slot, old, new, report=report)
             if source.weights != slot.weights and weights.CORRECTION in new:
-                slot.taken_in = weights.checksum(slot.param)
+                slot.weight_checksum = weights.checksum(slot.param)
             registry.set_state(slot, new)
     registry.pack(target)
-    target.carried = rms
+    target.previous_rms = rms
     registry.init_match(target, rms=rms)
     registry.live[target.block.name] = target
     return BlockMove(
         block=target.block.name,
         source=held.spec.name,
         target=target.spec.name,
-        kept=report.how,
+        kept=report.outcomes,
         conversion_error=report.relative_errors(),
         bytes_before=bytes_before,
         bytes_after=registry.block_bytes(target),

@@ -21,7 +21,7 @@ from baoc.optim.backends.base import Backend, StepUnit
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
-MOST_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
+MAX_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
 
 
 class NonFiniteFilter:
@@ -46,15 +46,15 @@ class NonFiniteFilter:
         self.last_nonfinite: dict[str, int] = {}
         self.num_skipped_steps = 0
         self._masks: dict[Tensor, Tensor] = {}
-        self._seen: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
-        self._found = False  # by backends, in the gradients that are there now
-        self._when = ""  # what `last_nonfinite` is of
-        self._diverged = ""  # the error of policy `raise`, until everybody has voted
+        self._checked_grads: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
+        self._backends_found_some = False  # by backends, in the gradients that are there now
+        self._last_nonfinite_when = ""  # what `last_nonfinite` is of
+        self._pending_error = ""  # the error of policy `raise`, until everybody has voted
         self.vote: Callable[[bool], bool] = bool
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
-        return {**self.__dict__, "_masks": {}, "_seen": {}, "_found": False, "vote": bool}
+        return {**self.__dict__, "_masks": {}, "_checked_grads": {}, "_backends_found_some": False, "vote": bool}
 
     def check(self, unit: StepUnit, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
         """Decides about step number `step`: which elements it leaves out, or that it is skipped.
@@ -69,43 +69,43 @@ class NonFiniteFilter:
         Raises:
             DivergedError: Some element is non-finite and the policy is `raise`.
         """
-        strict, guarded = self.policy != "skip_element", unit.guarded
-        unknown = bool(guarded) and any([p.grad is not None and not self._is_known(p) for p in guarded])
-        unmarked = [backend for backend in unit.marking if not backend.marked] if final or strict else ()
+        strict, guarded = self.policy != "skip_element", unit.checked_params
+        unknown = bool(guarded) and any([p.grad is not None and not self._was_checked(p) for p in guarded])
+        unmarked = [backend for backend in unit.self_excluding if not backend.marked] if final or strict else ()
         if unknown or unmarked:
             self._find(unit, step=step, guarded=guarded if unknown else {}, marking=unmarked)
-        if not strict and (unit.marking or unit.unread):
+        if not strict and (unit.self_excluding or unit.unreported_nonfinite):
             self.read(unit, step=step, wait=False)
-        masks = {param: mask for param, mask in self._masks.items() if self._is_known(param)} if self._masks else {}
-        found = self._found
-        self._masks, self._seen, self._found = {}, {}, False
-        if not strict or not self.vote(bool(masks or found or self._diverged)):
+        masks = {param: mask for param, mask in self._masks.items() if self._was_checked(param)} if self._masks else {}
+        found = self._backends_found_some
+        self._masks, self._checked_grads, self._backends_found_some = {}, {}, False
+        if not strict or not self.vote(bool(masks or found or self._pending_error)):
             return masks
         if self.policy == "raise":
             self._raise(unit, step=step)
-        forget_marks(unit.marking)
+        forget_marks(unit.self_excluding)
         self.num_skipped_steps += 1
         return None
 
     def mask(self, unit: StepUnit, *, step: int) -> int | None:
         """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
-        count = self._find(unit, step=step, guarded=unit.guarded, marking=unit.marking)
-        if self.policy == "raise" and self.vote(bool(self._diverged)):
+        count = self._find(unit, step=step, guarded=unit.checked_params, marking=unit.self_excluding)
+        if self.policy == "raise" and self.vote(bool(self._pending_error)):
             self._raise(unit, step=step)
         return count
 
     def read(self, unit: StepUnit, *, step: int, wait: bool) -> None:
         """Counts what backends found in steps before `step`; without `wait`, only what has reached the host."""
-        counts = new_bad(unit, wait=wait)
+        counts = new_nonfinite(unit, wait=wait)
         if counts:
             self._report(counts, when=f"before step {step}")
-            if self._diverged:
+            if self._pending_error:
                 self._raise(unit, step=step)
 
     def forget(self, unit: StepUnit) -> None:
         """The gradients that were looked at are gone."""
-        self._masks, self._seen, self._found = {}, {}, False
-        forget_marks(unit.marking)
+        self._masks, self._checked_grads, self._backends_found_some = {}, {}, False
+        forget_marks(unit.self_excluding)
 
     def _find(
         self, unit: StepUnit, *, step: int, guarded: Mapping[Tensor, str], marking: Sequence[Backend]
@@ -115,8 +115,8 @@ class NonFiniteFilter:
         for backend in marking:
             backend.mark()
         if marking and self.policy != "skip_element":
-            found = new_bad(unit, wait=True)
-            self._found = self._found or bool(found)
+            found = new_nonfinite(unit, wait=True)
+            self._backends_found_some = self._backends_found_some or bool(found)
             counts |= found
         if counts:
             self._report(counts, when=f"in step {step}")
@@ -125,8 +125,8 @@ class NonFiniteFilter:
     def _mask(self, names: Mapping[Tensor, str]) -> dict[str, int]:
         """Masks the gradients of `names` (parameter -> name); name -> non-finite elements, where there were some."""
         params = [param for param in names if param.grad is not None]
-        self._masks = {param: mask for param, mask in self._masks.items() if self._is_known(param)}
-        self._seen = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
+        self._masks = {param: mask for param, mask in self._masks.items() if self._was_checked(param)}
+        self._checked_grads = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
         if not params or all_finite(params, names=names):
             return {}
         counts = {}
@@ -137,45 +137,48 @@ class NonFiniteFilter:
         return counts
 
     @contextmanager
-    def through_cast(self) -> Iterator[None]:
+    def keep_checked_through_casts(self) -> Iterator[None]:
         """Around a change of weights' types: a gradient that was looked at is so in the type that its weights have
         afterwards, which makes it another tensor."""
-        known = [param for param in self._seen if self._is_known(param)]
+        known = [param for param in self._checked_grads if self._was_checked(param)]
         yield
-        self._seen |= {param: TensorWeakRef(param.grad) for param in known if param.grad is not None}
+        self._checked_grads |= {param: TensorWeakRef(param.grad) for param in known if param.grad is not None}
 
-    def _is_known(self, param: Tensor) -> bool:
+    def _was_checked(self, param: Tensor) -> bool:
         """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""
-        seen = self._seen.get(param)
+        seen = self._checked_grads.get(param)
         return seen is not None and param.grad is not None and seen() is param.grad
 
     def _report(self, counts: dict[str, int], *, when: str) -> None:
         first = not self.num_nonfinite
         self.num_nonfinite += sum(counts.values())
         # Blocks that are stepped one by one report one by one.
-        self.last_nonfinite = {**(self.last_nonfinite if when == self._when else {}), **counts}
-        self._when = when
-        most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
+        self.last_nonfinite = {**(self.last_nonfinite if when == self._last_nonfinite_when else {}), **counts}
+        self._last_nonfinite_when = when
+        most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MAX_NAMED]
         names = ", ".join(f"{name} ({count})" for name, count in most)
-        names += f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
+        names += f" and {len(counts) - MAX_NAMED} more" if len(counts) > MAX_NAMED else ""
         text = f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {when}: {names}"
         if self.policy == "raise":
-            self._diverged = text
+            self._pending_error = text
         else:
             log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
 
     def _raise(self, unit: StepUnit, *, step: int) -> None:
-        text, self._diverged = self._diverged or f"another process found non-finite gradients in step {step}", ""
+        text, self._pending_error = (
+            self._pending_error or f"another process found non-finite gradients in step {step}",
+            "",
+        )
         self.forget(unit)
         raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
 
 
-def new_bad(unit: StepUnit, *, wait: bool) -> dict[str, int]:
+def new_nonfinite(unit: StepUnit, *, wait: bool) -> dict[str, int]:
     """Parameter name -> non-finite elements that backends found since this was last asked."""
-    found = dict(unit.unread)
-    unit.unread.clear()
-    for backend in unit.marking:
-        for name, count in backend.new_bad(wait=wait).items():
+    found = dict(unit.unreported_nonfinite)
+    unit.unreported_nonfinite.clear()
+    for backend in unit.self_excluding:
+        for name, count in backend.new_nonfinite(wait=wait).items():
             found[name] = found.get(name, 0) + count
     return found
 

@@ -39,7 +39,7 @@ from baoc.optim.backward import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new_blocks
-from baoc.optim.state import FIRST_BETAS, LiveBlock, alone, betas_of
+from baoc.optim.state import FIRST_BETAS, LiveBlock, betas_of, with_own_storage
 from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
@@ -272,7 +272,7 @@ class BlockwiseOptimizer(Optimizer):
         self.num_steps += 1
         for backend in unit.backends:
             backend(inputs)
-        for join in unit.joins:
+        for join in unit.waits:
             join()
         for slot in self.registry.slots_without_rows:
             if slot.param.grad is not None:
@@ -356,7 +356,7 @@ class BlockwiseOptimizer(Optimizer):
         unit = self.registry.step_unit()
         if self.releaser is not None:
             self.releaser.flush()
-            return None if unit.marking else self.releaser.num_nonfinite
+            return None if unit.self_excluding else self.releaser.num_nonfinite
         self.overlap.check()
         found = self.finite_check.mask(unit, step=self.num_steps + 1)
         versions = self.overlap.versions  # as masking changed them; stepped blocks had left out the same elements
@@ -459,7 +459,7 @@ class BlockwiseOptimizer(Optimizer):
         targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self.num_steps == 0
-        with self.finite_check.through_cast():
+        with self.finite_check.keep_checked_through_casts():
             for target in targets:
                 moves[target.block.name] = migration.move(
                     target,
@@ -552,7 +552,7 @@ class BlockwiseOptimizer(Optimizer):
         # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
         self.registry.synchronize()
         held = self.registry.state.items()
-        states = {param: {key: alone(value) for key, value in state.items()} for param, state in held}
+        states = {param: {key: with_own_storage(value) for key, value in state.items()} for param, state in held}
         return {**self._own(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

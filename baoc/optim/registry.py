@@ -35,21 +35,21 @@ from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends, build_backward_backend
-from baoc.optim.nonfinite import new_bad
+from baoc.optim.nonfinite import new_nonfinite
 from baoc.optim.offload import HostArena, Pipelines, drop_stale_correction, fill_param, replace_params, transfer_order
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_group, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
     LiveBlock,
-    Saved,
+    ParsedCheckpoint,
     Slot,
     State,
     allocate,
     make_slot,
     new_match,
-    packed,
+    pack_states,
     tensor_bytes,
-    whole_slot,
+    unsharded_slot,
 )
 from baoc.optim.wrappers import refuse_averages, refuse_casts, refuse_shard
 from baoc.parallel import refusal
@@ -117,7 +117,7 @@ class BlockRegistry:
         self._unreported_nonfinite: dict[str, int] = {}  # non-finite elements that dropped backends had found
         self.late_spec: str | OptimizerSpec | None = None  # the spec given for all blocks
         self.placed = self.may_be_overwritten = False  # weights may have changed since the last step
-        self.pending_states: Saved | None = None  # loaded states of parameters that are not trained yet
+        self.pending_states: ParsedCheckpoint | None = None  # loaded states of parameters that are not trained yet
 
     def build(
         self,
@@ -163,7 +163,7 @@ class BlockRegistry:
             slot = make_slot(info.name, twin, info=part, group=group, spec=spec, tuned=tuned, shard=shard)
             if shard is not None:
                 aligned = STORAGES[spec.storage].alignment
-                kept = [kept for kept in whole_slot(slot, spec=spec).kept if not kept.codec.in_place]
+                kept = [kept for kept in unsharded_slot(slot, spec=spec).states if not kept.codec.in_place]
                 states = {each.decl.name: (prod(each.shape), aligned) for each in kept}
                 check_codec_groups(info, states=states, shard=shard, spec=spec.name)
             slots.append(slot)
@@ -206,7 +206,7 @@ class BlockRegistry:
         for live in self.live.values():
             tuned = None if tuning is None else tuning.of(live.block, rule=live.spec.rule)
             for slot in live.slots:
-                slot.tuned, slot.row = tuned, slot.group
+                slot.tuned, slot.options_index = tuned, slot.group
         self.refresh(param_groups)
 
     def add_block(
@@ -229,7 +229,7 @@ class BlockRegistry:
     def set_state(self, slot: Slot, state: State) -> None:
         """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
-        self._torch_state[slot.owner] = {} if slot.placed_on_host else state
+        self._torch_state[slot.group_param] = {} if slot.on_host else state
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
         """Gives a matched block its matching state, without an own RMS yet.
@@ -277,7 +277,7 @@ class BlockRegistry:
         self.tuned_options = [(group, tuned) for (group, _), tuned in found.items() if tuned is not None]
         places = {key: num_groups + index for index, key in enumerate(found)}
         for slot in slots:
-            slot.row = places[slot.group, slot.tuned]
+            slot.options_index = places[slot.group, slot.tuned]
 
     def drop_backends(self) -> None:
         self.synchronize()
@@ -286,11 +286,11 @@ class BlockRegistry:
 
     def _save_nonfinite_counts(self) -> None:
         """Keeps the counts of non-finite elements of backends that are about to be dropped."""
-        self._unreported_nonfinite |= new_bad(self.all_backends, wait=True)
+        self._unreported_nonfinite |= new_nonfinite(self.all_backends, wait=True)
 
     def _gather_host_slabs(self) -> None:
         """Gathers states of host-placed blocks in the arena, in the order in which they are stepped."""
-        on_cpu = [live for live in transfer_order(self.live.values()) if live.slots[0].home.type == "cpu"]
+        on_cpu = [live for live in transfer_order(self.live.values()) if live.slots[0].state_device.type == "cpu"]
         if self.arena.gather(on_cpu, state=self.state):
             self.drop_backends()
 
@@ -314,13 +314,13 @@ class BlockRegistry:
             looking = {live for backend in backends if not backend.excludes_nonfinite for live in backend.blocks}
             self.unit = StepUnit(
                 backends=backends,
-                guarded={slot.param: slot.name for live in looking for slot in live.slots},
-                joins=[pipeline.join for pipeline in self.pipelines],
-                unread=self._unreported_nonfinite,
+                checked_params={slot.param: slot.name for live in looking for slot in live.slots},
+                waits=[pipeline.join for pipeline in self.pipelines],
+                unreported_nonfinite=self._unreported_nonfinite,
             )
-            slots = [slot for live in self.live.values() for slot in live.slots if slot.parts]
+            slots = [slot for live in self.live.values() for slot in live.slots if slot.tensors]
             if slots:
-                state, key = self.state[slots[0].param], slots[0].parts[0].key
+                state, key = self.state[slots[0].param], slots[0].tensors[0].key
                 self.sample_state = state, key, state[key]
         return self.unit
 
@@ -333,7 +333,7 @@ class BlockRegistry:
         """All present backends, those of `alone` included, to ask for the non-finite elements they found."""
         units = [*filter(None, [self.unit]), *self._backward_units.values()]
         backends = [backend for unit in units for backend in unit.backends]
-        return StepUnit(backends=backends, guarded={}, unread=self._unreported_nonfinite)
+        return StepUnit(backends=backends, checked_params={}, unreported_nonfinite=self._unreported_nonfinite)
 
     def backward_unit(self, names: tuple[str, ...]) -> StepUnit:
         """The StepUnit of some blocks, on the backend that steps them in `unit` too, which must be one for all."""
@@ -348,7 +348,7 @@ class BlockRegistry:
         )
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         guarded = {slot.param: slot.name for slot in slots}
-        self._backward_units[names] = unit = StepUnit(backends=[backend], guarded=guarded)
+        self._backward_units[names] = unit = StepUnit(backends=[backend], checked_params=guarded)
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
@@ -380,7 +380,7 @@ class BlockRegistry:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
             if weights.CORRECTION in self.state[slot.param] and slot.param.dtype is torch.bfloat16:
-                slot.taken_in = weights.checksum(slot.param)
+                slot.weight_checksum = weights.checksum(slot.param)
         self.may_be_overwritten = True
 
     # -- states on the host ---------------------------------------------------------------------------------------
@@ -518,7 +518,7 @@ class BlockRegistry:
 
     def pack(self, live: LiveBlock) -> None:
         """Moves the block's states into slabs where they are kept, unless they lie so already."""
-        states = packed(live.slots, [self.state[slot.param] for slot in live.slots])
+        states = pack_states(live.slots, [self.state[slot.param] for slot in live.slots])
         for slot, state in zip(live.slots, states, strict=True):
             if "step" in state:
                 state["step"] = state["step"].cpu()

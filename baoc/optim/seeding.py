@@ -18,14 +18,14 @@ from baoc.optim.shards import local_shard
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import StateKind
 
-SQUARED = 2**22  # elements of a gradient that are squared at a time
+ELEMENTS_PER_CHUNK = 2**22  # elements of a gradient that are squared at a time
 
 
 def temporary_bytes(params: Iterable[Tensor]) -> int:
     """The most that `seed` holds at once beside the states, of the largest parameter: v in full, and what encoding it
     takes, up to 3.6 times as much (4 bits, measured at 6 and 33 million elements)."""
     most = max((local_shard(param).numel() for param in params), default=0)
-    return 4 * (5 * most + 3 * min(most, SQUARED))
+    return 4 * (5 * most + 3 * min(most, ELEMENTS_PER_CHUNK))
 
 
 def seed(blocks: Iterable[LiveBlock], *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
@@ -49,13 +49,13 @@ def _seed_block(live: LiveBlock, *, state: Mapping[Tensor, State], param_groups:
 
 def _start(slot: Slot, state: State, lines: Tensor, across: Tensor, *, betas: tuple[float, float]) -> None:
     """v from the means of the squares by stored line and across them."""
-    ctx = slot.form
+    ctx = slot.shape_context
     age = step_of(slot, state)
     full = (lines.unsqueeze(1) * (across / across.mean().clamp(min=inherit.TINY))).reshape(slot.param.shape)
-    least = inherit.m_square(slot, state, beta=betas[0], age=age, ctx=ctx)
+    least = inherit.squared_m(slot, state, beta=betas[0], age=age, ctx=ctx)
     torch.maximum(full, least, out=full)
     del least
-    for kept in slot.kept:
+    for kept in slot.states:
         if kept.decl.kind is StateKind.V:
             bias = inherit.bias(kept.decl, beta=betas[1], at=age)
             kept.encode_(state, inherit.reduce(full, kept.decl, ctx=ctx).mul_(bias))  # a v in full is the only one
@@ -68,7 +68,7 @@ def _means(grad: Tensor, *, slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
     stored = grad.reshape(-1, length)
     lines = torch.empty(len(stored), dtype=torch.float32, device=grad.device)
     across = torch.zeros(length, dtype=torch.float32, device=grad.device)
-    step = max(1, SQUARED // length)
+    step = max(1, ELEMENTS_PER_CHUNK // length)
     for begin in range(0, len(stored), step):
         part = stored[begin : begin + step].to(torch.float32)
         square = torch.where(usable(part), part, 0.0).square_()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import BlockTuning
-from baoc.optim.codecs import CODEC_IMPLS, Kept
+from baoc.optim.codecs import CODEC_IMPLS, StoredState
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.shards import Shard, largest_shard, unsharded
 from baoc.optim.weights import CORRECTION
@@ -30,7 +30,7 @@ FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any sc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StateTensor:
     """A tensor of a parameter's state as it lies in its block's slab."""
 
     key: str
@@ -51,40 +51,42 @@ class Slot:
     param: Tensor
     info: ParamInfo
     group: int  # index into param_groups
-    row: int  # index into the options of a step: that of its group, or of a row behind all groups where it is tuned
+    options_index: (
+        int  # index into the options of a step: that of its group, or of a row behind all groups where it is tuned
+    )
     rule: UpdateRule
     weights: str
-    kept: tuple[Kept, ...]
-    parts: tuple[Part, ...]
-    direct: tuple[str, ...]  # states whose stored tensor is what the rule works on
-    coded: tuple[Kept, ...]  # the others
+    states: tuple[StoredState, ...]
+    tensors: tuple[StateTensor, ...]
+    in_place_states: tuple[str, ...]  # states whose stored tensor is what the rule works on
+    encoded_states: tuple[StoredState, ...]  # the others
     counts_steps: bool
     matrix: tuple[int, int] | None
     placement: str = Placement.DEVICE
     tuned: BlockTuning | None = None  # what changes of its group's settings
-    taken_in: int | None = None  # sum of the bits of split weights as they came, until the next step
+    weight_checksum: int | None = None  # sum of the bits of split weights as they came, until the next step
     shard: Shard | None = None
-    gathers: bool = False  # its rule needs whole matrices, of which this rank has some rows
-    sums: bool = False  # its rule needs sums over the rows of all ranks
-    first: int = 0  # index in the whole parameter of the first element that is stepped here
+    gathers_rows: bool = False  # its rule needs whole matrices, of which this rank has some rows
+    sums_over_ranks: bool = False  # its rule needs sums over the rows of all ranks
+    offset: int = 0  # index in the whole parameter of the first element that is stepped here
 
     @property
-    def owner(self) -> Tensor:
+    def group_param(self) -> Tensor:
         """The parameter as the parameter groups have it."""
         return self.param if self.shard is None else self.shard.param
 
     @property
     def slab_bytes(self) -> int:
-        return sum(aligned(part.nbytes) for part in self.parts)
+        return sum(aligned(part.nbytes) for part in self.tensors)
 
     @property
-    def home(self) -> torch.device:
+    def state_device(self) -> torch.device:
         """Where its state is kept between steps: beside the parameter, or on the host."""
-        moved = self.placed_on_host and self.param.device.type != "meta"
+        moved = self.on_host and self.param.device.type != "meta"
         return torch.device("cpu") if moved else self.param.device
 
     @property
-    def placed_on_host(self) -> bool:
+    def on_host(self) -> bool:
         return self.placement != Placement.DEVICE
 
     def betas(self, param_groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -93,7 +95,7 @@ class Slot:
         return group["betas"] if self.tuned is None else betas_of(self.tuned, group)
 
     @property
-    def form(self) -> RuleContext:
+    def shape_context(self) -> RuleContext:
         """The context of what goes by the tensor's form alone."""
         return self.context(step=0, betas=(0.0, 0.0), eps=0.0)
 
@@ -105,7 +107,7 @@ class Slot:
             eps=eps,
             matrix=self.matrix,
             transposed=self.info.transposed,
-            shard=self.shard if self.gathers or self.sums else None,
+            shard=self.shard if self.gathers_rows or self.sums_over_ranks else None,
         )
 
 
@@ -126,7 +128,7 @@ class LiveBlock:
     """A block as it runs: its spec, its slots, and its matching state.
 
     `match` is fp32[2] on the block's device: target and own update RMS, own < 0 where it is not measured yet.
-    `unseeded` names the parameters whose v is to be started by their next gradient, see `optim.seeding`; `carried` is
+    `unseeded` names the parameters whose v is to be started by their next gradient, see `optim.seeding`; `previous_rms` is
     the update RMS before that.
     """
 
@@ -135,9 +137,9 @@ class LiveBlock:
     rule: UpdateRule
     slots: list[Slot]
     match: Tensor | None = None
-    fresh: bool = True  # own RMS is to be measured before the next step
+    rms_unmeasured: bool = True  # own RMS is to be measured before the next step
     unseeded: set[str] = field(default_factory=set)
-    carried: float | None = None
+    previous_rms: float | None = None
 
     @property
     def matched(self) -> bool:
@@ -180,7 +182,7 @@ def make_slot(
         if codec.in_place and decl.layout is StateLayout.FULL:  # it has the parameter's strides, as torch's has
             tensors = {"": torch.empty_like(param, dtype=torch.float32, device="meta")}
         keys = tuple((part, f"{decl.name}{part}") for part in tensors)
-        kept.append(Kept(decl=decl, codec=codec, shape=shape, keys=keys))
+        kept.append(StoredState(decl=decl, codec=codec, shape=shape, keys=keys))
         parts += [_part(key, tensors[part]) for part, key in keys]
     if WEIGHTS[spec.weights].correction_bytes and not empty:
         parts.append(_part(CORRECTION, torch.empty(param.shape, dtype=torch.int8, device="meta")))
@@ -189,38 +191,38 @@ def make_slot(
         param=param,
         info=info,
         group=group,
-        row=group,
+        options_index=group,
         rule=rule,
         tuned=tuned,
         weights=spec.weights,
-        kept=tuple(kept),
-        parts=tuple(parts),
-        direct=tuple(k.decl.name for k in kept if k.codec.in_place),
-        coded=tuple(k for k in kept if not k.codec.in_place),
+        states=tuple(kept),
+        tensors=tuple(parts),
+        in_place_states=tuple(k.decl.name for k in kept if k.codec.in_place),
+        encoded_states=tuple(k for k in kept if not k.codec.in_place),
         counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.param.numel())),
         matrix=info.matrix_shape,
         placement=spec.placement,
         shard=shard,
-        gathers=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.group.size > 1,
-        sums=sums,
-        first=0 if shard is None else shard.offset,
+        gathers_rows=rule.info.scaling is Scaling.SPECTRAL and shard is not None and shard.group.size > 1,
+        sums_over_ranks=sums,
+        offset=0 if shard is None else shard.offset,
     )
 
 
 def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
     assert slot.shard is not None
-    info = largest_shard(slot.info, param=slot.owner)
+    info = largest_shard(slot.info, param=slot.group_param)
     param = torch.empty(info.shape, dtype=slot.param.dtype, device="meta")
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, shard=slot.shard).slab_bytes
 
 
-def slot_under(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
+def slot_with_spec(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
     """A slot of the same parameter under another spec."""
     given = {"info": slot.info, "group": slot.group, "shard": slot.shard}
     return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
 
 
-def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
+def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
     """The slot under `spec` as it is of all ranks together, which of a sharded one is on `device`; not `sharded`: as it
     would be on one device."""
     info, param = slot.info, slot.param
@@ -233,12 +235,12 @@ def whole_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device:
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, tuned=slot.tuned)
 
 
-def by_column(slot: Slot) -> set[str]:
+def per_column_keys(slot: Slot) -> set[str]:
     """Keys of states that are the same on all ranks which have rows of the parameter, and on the others."""
-    return {key for kept in slot.kept if kept.decl.layout is StateLayout.PER_COLUMN for _, key in kept.keys}
+    return {key for kept in slot.states if kept.decl.layout is StateLayout.PER_COLUMN for _, key in kept.keys}
 
 
-def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
+def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
     """The shape of a state with rows of its parameter first, or parts of them where rows do not have whole groups."""
     numel = prod(shape)
     if not shape or shape[0] == rows or not rows:
@@ -246,35 +248,39 @@ def by_row(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
     return (rows, numel // rows) if numel % rows == 0 else (NUM_ROW_PARTS, numel // NUM_ROW_PARTS)
 
 
-def shown(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+def checkpoint_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
 
     All ranks show the same keys, those without a row of it too. What a rule keeps by column is the same on all.
     """
     if slot.shard is None:
-        return {key: alone(value) for key, value in state.items()}
-    rows, found, whole_ = slot.shard.param.shape[0], State(), whole_slot(slot, spec=spec)
-    alike = by_column(whole_)
-    for part in whole_.parts:
+        return {key: with_own_storage(value) for key, value in state.items()}
+    rows, found, whole_ = slot.shard.param.shape[0], State(), unsharded_slot(slot, spec=spec)
+    alike = per_column_keys(whole_)
+    for part in whole_.tensors:
         if part.key in alike:
-            found[part.key] = alone(state[part.key])
+            found[part.key] = with_own_storage(state[part.key])
             continue
-        shape, own = by_row(part.shape, rows=rows), state.get(part.key)
-        value = torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device) if own is None else alone(own)
+        shape, own = row_first_shape(part.shape, rows=rows), state.get(part.key)
+        value = (
+            torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device)
+            if own is None
+            else with_own_storage(own)
+        )
         found[part.key] = slot.shard.as_dtensor(value, shape=shape)
-    return {**({"step": alone(state["step"])} if "step" in state else {}), **found}
+    return {**({"step": with_own_storage(state["step"])} if "step" in state else {}), **found}
 
 
-def gathered(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
+def unsharded_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
-    shapes = {part.key: part.shape for part in whole_slot(slot, spec=spec).parts}
-    found = {key: unsharded(value).cpu() for key, value in shown(slot, state, spec=spec).items()}
+    shapes = {part.key: part.shape for part in unsharded_slot(slot, spec=spec).tensors}
+    found = {key: unsharded(value).cpu() for key, value in checkpoint_state(slot, state, spec=spec).items()}
     return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
 
 
-def _part(key: str, tensor: Tensor) -> Part:
+def _part(key: str, tensor: Tensor) -> StateTensor:
     shape, stride = tuple(tensor.shape), tensor.stride()
-    return Part(key=key, dtype=tensor.dtype, shape=shape, stride=stride, nbytes=tensor.nbytes)
+    return StateTensor(key=key, dtype=tensor.dtype, shape=shape, stride=stride, nbytes=tensor.nbytes)
 
 
 @torch.inference_mode(False)  # states that are made inside of one could never be stepped
@@ -283,45 +289,46 @@ def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
 
     `at_home` False: on the parameters' devices, wherever they are kept.
     """
-    homes = [slot.home if at_home else slot.param.device for slot in slots]
+    homes = [slot.state_device if at_home else slot.param.device for slot in slots]
     sizes: dict[torch.device, int] = {}
     for slot, device in zip(slots, homes, strict=True):
         sizes[device] = sizes.get(device, 0) + slot.slab_bytes
     slabs = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items() if size}
     offsets = dict.fromkeys(slabs, 0)
-    states = fresh(slots)
+    states = initial_states(slots)
     for slot, device, state in zip(slots, homes, states, strict=True):
-        if slot.parts:
-            state |= views(slot, slabs[device], begin=offsets[device])
+        if slot.tensors:
+            state |= slab_views(slot, slabs[device], begin=offsets[device])
             offsets[device] += slot.slab_bytes
     return states
 
 
-def fresh(slots: Sequence[Slot]) -> list[State]:
+def initial_states(slots: Sequence[Slot]) -> list[State]:
     """The states of parameters before their first step, without what lies in slabs."""
     return [{"step": new_step(0)} if slot.counts_steps else {} for slot in slots]
 
 
-def views(slot: Slot, slab: Tensor, *, begin: int) -> State:
+def slab_views(slot: Slot, slab: Tensor, *, begin: int) -> State:
     """The parameter's state tensors, steps apart, in a slab (uint8), from byte `begin` on."""
     state: State = {}
-    for part in slot.parts:
+    for part in slot.tensors:
         state[part.key] = slab[begin : begin + part.nbytes].view(part.dtype).as_strided(part.shape, part.stride)
         begin += aligned(part.nbytes)
     return state
 
 
-def packed(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
+def pack_states(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
     """The states in slabs where they are to be kept: as they are where they lie so, else copies."""
-    held = [(slot, state[part.key]) for slot, state in zip(slots, states, strict=True) for part in slot.parts]
+    held = [(slot, state[part.key]) for slot, state in zip(slots, states, strict=True) for part in slot.tensors]
     storages = {tensor.untyped_storage()._cdata for _, tensor in held}
     sizes: dict[torch.device, int] = {}
     for slot in slots:
-        if slot.parts:
-            sizes[slot.home] = sizes.get(slot.home, 0) + slot.slab_bytes
+        if slot.tensors:
+            sizes[slot.state_device] = sizes.get(slot.state_device, 0) + slot.slab_bytes
     # One tensor alone is not padded, so its memory may be too small for a slab.
     if len(storages) <= len(sizes) and all(
-        tensor.device == slot.home and tensor.untyped_storage().nbytes() >= sizes[slot.home] for slot, tensor in held
+        tensor.device == slot.state_device and tensor.untyped_storage().nbytes() >= sizes[slot.state_device]
+        for slot, tensor in held
     ):
         return list(states)
     moved = allocate(slots)
@@ -331,7 +338,7 @@ def packed(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
     return moved
 
 
-def alone(tensor: Tensor) -> Tensor:
+def with_own_storage(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage is no larger than itself, so that no slab is saved or copied with it.
 
     A copy only where that cannot be.
@@ -361,7 +368,7 @@ def step_of(slot: Slot, state: Mapping[str, Tensor]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class ParsedCheckpoint:
     """A checkpoint of either kind, read and checked for form."""
 
     states: Mapping[str, State]
@@ -374,7 +381,7 @@ class Saved:
     )  # by parameter name, of blocks with settings of their own
     num_steps: int = 0
 
-    def renamed(self, owners: Mapping[str, str]) -> "Saved":
+    def renamed(self, owners: Mapping[str, str]) -> "ParsedCheckpoint":
         """A copy with parameters renamed as `owners` says."""
 
         def own(name: str) -> str:
@@ -390,7 +397,7 @@ class Saved:
             tuned={own(name): tuned for name, tuned in self.tuned.items()},
         )
 
-    def of(self, names: Collection[str]) -> "Saved":
+    def subset(self, names: Collection[str]) -> "ParsedCheckpoint":
         """The saved states of some parameters, copied to the CPU."""
         states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
         matches = {

@@ -72,7 +72,7 @@ class ProxyBlocks:
         """Steps the small tensor of `param`, whose gradient is final. Ignores a second one: training refuses it."""
         small = self._small[param]
         assert self._releaser is not None
-        if id(small) in self._releaser.seen:
+        if id(small) in self._releaser.params_with_gradient:
             return
         small.grad = self._grads[small]
         self._releaser.ready(small)

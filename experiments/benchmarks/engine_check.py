@@ -108,7 +108,7 @@ class Pair:
 def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     return [
         graph
-        for backend in optimizer.registry.step_unit().marking
+        for backend in optimizer.registry.step_unit().self_excluding
         for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
         for graph in unit.engine.graphs._graphs.values()
         if graph is not None

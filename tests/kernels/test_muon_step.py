@@ -64,7 +64,7 @@ class Steps(Pair):
     def momentum(self, which: int, name: str) -> Tensor:
         optimizer = (self.fused, self.eager)[which]
         (slot,) = optimizer.registry.live[name].slots
-        return slot.kept[0].decode(optimizer.state[slot.param])
+        return slot.states[0].decode(optimizer.state[slot.param])
 
 
 def test_batches_hold_one_shape_and_no_more_than_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baoc.core.catalogue import CODECS, STORAGES
-from baoc.optim.codecs import CODEC_IMPLS, Codec, Kept, lanes
+from baoc.optim.codecs import CODEC_IMPLS, Codec, StoredState, lanes
 from baoc.types import StateDecl, StateKind, StateLayout
 
 SIZES = [(0,), (1,), (7,), (32,), (33,), (255,), (256,), (257,), (9991,), (17, 64), (8, 3, 3, 5)]
@@ -221,7 +221,7 @@ def test_a_state_is_rounded_by_the_phase_where_it_must_and_keeps_elements_where_
     values, codec = sample(name, (64,)), CODEC_IMPLS[name]
     state, new = codec.allocate((64,), "cpu"), torch.arange(64) % 2 == 0
     keys = tuple((part, part) for part in state)
-    kept = Kept(decl=StateDecl(name="x", kind=kind, layout=layout), codec=codec, shape=(64,), keys=keys)
+    kept = StoredState(decl=StateDecl(name="x", kind=kind, layout=layout), codec=codec, shape=(64,), keys=keys)
     kept.encode_(state, values, phase=3, new=new)
     parts = codec.allocate((64,), "cpu")
     codec.encode_(parts, values, phase=3 if phased else None, new=new if layout is StateLayout.FULL else None)

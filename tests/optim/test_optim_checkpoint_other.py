@@ -272,7 +272,7 @@ class TestBadCheckpoints:
     def test_numbers_that_no_step_leaves(self, spec: str) -> None:
         """NaN and infinity in any state, below zero in scales and squares: each refused, with nothing changed."""
         _, saved, _ = trained({"w": (17, 64)}, spec, steps=2)
-        kept = next(iter(saved.registry.live.values())).slots[0].kept
+        kept = next(iter(saved.registry.live.values())).slots[0].states
         squares = {key for part in kept if part.decl.kind is StateKind.V for _, key in part.keys}
         for key, value in saved.state_dict()["state"][0].items():
             below = key in squares or key.endswith(".scale") or key == "step"

@@ -15,12 +15,12 @@ from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
     convert,
-    needs_all_rows,
-    over_ranks,
+    norm_over_ranks,
     planned_growth,
+    sums_over_all_rows,
 )
 from baoc.optim.rules import RULES
-from baoc.optim.state import LiveBlock, allocate, make_slot, slot_under
+from baoc.optim.state import LiveBlock, allocate, make_slot, slot_with_spec
 from baoc.planning.cost import state_bytes
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 from tests.support.matched import last_rms_of
@@ -83,7 +83,7 @@ class Run:
 
     def decoded(self, state: str, name: str = "linear") -> Tensor:
         slots = [slot for live in self.optimizer.registry.live.values() for slot in live.slots if slot.name == name]
-        kept = next(kept for kept in slots[0].kept if kept.decl.name == state)
+        kept = next(kept for kept in slots[0].states if kept.decl.name == state)
         return kept.decode(self.state(name))
 
     def debiased(self, state: str, beta: float) -> Tensor:
@@ -351,11 +351,11 @@ def test_a_last_rms_that_states_do_not_tell_is_unknown() -> None:
 def test_no_v_is_seeded_below_the_square_of_m(spec: str, corrected: bool) -> None:
     run = Run(spec, steps=2)
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "conv"]
-    given: dict[str, Any] = {"beta": 0.9, "age": 5, "ctx": slot.form}
+    given: dict[str, Any] = {"beta": 0.9, "age": 5, "ctx": slot.shape_context}
     m = run.decoded("m", "conv") / (1 - 0.9**5 if corrected else 1)
-    torch.testing.assert_close(inherit.m_square(slot, run.state("conv"), **given), m.square())
+    torch.testing.assert_close(inherit.squared_m(slot, run.state("conv"), **given), m.square())
     (slot,) = [slot for slot in Run("rmsprop", steps=2).optimizer.registry.live["all"].slots if slot.name == "conv"]
-    assert inherit.m_square(slot, {}, **given) == 0
+    assert inherit.squared_m(slot, {}, **given) == 0
 
 
 def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
@@ -382,7 +382,7 @@ def test_a_tensor_without_elements_waits_for_no_gradient() -> None:
 def test_rows_of_all_ranks_are_needed_where_v_becomes_a_sum_over_columns(
     source: str, target: str, needed: bool
 ) -> None:
-    assert needs_all_rows(RULES[source].info, RULES[target].info) == needed
+    assert sums_over_all_rows(RULES[source].info, RULES[target].info) == needed
 
 
 @pytest.mark.parametrize(
@@ -396,19 +396,19 @@ def test_rows_of_all_ranks_are_needed_where_v_becomes_a_sum_over_columns(
 def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded: bool, waits: bool) -> None:
     run = Run(source)
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
-    other = slot_under(slot, spec=NATIVE[target])
+    other = slot_with_spec(slot, spec=NATIVE[target])
     (new,), report = allocate([other]), ConversionReport()
     how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": seeded}
     assert convert(slot, run.state(), other, new, spec=NATIVE[target], **how) == waits
-    for kept in other.kept:
+    for kept in other.states:
         new_one = waits and kept.decl.kind is StateKind.V
-        assert kept.decode(new).any() != new_one and (report.how[kept.decl.name] == "new") == new_one
+        assert kept.decode(new).any() != new_one and (report.outcomes[kept.decl.name] == "new") == new_one
     if other.counts_steps:
         assert new["step"] == (SEED_AGE if waits else STEPS)
 
 
 def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 rows this rank has three; `gathered` brings what all have."""
+    """Of 8 rows this rank has three; `unsharded_state` brings what all have."""
     rows = slice(2, 5)
     shard: Any = SimpleNamespace(param=torch.zeros(8, 6), group=SimpleNamespace(size=2), offset=12)
     shard.local_part = lambda value, shape: value[rows].reshape(shape)
@@ -417,15 +417,15 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     source, target = (make_slot("w", torch.zeros(3, 6), spec=spec, **given) for spec in specs)
     whole = {"step": torch.tensor(7.0), "m": torch.rand(8, 6), "v": torch.rand(8, 6)}
     asked: list[Any] = []
-    monkeypatch.setattr(migrate, "gathered", lambda *args, spec: asked.append((*args, spec)) or whole)
+    monkeypatch.setattr(migrate, "unsharded_state", lambda *args, spec: asked.append((*args, spec)) or whole)
     (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
     how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": True}
     for into, together in ((source, False), (target, True)):
-        found, state = migrate.of_all_rows(source, old, spec=specs[0], into=into.rule.info)
+        found, state = migrate.gather_if_needed(source, old, spec=specs[0], into=into.rule.info)
         assert (found.info.shape, found.param.device.type) == ((8, 6) if together else (3, 6), "cpu")
         assert state is (whole if together else old)
     assert not convert(found, state, target, new, spec=specs[1], **how)
-    assert asked == [(source, old, specs[0])] and report.how["v_row"] == "converted"
+    assert asked == [(source, old, specs[0])] and report.outcomes["v_row"] == "converted"
     v = whole["v"] / (1 - BETAS[1] ** 7)
     assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
     torch.testing.assert_close(new["v_row"], v.mean(1)[rows])
@@ -459,7 +459,7 @@ def test_the_norm_of_a_tensor_is_that_of_all_ranks_rows(size: int, expected: tup
     group = SimpleNamespace(size=size, all_reduce_=lambda sums: sums.add_(others))
     slot: Any = SimpleNamespace(shard=SimpleNamespace(group=group), param=torch.zeros(1))
     with torch.device("meta"):  # a default device of the user's
-        assert over_ranks(slot, norm=3.0, count=1) == expected
+        assert norm_over_ranks(slot, norm=3.0, count=1) == expected
 
 
 def test_conversion_errors_are_summed_up_in_double_precision() -> None:
@@ -489,9 +489,9 @@ def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() ->
     value, row, col = torch.rand(6, 5), torch.rand(6, dtype=torch.float64), torch.rand(17, dtype=torch.float64)
 
     def computed() -> list[Tensor]:
-        moments = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param)
-        nothing = inherit.m_square(slot, {}, beta=0.9, age=3, ctx=slot.form)
-        return [inherit.expand({folded: value}, ctx=slot.form, shape=(6, 17)), moments, nothing]
+        moments = inherit.from_moments(Moments(row=row, col=col), ctx=slot.shape_context, param=slot.param)
+        nothing = inherit.squared_m(slot, {}, beta=0.9, age=3, ctx=slot.shape_context)
+        return [inherit.expand({folded: value}, ctx=slot.shape_context, shape=(6, 17)), moments, nothing]
 
     wanted = computed()
     torch.set_default_dtype(torch.float64)
@@ -502,5 +502,5 @@ def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() ->
         torch.set_default_dtype(torch.float32)
     for a, b in zip(wanted, found, strict=True):
         assert a.device == b.device and a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
-    away = inherit.from_moments(Moments(row=row, col=col), ctx=slot.form, param=slot.param.to("meta"))
+    away = inherit.from_moments(Moments(row=row, col=col), ctx=slot.shape_context, param=slot.param.to("meta"))
     assert away.device.type == "meta"

@@ -69,7 +69,7 @@ def test_excluded_elements_keep_weight_and_states_and_the_rest_goes_on(spec: str
 
 
 def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
-    return next(slot.kept for live in optimizer.registry.live.values() for slot in live.slots if slot.name == name)
+    return next(slot.states for live in optimizer.registry.live.values() for slot in live.slots if slot.name == name)
 
 
 @pytest.mark.parametrize("spec", NATIVE)
@@ -114,7 +114,7 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
     ctx = RuleContext(step=5 if rule.info.counts_steps else 0, finite=finite, matrix=(9, 37))
     states, expected = {}, weight.detach().clone()
     for kept in _kept(optimizer, "w"):
-        states[kept.decl.name] = CODEC_IMPLS[kept.codec.info.name].decode(kept.parts(state), kept.shape).clone()
+        states[kept.decl.name] = CODEC_IMPLS[kept.codec.info.name].decode(kept.codec_tensors(state), kept.shape).clone()
     old = {name: value.clone() for name, value in states.items()}
     direction = rule.direction(clean, states=states, ctx=ctx)
     moved = expected * (1 - 1e-2 * 0.1)

@@ -174,5 +174,5 @@ def test_a_block_that_moves_to_another_rule_takes_that_rules_settings():
     steps(optimizer, params)
     optimizer.migrate({"a": "lion"})
     slot = optimizer.registry.live["a"].slots[0]
-    options = optimizer.options()[slot.row]
+    options = optimizer.options()[slot.options_index]
     assert (options.lr, options.betas) == (1e-2, (0.7, 0.9))

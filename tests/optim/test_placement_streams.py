@@ -137,7 +137,7 @@ def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytes
     def alone(ring: streaming.StagingPipeline, parts: list) -> list[streaming.Piece]:
         pieces = place(ring, parts)
         for chunk in (chunk for piece in pieces for chunk in piece.chunks[1:]):
-            ring.rival_chunks[chunk] = []
+            ring.overlapping_chunks[chunk] = []
         return pieces
 
     monkeypatch.setattr(streaming.StagingPipeline, "place", alone)
@@ -205,9 +205,9 @@ def test_gradients_that_are_released_do_not_gather_before_a_slow_link() -> None:
     """One piece may be on its way when the next one's gradients come, however far backward could run ahead."""
 
     class Counting(LateStreams):
-        def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
+        def record_use(self, tensors: Iterable[Tensor], *, name: str) -> None:
             left.append(self.given.get(STEP, 0) - self.done.get(STEP, 0))
-            super().keep(tensors, name=name)
+            super().record_use(tensors, name=name)
 
     left: list[int] = []
     streams, params = Counting(), make_params({name: (9, 32) for name in "abcdef"})

@@ -10,7 +10,7 @@ from baoc.core.catalogue import NATIVE
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim import backward as stepping
-from baoc.optim.backward import in_order
+from baoc.optim.backward import ordered_after
 from baoc.planning.cost import together
 from baoc.profiling.tracker import MemoryTracker
 from tests.support.optimizing import MATRICES, info, one_block, shapes_for
@@ -307,9 +307,9 @@ def test_a_group_waits_for_all_streams_that_its_gradients_came_on(monkeypatch: p
 
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(stepping, "stream_now", lambda device: (7, device.index, 1))
+    monkeypatch.setattr(stepping, "current_stream_id", lambda device: (7, device.index, 1))
     for streams in ({(3, 0, 1), (7, 0, 1)}, {(7, 0, 1)}, set()):  # the last one on a CPU
-        with in_order(streams):
+        with ordered_after(streams):
             done.append("step")
     assert done == ["7 after 3", "step", "3 after 7", "step", "step"]
 

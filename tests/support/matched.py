@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.migrate import last_rms
+from baoc.optim.migrate import last_update_rms
 
 LR = 1e-2
 
@@ -17,7 +17,7 @@ def moved_rms(params: dict[str, Tensor], before: dict[str, Tensor]) -> float:
 def last_rms_of(optimizer: BlockwiseOptimizer, block: str) -> float | None:
     """What a move of the block reads from its states."""
     registry = optimizer.registry
-    return last_rms(registry.live[block], state=registry.state, param_groups=optimizer.param_groups)
+    return last_update_rms(registry.live[block], state=registry.state, param_groups=optimizer.param_groups)
 
 
 def copies(params: dict[str, Tensor]) -> dict[str, Tensor]:

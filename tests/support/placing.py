@@ -58,11 +58,11 @@ class LateStreams(Streams):
         if mark is not None and self._hears(name, mark[0]):
             self._give(name, mark)
 
-    def wait_here(self, mark: tuple[str, int] | None) -> None:
+    def wait_on_host(self, mark: tuple[str, int] | None) -> None:
         if mark is not None and self._hears(HERE, mark[0]):
             self._reach(*mark)
 
-    def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
+    def record_use(self, tensors: Iterable[Tensor], *, name: str) -> None:
         self.kept += [(tensor, name) for tensor in tensors]
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
-from baoc.optim.backends.eager import EagerBackend, changed
+from baoc.optim.backends.eager import EagerBackend, was_recast
 from baoc.optim.backends.fused import ExchangedBackend, FusedBackend
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
@@ -71,9 +71,9 @@ def choose_backend(block: LiveBlock, *, name: str, numel: int = 0) -> BackendCho
     matter.
     """
     candidates = _automatic(block.spec, numel=numel) if name == "auto" else (name,)
-    if any(slot.gathers for slot in block.slots):
+    if any(slot.gathers_rows for slot in block.slots):
         candidates = (ExchangedBackend.name if name in ("auto", "fused", ExchangedBackend.name) else "eager",)
-    if any(slot.sums for slot in block.slots):
+    if any(slot.sums_over_ranks for slot in block.slots):
         candidates = (EagerBackend.name,)
     refused = []
     for candidate in candidates:
@@ -141,7 +141,7 @@ def build_backward_backend(
 
 def _check_as_built(slot: Slot) -> None:
     """Raises BadInputError where a parameter's shape or type is no longer that of its states or weights format."""
-    if not changed(slot):
+    if not was_recast(slot):
         return
     shape, dtype = tuple(slot.param.shape), slot.param.dtype
     if shape != slot.info.shape:

@@ -77,7 +77,7 @@ class Backend:
         """True if the current gradients are marked."""
         return False
 
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
+    def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
         """Parameter name -> non-finite elements found since this was last asked, without `wait` perhaps not all."""
         return {}
 
@@ -94,10 +94,10 @@ class StepUnit:
     """
 
     backends: list[Backend]
-    guarded: Mapping[Tensor, str]
-    joins: Sequence[Callable[[], object]] = ()
-    unread: dict[str, int] = field(default_factory=dict)
-    marking: list[Backend] = field(init=False)
+    checked_params: Mapping[Tensor, str]
+    waits: Sequence[Callable[[], object]] = ()
+    unreported_nonfinite: dict[str, int] = field(default_factory=dict)
+    self_excluding: list[Backend] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.marking = [backend for backend in self.backends if backend.excludes_nonfinite]
+        self.self_excluding = [backend for backend in self.backends if backend.excludes_nonfinite]

@@ -51,10 +51,10 @@ class EagerBackend(Backend):
 
     @property
     def moved(self) -> bool:
-        return any([changed(slot) for block in self.blocks for slot in block.slots])
+        return any([was_recast(slot) for block in self.blocks for slot in block.slots])
 
 
-def changed(slot: Slot) -> bool:
+def was_recast(slot: Slot) -> bool:
     """True if a parameter is no longer what its states and its kind of weights were made for."""
     param = slot.param
     return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
@@ -77,8 +77,10 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
         for block, slot in slots
         if slot.param.grad is not None and (slot.param.numel() or slot.shard is not None)
     ]
-    measures = {id(block): Measure() for block, _ in members}
-    fresh = [(block, slot) for block, slot in members if inputs.matching and block.match is not None and block.fresh]
+    measures = {id(block): UpdateSize() for block, _ in members}
+    fresh = [
+        (block, slot) for block, slot in members if inputs.matching and block.match is not None and block.rms_unmeasured
+    ]
     for batch in _batches(fresh):
         for (block, _), (direction, norm, count) in zip(
             batch, _directions(batch, inputs, shards=shards, store=False), strict=True
@@ -87,8 +89,8 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
             del direction  # a tensor that would be held beside those of the next batch
     for block in {id(block): block for block, _ in fresh}.values():
         assert block.match is not None
-        block.match[1], block.fresh = measures[id(block)].rms, False
-        measures[id(block)] = Measure()
+        block.match[1], block.rms_unmeasured = measures[id(block)].rms, False
+        measures[id(block)] = UpdateSize()
     for batch in _batches(members):
         for (block, slot), (direction, norm, count) in zip(
             batch, _directions(batch, inputs, shards=shards), strict=True
@@ -111,7 +113,7 @@ def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[L
     if not any(slot.shard for _, slot in members):
         yield from ([member] for member in members)
         return
-    sizes = [-(-slot.owner.numel() // (slot.shard.group.size if slot.shard else 1)) for _, slot in members]
+    sizes = [-(-slot.group_param.numel() // (slot.shard.group.size if slot.shard else 1)) for _, slot in members]
     batch: list[tuple[LiveBlock, Slot]] = []
     held, most = 0, max(sizes, default=0)
     for member, size in zip(members, sizes, strict=True):
@@ -129,18 +131,18 @@ def _directions(
 ) -> list[tuple[Direction, float | Tensor, int]]:
     """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
     runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
-    return in_lockstep(runs, shards=shards)
+    return run_in_lockstep(runs, shards=shards)
 
 
 def _measuring(
     slot: Slot, inputs: StepInputs, *, matched: bool, store: bool
 ) -> Summing[tuple[Direction, float | Tensor, int]]:
     finite, norm, count = inputs.masks.get(slot.param), 0.0, 0
-    if slot.param.numel() or slot.sums:
-        direction = yield from advancing(slot, inputs, finite=finite, store=store)
+    if slot.param.numel() or slot.sums_over_ranks:
+        direction = yield from advance_in_steps(slot, inputs, finite=finite, store=store)
     else:  # others have the parts of it
         direction = Direction(numerator=slot.param)
-        if slot.gathers and slot.shard is not None:
+        if slot.gathers_rows and slot.shard is not None:
             slot.shard.all_gather(torch.empty_like(slot.param, dtype=torch.float32))
     if not (matched and inputs.matching):
         return direction, norm, count
@@ -157,7 +159,7 @@ def _measuring(
     return direction, (whole.item() if whole.is_cpu else whole.to(torch.float32)), int(counted)
 
 
-def in_lockstep(runs: Sequence[Summing[T]], *, shards: ShardGroup | None) -> list[T]:
+def run_in_lockstep(runs: Sequence[Summing[T]], *, shards: ShardGroup | None) -> list[T]:
     """What `runs` return. Sums that several ask for at once are one message."""
     done: dict[int, T] = {}
     sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -185,9 +187,11 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
     return direction
 
 
-def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Summing[Direction]:
+def advance_in_steps(
+    slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True
+) -> Summing[Direction]:
     """`advance`, which stops for each sum over ranks."""
-    if not slot.sums:
+    if not slot.sums_over_ranks:
         return advance(slot, inputs, finite=finite, store=store)
     assert isinstance(slot.rule, SummingRule)
     work = _begin(slot, inputs, finite=finite, store=store)
@@ -197,7 +201,7 @@ def advancing(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: b
 
 
 @dataclass(slots=True, kw_only=True)
-class _Work:
+class _RuleInputs:
     """What a rule is given: the gradient in fp32 and the decoded states. `old` are the states of excluded elements."""
 
     grad: Tensor
@@ -206,8 +210,8 @@ class _Work:
     ctx: RuleContext
 
 
-def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _Work:
-    state, options = inputs.state[slot.param], inputs.options[slot.row]
+def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _RuleInputs:
+    state, options = inputs.state[slot.param], inputs.options[slot.options_index]
     step = 0
     if slot.counts_steps:
         count = state["step"]
@@ -227,13 +231,13 @@ def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool
         finite=finite,
         matrix=slot.matrix,
         transposed=slot.info.transposed,
-        shard=slot.shard if slot.gathers or slot.sums else None,
+        shard=slot.shard if slot.gathers_rows or slot.sums_over_ranks else None,
     )
-    old = {k.decl.name: states[k.decl.name][~finite] for k in slot.kept if k.full} if finite is not None else {}
-    return _Work(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
+    old = {k.decl.name: states[k.decl.name][~finite] for k in slot.states if k.is_full} if finite is not None else {}
+    return _RuleInputs(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
 
 
-def _end(slot: Slot, inputs: StepInputs, *, work: _Work, store: bool) -> None:
+def _end(slot: Slot, inputs: StepInputs, *, work: _RuleInputs, store: bool) -> None:
     """Gives excluded elements their states back and stores all in their formats."""
     if not store:
         return
@@ -241,14 +245,14 @@ def _end(slot: Slot, inputs: StepInputs, *, work: _Work, store: bool) -> None:
     for name, values in work.old.items():
         assert finite is not None
         work.states[name][~finite] = values
-    for kept in slot.coded if slot.param.numel() else ():
+    for kept in slot.encoded_states if slot.param.numel() else ():
         kept.encode_(inputs.state[slot.param], work.states[kept.decl.name], phase=inputs.phase, new=finite)
 
 
 def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A tensor's states as the rule works on them, fp32; without elements where this rank has no part."""
-    states = {name: state[name] for name in slot.direct}
-    for kept in slot.coded:
+    states = {name: state[name] for name in slot.in_place_states}
+    for kept in slot.encoded_states:
         states[kept.decl.name] = kept.decode(state)
     for decl in slot.rule.info.states if len(states) < len(slot.rule.info.states) else ():
         if decl.name not in states:
@@ -268,7 +272,7 @@ def apply_(
 
     16-bit parameters are updated in fp32, with their correction where they have one, and rounded once.
     """
-    param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.row]
+    param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.options_index]
     work = weights.master(param, state) if param.dtype in weights.SIXTEEN_BIT_DTYPES else param
     old = work[~finite] if finite is not None else None
     if options.weight_decay != 0:
@@ -285,7 +289,7 @@ def apply_(
     if finite is not None and old is not None:
         work[~finite] = old
     if work is not param:
-        options = {"weights": slot.weights, "name": slot.name, "phase": inputs.phase, "first": slot.first}
+        options = {"weights": slot.weights, "name": slot.name, "phase": inputs.phase, "first": slot.offset}
         weights.store_(param, state, work, **options)
 
 
@@ -293,7 +297,7 @@ def apply_(
 
 
 @dataclass(slots=True, kw_only=True)
-class Measure:
+class UpdateSize:
     """The own updates of a block's tensors in one step; the sum of squares is a tensor where they are on a device."""
 
     square: float | Tensor = 0.0

@@ -31,7 +31,7 @@ from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.codecs import lanes_of
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, local_shard, shard_of
-from baoc.optim.state import LiveBlock, Slot, State, whole_slot
+from baoc.optim.state import LiveBlock, Slot, State, unsharded_slot
 from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
 
@@ -43,7 +43,7 @@ _LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
 
 def kind_of(slot: Slot, *, weights: str) -> Kind:
     """The kernel that steps a parameter. Raises ValueError where there is none."""
-    kept = {kept.decl.kind: kept.codec.info.name for kept in reversed(slot.kept)}  # of several, the first counts
+    kept = {kept.decl.kind: kept.codec.info.name for kept in reversed(slot.states)}  # of several, the first counts
     return Kind(
         rule=slot.rule.info.name,
         m=kept.get(StateKind.M, "fp32"),
@@ -102,7 +102,7 @@ def _all_have_rows(shard: Shard) -> bool:
 class FusedBackend(Backend):
     """Blocks on NVIDIA GPUs (and on the CPU if Triton interprets), one engine per device.
 
-    Non-finite elements are left out by the kernels and counted on the device; `new_bad` reads the counts as they
+    Non-finite elements are left out by the kernels and counted on the device; `new_nonfinite` reads the counts as they
     arrive.
     """
 
@@ -123,7 +123,7 @@ class FusedBackend(Backend):
             return "Triton steps parameters on NVIDIA GPUs only"
         try:
             for slot in slots:
-                whole = slot if slot.shard is None else whole_slot(slot, spec=block.spec)
+                whole = slot if slot.shard is None else unsharded_slot(slot, spec=block.spec)
                 kind_of(whole, weights=block.spec.weights)
         except ValueError as error:
             return str(error)
@@ -164,7 +164,7 @@ class FusedBackend(Backend):
         if inputs.matching:
             self._sums.join(times=1 + bool(fresh))
         for block in fresh:
-            block.fresh = False
+            block.rms_unmeasured = False
 
     @property
     def moved(self) -> bool:
@@ -188,10 +188,10 @@ class FusedBackend(Backend):
     def marked(self) -> bool:
         return all(unit.marked for unit in self.units)
 
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
+    def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
         found: dict[str, int] = {}
         for unit in self._units or ():
-            found |= unit.new_bad(wait=wait)
+            found |= unit.new_nonfinite(wait=wait)
         return found
 
 
@@ -204,7 +204,7 @@ class ExchangedBackend(FusedBackend):
     @staticmethod
     def refusal(block: LiveBlock) -> str:
         """The same on all ranks."""
-        if not all(slot.gathers for slot in block.slots):
+        if not all(slot.gathers_rows for slot in block.slots):
             return "it steps matrices of which ranks hold some rows"
         if not all(slot.shard is not None and _all_have_rows(slot.shard) for slot in block.slots):
             return "a rank has no rows of one of its matrices"
@@ -228,7 +228,7 @@ class _SumsOverRanks:
 
     def fresh(self) -> list[LiveBlock]:
         """Blocks whose own RMS is measured in this step."""
-        found = [block for block in self._blocks if block.fresh] if self._shard is not None else []
+        found = [block for block in self._blocks if block.rms_unmeasured] if self._shard is not None else []
         return [block for block in found if any(slot.param.grad is not None for slot in block.slots)]
 
     def bind(self, engine: Engine, *, slots: Sequence[Slot]) -> None:
@@ -239,7 +239,7 @@ class _SumsOverRanks:
         self._bound = True
         places, at = [place for place, _ in mine], [self.slots[id(slot)] for _, slot in mine]
         index, where = (torch.tensor(each, dtype=torch.int64, device="cpu").to(engine.device) for each in (places, at))
-        whole = torch.tensor([slot.owner.numel() for _, slot in mine], dtype=torch.int64, device="cpu")
+        whole = torch.tensor([slot.group_param.numel() for _, slot in mine], dtype=torch.int64, device="cpu")
         engine.unsharded_numels = engine.numels.clone()
         engine.unsharded_numels[index] = whole.to(engine.device)
         held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=engine.device)
@@ -296,7 +296,7 @@ class _Unit:
         self._fresh = [
             (block, [table for table in self.tables if any(match is block.match for match in table.matches)])
             for block in held.values()
-            if block.fresh
+            if block.rms_unmeasured
         ]
 
     def device_context(self) -> AbstractContextManager[object]:
@@ -375,7 +375,7 @@ class _Unit:
         grad = next((param.grad for param in self._params if param.grad is not None), None)
         return grad is not None and self.mark_of() is grad
 
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
+    def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
         if wait:
             self.engine.read_num_nonfinite()
         now = self.engine.num_nonfinite_host.tobytes()
@@ -397,18 +397,18 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
     if shards is not None and kind.family.takes_workspace and shards.group.size > 1:
         unsharded_shapes = []
         for slot in slots:  # of which this rank has some rows
-            rows, cols = replace(slot.info, shape=tuple(slot.owner.shape)).matrix_shape or (0, 0)
+            rows, cols = replace(slot.info, shape=tuple(slot.group_param.shape)).matrix_shape or (0, 0)
             unsharded_shapes.append(
-                Shape(numel=slot.owner.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
+                Shape(numel=slot.group_param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
             )
     return FusedTable(
         [slot.param for slot in slots],
         kind=kind,
         states=[state[slot.param] for slot in slots],
-        groups=[slot.row for slot in slots],
+        groups=[slot.options_index for slot in slots],
         matches=[block.match for block, _ in members],
         shapes=shapes,
-        seeds=[rounding_seed(slot.name, first=slot.first) if kind.weights == "bf16_sr" else 0 for slot in slots],
+        seeds=[rounding_seed(slot.name, first=slot.offset) if kind.weights == "bf16_sr" else 0 for slot in slots],
         shards=shards.group if shards is not None and unsharded_shapes is not None else None,
         unsharded_shapes=unsharded_shapes,
     )

@@ -31,7 +31,7 @@ class HostedBackend(Backend):
         """`build`: the backend that steps them. `releases`: gradients are dropped as soon as a step returns."""
         super().__init__([live for piece in pieces for live in piece.blocks], state=state)
         self.pieces, self._releases = pieces, releases
-        self.done: set[int] = set()  # pieces, by their number, that were stepped in backward
+        self.stepped_in_backward: set[int] = set()  # pieces, by their number, that were stepped in backward
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
         self._pipeline = pipeline
@@ -41,7 +41,7 @@ class HostedBackend(Backend):
         self._shared: set[int] = set()
 
     def __call__(self, inputs: StepInputs) -> None:
-        done, self.done = self.done, set()
+        done, self.stepped_in_backward = self.stepped_in_backward, set()
         for index in range(len(self.pieces)):
             if index not in done:
                 self.step(index, inputs)
@@ -64,7 +64,7 @@ class HostedBackend(Backend):
 
     def mark(self) -> None:
         for index, backend in enumerate(self.inner):
-            if index not in self.done:
+            if index not in self.stepped_in_backward:
                 backend.mark()
 
     def forget_marks(self) -> None:
@@ -73,10 +73,10 @@ class HostedBackend(Backend):
 
     @property
     def marked(self) -> bool:
-        return all(backend.marked for index, backend in enumerate(self.inner) if index not in self.done)
+        return all(backend.marked for index, backend in enumerate(self.inner) if index not in self.stepped_in_backward)
 
-    def new_bad(self, *, wait: bool) -> dict[str, int]:
+    def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
         found: dict[str, int] = {}
         for backend in self.inner:
-            found |= backend.new_bad(wait=wait)
+            found |= backend.new_nonfinite(wait=wait)
         return found

@@ -20,7 +20,7 @@ from baoc.kernels.cpp import CODECS as NATIVE_CODECS
 from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Unavailable, library_or_error
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
-from baoc.optim.backends.eager import Measure, factor
+from baoc.optim.backends.eager import UpdateSize, factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
 from baoc.optim.shards import ShardGroup
@@ -147,9 +147,9 @@ class _Unit:
         rows = []
         for _, slot in table.members:
             step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
-            key = (slot.row, step)
+            key = (slot.options_index, step)
             if key not in known:
-                known[key] = settings_of(self.rule, options[slot.row], step=step)
+                known[key] = settings_of(self.rule, options[slot.options_index], step=step)
             rows.append(known[key])
         table.settings, table.divisors = [row[0] for row in rows], [row[1] for row in rows]
 
@@ -206,10 +206,10 @@ class _Unit:
             return
         self._run_all(inputs, whole=True, store=False)
         for block, measure in self._measures():
-            if block.fresh:
+            if block.rms_unmeasured:
                 assert block.match is not None
                 block.match[1] = measure.rms
-                block.fresh = False
+                block.rms_unmeasured = False
         for table in self.tables:
             rows = zip(table.members, table.norms, table.active, strict=True)
             table.factors = [
@@ -217,18 +217,18 @@ class _Unit:
                 for (block, _), (norm, count), active in rows
             ]
 
-    def _measures(self) -> list[tuple[LiveBlock, Measure]]:
+    def _measures(self) -> list[tuple[LiveBlock, UpdateSize]]:
         """Sums over the tensors with gradients, by block."""
-        found: dict[int, tuple[LiveBlock, Measure]] = {}
+        found: dict[int, tuple[LiveBlock, UpdateSize]] = {}
         for table in self.tables:
             for (block, _), (norm, count), active in zip(table.members, table.norms, table.active, strict=True):
                 if active:
-                    found.setdefault(id(block), (block, Measure()))[1].add(norm, count=count)
+                    found.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
         elsewhere = [(b, s) for b, s in self.cut if not s.param.numel() and s.param.grad is not None]
         for block, slot in elsewhere:
             if id(slot) in self.sums:
                 norm, count = self.sums[id(slot)]
-                found.setdefault(id(block), (block, Measure()))[1].add(norm, count=count)
+                found.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
         return list(found.values())
 
 
@@ -237,7 +237,7 @@ def _is_sure(block: LiveBlock) -> bool:
     if block.match is None:
         return True
     target, own = block.match.tolist()
-    return not block.fresh and own * max(1.0, target) >= target
+    return not block.rms_unmeasured and own * max(1.0, target) >= target
 
 
 def _native(
@@ -249,7 +249,7 @@ def _native(
         kind=kind,
         states=[state[slot.param] for slot in slots],
         shapes=[stored_shape(slot) for slot in slots],
-        seeds=[rounding_seed(slot.name, first=slot.first) % 2**32 for slot in slots],
+        seeds=[rounding_seed(slot.name, first=slot.offset) % 2**32 for slot in slots],
     )
 
 
@@ -277,7 +277,7 @@ def fold_of(rule: RuleInfo) -> int:
 
 def kind_of(slot: Slot) -> NativeKind:
     """The native step of one parameter."""
-    rule, codecs = slot.rule.info, {kept.decl.name: kept.codec.info.name for kept in slot.kept}
+    rule, codecs = slot.rule.info, {kept.decl.name: kept.codec.info.name for kept in slot.states}
     name, fold, weights = rule.name, fold_of(rule), slot.weights
     if fold > 1:
         name = "foam"

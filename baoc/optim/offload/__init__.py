@@ -25,7 +25,9 @@ __all__ = [
 
 def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
     """Host-placed blocks in the order in which backward is done with them, near enough: the last ones first."""
-    return [live for live in reversed(list(blocks)) if live.on_host and any(slot.owner.numel() for slot in live.slots)]
+    return [
+        live for live in reversed(list(blocks)) if live.on_host and any(slot.group_param.numel() for slot in live.slots)
+    ]
 
 
 class Pipelines:

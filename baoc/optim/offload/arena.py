@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.host_memory import PageLock, allocate_host_memory
-from baoc.optim.state import LiveBlock, State, fresh, views
+from baoc.optim.state import LiveBlock, State, initial_states, slab_views
 from baoc.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 def slab_of(live: LiveBlock, state: dict[Tensor, State]) -> Tensor:
     """The bytes (uint8) of a host-placed block that has any, as they lie in their storage."""
-    slot = next(slot for slot in live.slots if slot.parts)
-    first = state[slot.param][slot.parts[0].key]
+    slot = next(slot for slot in live.slots if slot.tensors)
+    first = state[slot.param][slot.tensors[0].key]
     begin = first.storage_offset() * first.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
     return whole[begin : begin + live.slab_bytes]
@@ -91,9 +91,9 @@ class HostArena:
             return found
         memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=there).memory, 0
         for live in blocks:
-            found[live] = fresh(live.slots)
+            found[live] = initial_states(live.slots)
             for slot, state in zip(live.slots, found[live], strict=True):
-                state |= views(slot, memory, begin=begin)
+                state |= slab_views(slot, memory, begin=begin)
                 begin += slot.slab_bytes
         return found
 
@@ -119,6 +119,6 @@ class HostArena:
         for live in blocks:
             memory[begin : begin + live.slab_bytes].copy_(slab_of(live, state))
             for slot in live.slots:
-                state[slot.param].update(views(slot, memory, begin=begin))
+                state[slot.param].update(slab_views(slot, memory, begin=begin))
                 begin += slot.slab_bytes
         return segment

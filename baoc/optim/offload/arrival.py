@@ -41,7 +41,7 @@ def fill_param(slot: Slot, state: State, *, whole: Tensor | None) -> None:
             whole = weights.replace_data_(slot.param, dtype=dtype, device=slot.param.device)
         weights.store_in_pieces_(slot.param, state, whole, weights=slot.weights, name=slot.name)
         if weights.CORRECTION in state and not slot.param.is_meta:
-            slot.taken_in = weights.checksum(slot.param)
+            slot.weight_checksum = weights.checksum(slot.param)
     elif whole is not None:
         slot.param.detach().copy_(whole)
 
@@ -54,9 +54,9 @@ def drop_stale_correction(slot: Slot, state: State, *, for_good: bool) -> None:
 
     `for_good`: a step begins, after which no one can tell any more.
     """
-    if slot.taken_in is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
+    if slot.weight_checksum is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
         return  # a parameter that was cast is refused by who steps it
-    if weights.checksum(slot.param) != slot.taken_in:
+    if weights.checksum(slot.param) != slot.weight_checksum:
         state[weights.CORRECTION].zero_()
     if for_good:
-        slot.taken_in = None
+        slot.weight_checksum = None

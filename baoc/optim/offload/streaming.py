@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baoc.optim.offload.arena import slab_of
 from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, CudaStreams, Streams
-from baoc.optim.state import LiveBlock, State, views
+from baoc.optim.state import LiveBlock, State, slab_views
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
@@ -36,10 +36,10 @@ class _Chunk:
 
     def __init__(self, *, first: int, end: int, runs: list[tuple[Tensor, Tensor]]):
         self.first, self.end = first, end
-        self.left: tuple[int, Any] = (0, None)  # number and mark of its last copy out
+        self.last_copy_out: tuple[int, Any] = (0, None)  # number and mark of its last copy out
         self._runs = runs  # bytes on the host, bytes in the ring
 
-    def meets(self, other: "_Chunk") -> bool:
+    def overlaps(self, other: "_Chunk") -> bool:
         return self.first < other.end and other.first < self.end
 
     def copy_in(self) -> None:
@@ -61,8 +61,8 @@ class Piece:
         self.blocks = list(blocks)
         self.first, self.end = first, first + sum(live.slab_bytes for live in self.blocks)
         self.order = self.index = 0  # its order of travel, and its index there
-        self.here = False  # its states are in its place, or on their way
-        self.wanted = False  # they are to be stepped before they leave
+        self.is_staged = False  # its states are in its place, or on their way
+        self.awaits_step = False  # they are to be stepped before they leave
         self.ready: Any = None  # mark after which its step may begin
         self._home = home
         self.staged: dict[Tensor, State] = {}
@@ -70,7 +70,7 @@ class Piece:
         for live in self.blocks:
             for slot in live.slots:
                 steps = {"step": home[slot.param]["step"]} if slot.counts_steps else {}
-                self.staged[slot.param] = {**steps, **views(slot, memory, begin=begin)}
+                self.staged[slot.param] = {**steps, **slab_views(slot, memory, begin=begin)}
                 begin += slot.slab_bytes
         self.chunks = self._cut(memory, chunk_bytes=chunk_bytes)
 
@@ -136,17 +136,17 @@ class StagingPipeline:
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         # When the ring is gone, its memory must not be reused before the streams are done with it.
         weakref.finalize(self, self.streams.finish).atexit = False
-        self._given: Any = self.streams.mark(MAIN)  # mark after which the memory's former owner is done
+        self._memory_free: Any = self.streams.mark(MAIN)  # mark after which the memory's former owner is done
         self._orders: list[list[Piece]] = []
         self._order: list[Piece] = []  # the one in use
         # Pieces with bytes in common. Not in the pieces, as a cycle of references would keep the memory alive.
-        self._rivals: dict[Piece, list[Piece]] = {}
-        self.rival_chunks: dict[_Chunk, list[_Chunk]] = {}
-        self._turn: set[int] = set()  # indices in it that were stepped in this step
+        self._overlapping: dict[Piece, list[Piece]] = {}
+        self.overlapping_chunks: dict[_Chunk, list[_Chunk]] = {}
+        self._stepped_indices: set[int] = set()  # indices in it that were stepped in this step
         self._next = 0  # index to fetch next; from the order's length on, for the next step
-        self._num_left = 0
+        self._num_copies_out = 0
         self._stepped: Any = None
-        self._before: Any = None  # mark of the last but one step whose gradients are dropped
+        self._step_before_last: Any = None  # mark of the last but one step whose gradients are dropped
         self._singles: dict[str, Piece] = {}
 
     def pieces(self, kind_of: Callable[[LiveBlock], Hashable]) -> dict[Any, list[Piece]]:
@@ -190,10 +190,10 @@ class StagingPipeline:
         everyone = [piece for order in self._orders for piece in order]
         for piece in everyone:
             rivals = [p for p in everyone if p is not piece and p.first < piece.end and piece.first < p.end]
-            self._rivals[piece] = rivals
+            self._overlapping[piece] = rivals
             for chunk in piece.chunks:
-                chunks = [other for rival in rivals for other in rival.chunks if other.meets(chunk)]
-                self.rival_chunks[chunk] = chunks
+                chunks = [other for rival in rivals for other in rival.chunks if other.overlaps(chunk)]
+                self.overlapping_chunks[chunk] = chunks
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
@@ -205,65 +205,67 @@ class StagingPipeline:
         """
         streams = self.streams
         if releases:
-            streams.wait_here(self._before)
-            self._before = self._stepped
-        self._take_turn(piece)
-        if not piece.here:
+            streams.wait_on_host(self._step_before_last)
+            self._step_before_last = self._stepped
+        self._note_step(piece)
+        if not piece.is_staged:
             self.load(piece)
             self._next = max(self._next, piece.index + 1)
         streams.wait(STEP, streams.mark(MAIN))
         streams.wait(STEP, piece.ready)
         if releases:
-            streams.keep(piece.grads, name=STEP)
+            streams.record_use(piece.grads, name=STEP)
         streams.run(STEP, work)
         self._stepped = streams.mark(STEP)
         streams.wait(OUT, self._stepped)
         for chunk in piece.chunks:
             streams.run(OUT, chunk.copy_out)
-            self._num_left += 1
-            chunk.left = (self._num_left, streams.mark(OUT))
-        piece.ready, piece.wanted = piece.chunks[-1].left[1], False
-        self._send_for_more()
+            self._num_copies_out += 1
+            chunk.last_copy_out = (self._num_copies_out, streams.mark(OUT))
+        piece.ready, piece.awaits_step = piece.chunks[-1].last_copy_out[1], False
+        self._prefetch()
 
-    def _take_turn(self, piece: Piece) -> None:
+    def _note_step(self, piece: Piece) -> None:
         """Notes that the piece is stepped. A piece that comes a second time begins the next step."""
         if self._orders[piece.order] is not self._order:  # which may have the same blocks in other pieces
             self.invalidate()
             self.streams.wait(IN, self.streams.mark(OUT))
             self._order = self._orders[piece.order]
-            self._turn.clear()
-        if piece.index in self._turn:
-            self._turn.clear()
+            self._stepped_indices.clear()
+        if piece.index in self._stepped_indices:
+            self._stepped_indices.clear()
             self._next = max(self._next - len(self._order), 0)
-        self._turn.add(piece.index)
+        self._stepped_indices.add(piece.index)
 
-    def _send_for_more(self) -> None:
+    def _prefetch(self) -> None:
         """Fetches the next pieces, until the place of one is held by another that waits to be stepped."""
         num = len(self._order)
         while self._next < 2 * num:
             piece = self._order[self._next % num]
-            stepped = piece.index in self._turn
-            if self._next < num if stepped else piece.wanted:
+            stepped = piece.index in self._stepped_indices
+            if self._next < num if stepped else piece.awaits_step:
                 pass  # not needed in this round any more, or fetched already
-            elif (self._next >= num and not stepped) or any(rival.wanted for rival in self._rivals[piece]):
+            elif (self._next >= num and not stepped) or any(rival.awaits_step for rival in self._overlapping[piece]):
                 return
-            elif piece.here:
-                piece.wanted = True
+            elif piece.is_staged:
+                piece.awaits_step = True
             else:
                 self.load(piece)
             self._next += 1
 
     def load(self, piece: Piece) -> None:
         streams = self.streams
-        if self._given is not None:
-            streams.wait(IN, self._given)
-            self._given = None
+        if self._memory_free is not None:
+            streams.wait(IN, self._memory_free)
+            self._memory_free = None
         for chunk in piece.chunks:
-            streams.wait(IN, max((one.left for one in (chunk, *self.rival_chunks[chunk])), key=itemgetter(0))[1])
+            streams.wait(
+                IN, max((one.last_copy_out for one in (chunk, *self.overlapping_chunks[chunk])), key=itemgetter(0))[1]
+            )
             streams.run(IN, chunk.copy_in)
-        for rival in self._rivals[piece]:
-            rival.here = rival.wanted = False
-        piece.here = piece.wanted = True
+        for rival in self._overlapping[piece]:
+            rival.is_staged = rival.awaits_step = False
+        piece.is_staged = piece.awaits_step = True
         piece.ready = streams.mark(IN)
 
     def join(self) -> None:
@@ -274,15 +276,15 @@ class StagingPipeline:
 
     def drain(self) -> None:
         """Waits until all steps are over, so that the memory of dropped gradients is free. `join` comes first."""
-        self.streams.wait_here(self.streams.mark(STEP))
+        self.streams.wait_on_host(self.streams.mark(STEP))
 
     def synchronize(self) -> None:
         """Waits until all states are at home and no copy is on its way."""
-        self.streams.wait_here(self.streams.mark(OUT))
-        self.streams.wait_here(self.streams.mark(IN))
+        self.streams.wait_on_host(self.streams.mark(OUT))
+        self.streams.wait_on_host(self.streams.mark(IN))
 
     def invalidate(self) -> None:
         """Has all states fetched again, because those at home were changed."""
-        for piece in self._rivals:
-            piece.here = piece.wanted = False
+        for piece in self._overlapping:
+            piece.is_staged = piece.awaits_step = False
         self._next = 0

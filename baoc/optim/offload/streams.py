@@ -29,10 +29,10 @@ class Streams:
     def wait(self, name: str, mark: Any) -> None:
         """Work that the stream is given from now on waits for the mark."""
 
-    def wait_here(self, mark: Any) -> None:
+    def wait_on_host(self, mark: Any) -> None:
         """The calling thread waits for the mark."""
 
-    def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
+    def record_use(self, tensors: Iterable[Tensor], *, name: str) -> None:
         """Keeps the memory of tensors that the caller drops from being reused before the stream is done with them."""
 
     def finish(self) -> None:
@@ -63,11 +63,11 @@ class CudaStreams(Streams):
         if mark is not None:
             self._named(name).wait_event(mark)
 
-    def wait_here(self, mark: torch.cuda.Event | None) -> None:
+    def wait_on_host(self, mark: torch.cuda.Event | None) -> None:
         if mark is not None:
             mark.synchronize()
 
-    def keep(self, tensors: Iterable[Tensor], *, name: str) -> None:
+    def record_use(self, tensors: Iterable[Tensor], *, name: str) -> None:
         for tensor in tensors:
             tensor.record_stream(self._named(name))
 
