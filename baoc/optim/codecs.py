@@ -423,7 +423,7 @@ class StoredState:
     is_full: bool = field(init=False)  # one number per element of the parameter
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "full", self.decl.layout is StateLayout.FULL)
+        object.__setattr__(self, "is_full", self.decl.layout is StateLayout.FULL)
 
     def codec_tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {part: state[key] for part, key in self.keys}

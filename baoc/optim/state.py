@@ -128,8 +128,8 @@ class LiveBlock:
     """A block as it runs: its spec, its slots, and its matching state.
 
     `match` is fp32[2] on the block's device: target and own update RMS, own < 0 where it is not measured yet.
-    `unseeded` names the parameters whose v is to be started by their next gradient, see `optim.seeding`; `previous_rms` is
-    the update RMS before that.
+    `unseeded` names the parameters whose v is initialised from their next gradient, see `optim.seeding`; `previous_rms`
+    is the block's update RMS before the migration that left them so.
     """
 
     block: Block

@@ -124,7 +124,7 @@ def test_bit_for_bit_the_step_in_which_they_were_excluded(spec: str) -> None:
         moved.addcdiv_(direction.numerator, direction.denominator, value=-(1e-2 / direction.divisor))
     for kept in _kept(optimizer, "w"):
         name = kept.decl.name
-        values = torch.where(finite, states[name], old[name]) if kept.full else states[name]
+        values = torch.where(finite, states[name], old[name]) if kept.is_full else states[name]
         kept.encode_(state, values, phase=5, new=finite)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.where(finite, moved, expected))
