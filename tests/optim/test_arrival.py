@@ -23,7 +23,7 @@ SHAPES = {"conv": (8, 3, 3, 5), "odd": (9, 37), "one": (1,), "v257": (257,), "em
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PIECE", 100)
+    monkeypatch.setattr(weights, "ELEMENTS_PER_PIECE", 100)
 
 
 def params(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def test_what_comes_is_bit_for_bit_what_is_narrowed_there(
     there, coming = params(dtype), params(dtype)
     strides = {name: param.stride() for name, param in there.items()}
     came = build(coming, spec, device=ELSEWHERE)
-    monkeypatch.setattr(weights, "PIECE", 2**30)
+    monkeypatch.setattr(weights, "ELEMENTS_PER_PIECE", 2**30)
     whole = build(there, spec)
     for a, b in ((values(there), values(coming)), (state_tensors(whole), state_tensors(came))):
         assert a.keys() == b.keys()
@@ -65,7 +65,7 @@ def test_a_gradient_goes_along_and_a_tied_weight_comes_once(small_pieces: None) 
 @pytest.mark.parametrize("spec", ["adamw_int8+split8", "sign+bf16_sr", "adamw_int8+split8@streamed"])
 def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host and device are one here: what is there is the whole weights that still wait, and what was taken in."""
-    monkeypatch.setattr(weights, "PIECE", 4096)
+    monkeypatch.setattr(weights, "ELEMENTS_PER_PIECE", 4096)
     made = make_params({name: (256, 256) for name in "abcd"})
     waiting: list[list[torch.dtype]] = []
     enlist = BlockRegistry.add_block
@@ -130,7 +130,7 @@ class _Sums(TorchDispatchMode):
 
 
 def test_weights_are_told_apart_by_parts_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "LOOK", 100)
+    monkeypatch.setattr(weights, "ELEMENTS_PER_CHECKSUM", 100)
     one = torch.randn(41, 24).bfloat16()
     with _Sums() as sums:
         known = weights.checksum(one)
