@@ -264,9 +264,9 @@ class BudgetedStrategy(Strategy):
                     probe,
                     latency=self.latency,
                     record_latency=self.record_latency,
-                    hides=settings.overlap and leaves_gradients(trainer),
+                    host_steps_overlap_backward=settings.overlap and leaves_gradients(trainer),
                     weights_on_host=self._waits,
-                    decided=self.decided,
+                    known_footprint=self.decided,
                 )
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))

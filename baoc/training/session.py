@@ -2,9 +2,9 @@
 
 1. A `Measurer` runs a step and returns its `Footprint` (bytes without optimizer state) and, where time is limited, a
    `LatencyTable`: `Probe` under a Trainer, `CallerProbe` in a plain loop. `assume` plans without one.
-2. `measure` plans by them, with recomputed layers and gathered layers as the settings ask. Where weights in full have
-   no room it measures with 16-bit ones; where no plan fits it names a budget that was planned for.
-3. `start` builds the `BlockwiseOptimizer` on the plan, and the `Reallocator` that holds both.
+2. `Session.measure` plans by them. If the settings leave the number of recomputed layers open, or resharding of
+   fully_shard, it searches them: `search_resharding` calls `_plan_layers`, which calls `_plan_once` for each try.
+3. `Session.start` builds the `BlockwiseOptimizer` on the plan, and the `Reallocator` that holds both.
 """
 
 import logging
@@ -52,20 +52,21 @@ from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, Pa
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 log = logging.getLogger(__name__)
-TIMING_S = 5.0  # what a latency table may take where a step_time limit needs it
-RECORDING_S = 0.5  # and where it is only written down
-MOST_CONFIRMED = 4  # budgets that are planned for before a refusal names one
-MOST_RETIMED = 4  # plans whose specs are timed before one is taken
+LIMITED_TIMING_S = 5.0  # seconds to spend on a latency table that a step_time limit needs
+RECORDED_TIMING_S = 0.5  # and on one that is only written into the run folder
+MAX_CONFIRMATIONS = 4  # budgets that are planned for before a refusal names one
+MAX_RETIMINGS = 4  # plans whose specs are timed before one is taken
+LARGE_TIE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """Everything a budgeted optimizer needs to know beside its parameters and its budget.
 
-    `overlap`: blocks whose states are on the host are stepped in backward, where nothing is to change their gradients.
-    `checkpointing`: how many layers of the module recompute their activations in backward, see
-    `baoc.models.switches.recomputable_layers`: all, none, or so many, the first ones; auto takes the fewest with which
-    the plan is as good as with all; None leaves the module as it is.
+    `overlap`: step host-placed blocks in backward, if nothing changes their gradients after it.
+    `checkpointing`: number of layers, from the first, that recompute their activations in backward (see
+    `baoc.models.switches.recomputable_layers`). True: all. "auto": the fewest with which the plan is as good as with
+    all. None: leave the module as it is.
     """
 
     planner: PlannerSettings = field(default_factory=lambda: PlannerSettings(risk=MEASURED, family=AUTO))
@@ -87,189 +88,13 @@ class SessionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """Layers of fully_shard: `switch(reshards)` sets their reshard_after_forward; `num_bytes` of all of them."""
+    """Layers of fully_shard whose reshard_after_forward is open.
+
+    `switch(reshards)` sets it; `num_bytes` are what all of them take unsharded.
+    """
 
     switch: Callable[[bool], None]
     num_bytes: int
-
-
-def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:
-    """Warns of a matrix that is embedding and head in one and begins LARGE times as large as a head's usual weights,
-    where the plan's rates were measured on networks that begin small: logits begin saturated there, and training at
-    these rates was seen to end worse than at AdamW's."""
-    if plan.basis is None or not any(multiple > 1 for multiple in (plan.basis.lr or {}).values()):
-        return
-    for info in infos:
-        weight = params.get(info.name)
-        if not info.aliases or len(info.shape) != 2 or weight is None or weight.is_meta:
-            continue
-        rms, usual = float(weight.detach().float().square().mean().sqrt()), info.shape[1] ** -0.5
-        if rms > LARGE * usual:
-            log.warning(
-                "%s is tied (%s) and begins with weights of RMS %.2g, where %.2g is usual for a head of its width: the "
-                "plan's rates were measured on embeddings that begin at .02, and such a network can end worse than "
-                "with AdamW. Initialise it smaller (nn.init.normal_(weight, std=0.02)), or choose another recipe",
-                info.name, ", ".join(info.aliases), rms, usual,
-            )  # fmt: skip
-
-
-def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **asked: Any) -> SessionSettings:
-    """The settings with those that are `asked` for beside them, where not None, and with a recipe in the place of their
-    allocator. Raises BadInputError where another one was set."""
-    if not isinstance(settings, SessionSettings):
-        raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
-    settings = replace(settings, **{key: value for key, value in asked.items() if value is not None})
-    if recipe is None:
-        return settings
-    if recipe == RACED:
-        raise BadInputError(
-            'recipe="raced" is of run.py, which knows the data that it races on: give the file of the race that is '
-            'yours, such as recipe="outputs/races/NAME.json"; its "lr" is the learning rate that was best'
-        )
-    found = find_recipe(recipe)
-    matching = settings.rms_matching if found.matching else False
-    return replace(settings, planner=replace(settings.planner, recipe=found), rms_matching=matching)
-
-
-def without_scratch_measurements(
-    settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None
-) -> SessionSettings:
-    """The settings without what was measured in training from scratch, where weights are `pretrained`: as it says, or
-    with None as far as the network tells."""
-    require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
-    known = pretrained if pretrained is not None else network is not None and bool(pretrained_reason(network))
-    return replace(settings, planner=replace(settings.planner, family=None)) if known else settings
-
-
-def make_profiler(
-    planner: Planner,
-    params: Mapping[str, Tensor],
-    *,
-    settings: SessionSettings,
-    betas: tuple[float, float],
-    ranks: Ranks = SINGLE_PROCESS,
-) -> GradientProfiler | None:
-    """The profiler that the settings call for, or None with reallocation=off; its bytes join the footprint."""
-    if settings.reallocation.mode == "off":
-        return None
-    profiler = GradientProfiler(
-        planner.blocks,
-        params=params,
-        betas=betas,
-        incremental=settings.release is not False,
-        ranks=ranks,
-    )
-    if planner.footprint is not None:
-        planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
-    return profiler
-
-
-def _profiler_with_room(
-    planner: Planner,
-    params: Mapping[str, Tensor],
-    *,
-    settings: SessionSettings,
-    betas: tuple[float, float],
-    ranks: Ranks,
-) -> GradientProfiler | None:
-    """The profiler. Where there is no room for it, one outside of the cap tells its bytes: InfeasibleBudgetError where
-    no plan holds the budget beside it, else torch.OutOfMemoryError."""
-    with suppress(torch.OutOfMemoryError):
-        return ranks.run_or_raise_on_all(
-            lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks)
-        )
-    device = next(iter(params.values())).device
-    clear_cache(device)
-    with uncapped(device, budget=planner.budget):
-        make_profiler(planner, params, settings=settings, betas=betas)
-    planner.propose()
-    raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
-
-
-def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
-    """Whether a run with the budget that a refusal names may need other bytes: torch's allocator reserves less where it
-    may not have more, so a step that was measured outside of the cap, or with weights of 16 bits, tells others."""
-    other = refusal.least_step_s is not None or refusal.least_host_bytes is not None
-    return device.type == "cuda" and refusal.budget_bytes > 0 and not other and ranks() is SINGLE_PROCESS
-
-
-def least_confirmed_bytes(least: int, *, plan_at: Callable[[int], int]) -> int | None:
-    """The least bytes of a few that were planned for, `least` first; None where nothing could be planned. `plan_at`
-    plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError."""
-    held = None
-    for _ in range(MOST_CONFIRMED):
-        try:
-            fewer = plan_at(least)
-        except InfeasibleBudgetError as error:
-            if held is not None:
-                break
-            least = max(error.without_frames().least_feasible_bytes, least + 1)
-        except (BadInputError, torch.OutOfMemoryError):
-            break
-        else:
-            held, least = least, min(least, fewer)
-            if least == held:
-                break
-    return held
-
-
-def bf16_weight_specs(planner: PlannerSettings) -> list[OptimizerSpec]:
-    """The specs of a catalogue that keep weights in 16 bits."""
-    return [spec for spec in planner.rows.values() if spec.weights != "native"]
-
-
-def params_that_may_be_bf16(
-    blocks: Sequence[Block], *, params: Mapping[str, Tensor], planner: PlannerSettings
-) -> dict[str, Tensor]:
-    """The parameters that some plan of these settings would keep in 16 bits, though they come in more."""
-    only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator that leaves no choice
-    rows = [(spec, RULE_INFOS[spec.rule]) for spec in bf16_weight_specs(planner) if only in (None, spec.name)]
-    keep = planner.keep_fp32_roles
-    found = {
-        param.name: params[param.name]
-        for block in blocks
-        if any(applies(block, spec=spec, rule=rule, keep_fp32_roles=keep) is None for spec, rule in rows)
-        for param in block.params
-    }
-    return {name: param for name, param in found.items() if param.element_size() > torch.bfloat16.itemsize}
-
-
-def largest_shards(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
-    """What a budget of a device is planned for: of sharded parameters the part of the rank that has most."""
-    return tuple(largest_shard(info, param=params[info.name]) for info in infos)
-
-
-def refuse_sharded(
-    params: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings, probed: bool = True
-) -> None:
-    """Raises BadInputError for what is not done yet where parameters are sharded."""
-    if not any(map(is_sharded, params.values())):
-        return
-    if budget.step_time is not None:
-        raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
-    if budget.memory_bytes is not None and not probed:
-        raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
-
-
-def all_specs_use_bf16_weights(planner: PlannerSettings) -> bool:
-    """Whether every plan of these settings keeps in 16 bits whatever it may."""
-    only = ALLOCATORS[planner.allocator].traits.only_spec
-    return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
-
-
-def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does; names are
-    those of the module."""
-    children = ((f"{name}.", getattr(module, name, None)) for name in ("model", "net", "network"))
-    inner = ((prefix, child) for prefix, child in children if isinstance(child, nn.Module))
-    for prefix, declares in (*inner, ("", module)):
-        blocks: Any = getattr(declares, "parameter_blocks", None)
-        if blocks is not None:
-            return {block: [prefix + name for name in names] for block, names in blocks().items()}
-    return None
-
-
-LARGE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
 
 class Measurer(Protocol):
@@ -278,8 +103,7 @@ class Measurer(Protocol):
     accumulation: int  # micro-batches of a step
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
-        """Bytes of a step without optimizer state; with the parameters of each block `released`, gradients go in
-        backward."""
+        """Bytes of a step without optimizer state. `released`: the parameters of each block under gradient release."""
         ...
 
     def latency(
@@ -291,16 +115,22 @@ class Measurer(Protocol):
         given: LatencyTable | None = None,
         released: Sequence[Sequence[Tensor]] = (),
     ) -> LatencyTable:
-        """Seconds of a step, `needed` specs timed; the rest of a step is as in a `given` table."""
+        """Seconds of a step, with the `needed` specs timed. `given`: a table with the seconds of everything else."""
         ...
 
 
 class Session:
-    """Plans once a Measurer has measured a step, and is given the optimizer afterwards.
+    """Plans once a Measurer has measured a step, and then builds the optimizer.
 
-    Blocks are those that `module` declares, as far as they are of `params`. `betas` are the optimizer's, for the
-    profiler. `ranks` measure in step, so that an error of one is one of all; the
-    plan is rank 0's, by what the rank measured that needs most.
+    `plan` and `planner` exist after `measure` or `assume`.
+
+    Args:
+        infos: The parameters to plan for, see `largest_shards`.
+        params: The tensors, by name.
+        betas: The optimizer's, for the profiler.
+        module: The network; its declared blocks are used, as far as they are of `params`.
+        ranks: Measure together: an error on one is raised on all. Rank 0 plans, by the footprint of the rank that needs
+            most.
     """
 
     def __init__(
@@ -329,15 +159,15 @@ class Session:
         planner = settings.planner
         blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
         released = [[params[param.name] for param in block.params] for block in blocks]
-        self.released = released if settings.release is not False else []  # for who measures a step
+        self.released = released if settings.release is not False else []  # for the measurer
         hidden = {p.name for block in blocks if block.role not in (Role.EMBEDDING, Role.HEAD) for p in block.params}
         self.hidden = [param for name, param in params.items() if name in hidden]  # that Muon may step
         self.bf16_params = params_that_may_be_bf16(blocks, params=params, planner=planner)
         self.bf16_savings = bf16_savings(self.bf16_params)
         self.context_bytes = context_bytes(device)
         self.latency: LatencyTable | None = None
-        self.layers_summary = ""  # how they are recomputed and gathered, where that was asked for
-        self.resharding: Resharding | None = None  # if it is open
+        self.layers_summary = ""  # how layers are recomputed and resharded, if the settings say so
+        self.resharding: Resharding | None = None  # if reshard_after_forward is open
         self.reshards: bool | None = None
         self.planner: Planner
         self.plan: Plan
@@ -352,31 +182,69 @@ class Session:
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
-    def measure(self, measurer: Measurer, **given: Any) -> None:
-        """Plans by what `measurer` finds within the budget's cap, see `_measure`, with as many recomputed layers as the
-        settings ask for. Where that is auto, none of them, all, and the number in question are measured; likewise
-        layers of fully_shard with reshard_after_forward and without.
-        """
-        plan = partial(self._in_layers, partial(self._measure, measurer, **given))
-        plan = plan if self.resharding is None else partial(self.plan_resharding, plan, self.resharding)
-        try:
-            return plan()
-        except InfeasibleBudgetError as error:
-            own = self.budget.memory_bytes is None or self.settings.planner.recipe is not None
-            if own or not needs_confirmation(self.device, error):
-                raise  # bytes of states were counted, and of a recipe its own bytes are named
-            refusal = error.without_frames()
-        raise self.confirmed(refusal, plan=plan)
+    def measure(
+        self,
+        measurer: Measurer,
+        *,
+        latency: LatencyTable | None = None,
+        record_latency: bool = False,
+        host_steps_overlap_backward: bool = False,
+        weights_on_host: bool = False,
+        known_footprint: Footprint | None = None,
+    ) -> None:
+        """Measures a step within the budget's cap and plans by it, with recomputed and resharded layers searched.
 
-    def confirmed(self, refusal: InfeasibleBudgetError, *, plan: Callable[[], None]) -> InfeasibleBudgetError:
-        """The refusal with a budget that was planned for."""
+        Args:
+            latency: Step times that were measured before.
+            record_latency: Measure step times even if no limit needs them.
+            host_steps_overlap_backward: Gradients are final in backward, so host-placed blocks can be stepped there.
+            weights_on_host: The weights wait in CPU memory, as they exceed the budget unless in bf16.
+            known_footprint: A footprint by which this very step was found to fit.
+
+        Raises:
+            InfeasibleBudgetError: No plan fits. On a GPU the budget that it names was planned for.
+            BadInputError: The host lacks the memory of a plan, or the device has no room to time a step.
+        """
+
+        plan_once = partial(
+            self._plan_once,
+            measurer,
+            latency=latency,
+            record_latency=record_latency,
+            host_steps_overlap_backward=host_steps_overlap_backward,
+            weights_on_host=weights_on_host,
+            known_footprint=known_footprint,
+        )
+
+        def replan() -> None:
+            if self.resharding is None:
+                self._plan_layers(plan_once)
+            else:
+                self.search_resharding(lambda: self._plan_layers(plan_once), self.resharding)
+
+        try:
+            replan()
+            return
+        except InfeasibleBudgetError as error:
+            # The least bytes of a state budget were counted, not measured; those of a recipe are the recipe's own.
+            exact = self.budget.memory_bytes is None or self.settings.planner.recipe is not None
+            if exact or not needs_confirmation(self.device, error):
+                raise
+            refusal = error.without_frames()
+        raise self.confirm_refusal(refusal, replan=replan)
+
+    def confirm_refusal(self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None]) -> InfeasibleBudgetError:
+        """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
+
+        Afterwards `plan` and `planner` belong to one of these and must not be used.
+        """
         budget = self.budget
 
         def plan_at(num_bytes: int) -> int:
             clear_cache(self.device)
             self.budget = replace(budget, memory_bytes=num_bytes)
             cap_device(self.device, budget=self.budget)
-            plan()
+            replan()
             return self.plan.least_feasible_bytes
 
         least = least_confirmed_bytes(refusal.least_feasible_bytes, plan_at=plan_at)
@@ -398,66 +266,109 @@ class Session:
             specs=self.planner.specs,
         )
 
-    def plan_resharding(self, plan: Callable[[], None], resharding: Resharding) -> None:
-        """Plans with reshard_after_forward, or without it where a memory budget holds a plan as good then, and no more
-        layers are recomputed.
+    def search_resharding(self, replan: Callable[[], None], resharding: Resharding) -> None:
+        """Plans with reshard_after_forward; without it if a memory budget then holds a plan as good, with no more
+        recomputed layers.
 
-        Layers that stay whole are measured only where a plan holds them by their bytes: a step of fully_shard that runs
-        out of memory in its middle leaves what no later one is sure to cope with.
+        Layers that stay unsharded are measured only if a plan fits beside their bytes by calculation: after a step of
+        fully_shard that runs out of memory in its middle, later steps may fail too.
         """
 
-        def planned(reshards: bool) -> tuple[float, int]:
+        def plan_with(reshards: bool) -> tuple[float, int]:
+            """Risk of the plan, and its number of recomputed layers if that is searched."""
             clear_cache(self.device)
             resharding.switch(reshards)
             self.reshards = reshards
-            plan()
+            replan()
             searched = self.settings.checkpointing == "auto" and self.module is not None
             return self.plan.allocation.risk, count_recomputed_layers(self.module) if searched and self.module else 0
 
-        risk, layers = planned(True)
-        footprint, most = self.planner.footprint, risk * (1 + ALIKE) + 1e-9
+        risk, num_layers = plan_with(True)
+        footprint, max_risk = self.planner.footprint, _about_equal_risk(risk)
         if footprint is not None and self.budget.memory_bytes is not None:
-            beside = replace(footprint, others_bytes=footprint.others_bytes + resharding.num_bytes)
-            planner, kept = self.planner_for(beside, budget=self.budget), (math.inf, 0)
+            unsharded = replace(footprint, others_bytes=footprint.others_bytes + resharding.num_bytes)
+            planner = self.planner_for(unsharded, budget=self.budget)
+            unsharded_risk, unsharded_layers = math.inf, 0
             with suppress(InfeasibleBudgetError, torch.OutOfMemoryError):
-                if self.ranks.broadcast_result(planner.propose).allocation.risk <= most:
-                    kept = planned(False)
-            if not self.reshards and (kept[0] > most or kept[1] > layers):
-                planned(True)
+                if self.ranks.broadcast_result(planner.propose).allocation.risk <= max_risk:
+                    unsharded_risk, unsharded_layers = plan_with(False)
+            if not self.reshards and (unsharded_risk > max_risk or unsharded_layers > num_layers):
+                plan_with(True)
         gathered = "gathered again in backward" if self.reshards else "gathered once, from forward to backward"
         self.layers_summary = "; ".join(filter(None, (self.layers_summary, f"layers are {gathered}")))
 
-    def _in_layers(self, plan: Callable[[], None]) -> None:
-        """Plans by `plan` with as many recomputed layers as the settings ask for."""
+    def _plan_layers(self, plan_once: Callable[[], None]) -> None:
+        """Plans with as many recomputed layers as the settings ask for; searches the number if it is "auto"."""
         if self.settings.checkpointing != "auto":
             self.set_recomputed_layers()
-            return plan()
+            plan_once()
+            return
         num_layers, number = len(self._layers()), 0
         if num_layers and self.budget.memory_bytes is not None:
             try:
-                number = self.fewest_layers(plan, num_layers=num_layers)
+                number = self.search_recomputed_layers(plan_once, num_layers=num_layers)
             except BaseException:
                 self.recompute(0)
                 raise
         else:
-            plan()
+            plan_once()
         self.layers_summary = f"recomputed layers {number} of {num_layers}"
 
     def set_recomputed_layers(self) -> None:
-        """Sets the number of recomputed layers that the settings have. Raises BadInputError where the module has no
-        layers, or fewer, and for auto, which only a measurer can tell."""
-        asked = self.settings.checkpointing
-        if asked is None:
+        """Sets the number of recomputed layers that the settings have.
+
+        Raises BadInputError if the module has fewer layers or none, and for "auto", which needs a measurer.
+        """
+        number = self.settings.checkpointing
+        if number is None:
             return
-        if asked == "auto":
+        if number == "auto":
             raise BadInputError(
                 "checkpointing='auto' looks at steps before training: give probe=, a callable that runs one forward "
                 "and backward, or a number of layers"
             )
         num_layers = len(self._layers())
-        number = max(1, num_layers) if asked is True else int(asked)
+        number = max(1, num_layers) if number is True else int(number)
         self.recompute(number)
         self.layers_summary = f"recomputed layers {number} of {num_layers}"
+
+    def search_recomputed_layers(self, plan_once: Callable[[], None], *, num_layers: int) -> int:
+        """Plans with the fewest recomputed layers whose risk is about that of all; returns their number."""
+        self.recompute(0)
+        risk_of_none = math.inf
+        with suppress(InfeasibleBudgetError):
+            plan_once()
+            risk_of_none = self.plan.allocation.risk
+            if not self.plan.binding:
+                return 0
+        clear_cache(self.device)
+        self.recompute(num_layers)
+        try:
+            plan_once()
+        except (InfeasibleBudgetError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of layers whose forward differs when it is repeated
+            log.warning("layers of %s cannot be recomputed (%s): all is kept", type(self.module).__name__, error)
+            self.recompute(0)
+            plan_once()
+            return 0
+        max_risk = _about_equal_risk(self.plan.allocation.risk)
+
+        def is_enough(number: int) -> bool:
+            clear_cache(self.device)
+            self.recompute(number)
+            with suppress(InfeasibleBudgetError):
+                plan_once()
+                return self.plan.allocation.risk <= max_risk
+            return False
+
+        number = 0 if risk_of_none <= max_risk else 1 + fewest(lambda n: is_enough(n + 1), most=num_layers - 1)
+        assert self.module is not None
+        if count_recomputed_layers(self.module) != number:
+            clear_cache(self.device)
+            self.recompute(number)
+            plan_once()
+        return number
 
     def _layers(self) -> list[nn.Module]:
         if self.module is None:
@@ -471,90 +382,53 @@ class Session:
         assert self.module is not None
         set_recomputed(self.module, number)
 
-    def fewest_layers(self, plan: Callable[[], None], *, num_layers: int) -> int:
-        """Plans with the fewest recomputed layers with which the risk is about that of all; returns their number."""
-        self.recompute(0)
-        kept_risk = math.inf
-        with suppress(InfeasibleBudgetError):
-            plan()
-            kept_risk = self.plan.allocation.risk
-            if not self.plan.binding:
-                return 0
-        clear_cache(self.device)
-        self.recompute(num_layers)
-        try:
-            plan()
-        except (InfeasibleBudgetError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of layers that do not do the same again, though none was recomputed in error
-            log.warning("layers of %s cannot be recomputed (%s): all is kept", type(self.module).__name__, error)
-            self.recompute(0)
-            plan()
-            return 0
-        risk = self.plan.allocation.risk * (1 + ALIKE) + 1e-9
-
-        def fits(number: int) -> bool:
-            clear_cache(self.device)
-            self.recompute(number)
-            with suppress(InfeasibleBudgetError):
-                plan()
-                return self.plan.allocation.risk <= risk
-            return False
-
-        number = 0 if kept_risk <= risk else 1 + fewest(lambda fewer: fits(fewer + 1), most=num_layers - 1)
-        assert self.module is not None
-        if count_recomputed_layers(self.module) != number:
-            clear_cache(self.device)
-            self.recompute(number)
-            plan()
-        return number
-
-    def _measure(
+    def _plan_once(
         self,
         measurer: Measurer,
         *,
-        latency: LatencyTable | None = None,
-        record_latency: bool = False,
-        hides: bool = False,
-        weights_on_host: bool = False,
-        decided: Footprint | None = None,
+        latency: LatencyTable | None,
+        record_latency: bool,
+        host_steps_overlap_backward: bool,
+        weights_on_host: bool,
+        known_footprint: Footprint | None,
     ) -> None:
-        """Plans by what `measurer` finds within the budget's cap.
-
-        `latency`: step times that were measured before. `record_latency`: measure them even if no limit needs them.
-        `hides`: gradients are final in backward, so that host placement can pass there. `decided`: a footprint by which
-        this very step was found to fit. Raises InfeasibleBudgetError, or BadInputError where the host lacks the memory.
-        """
-        inside = {} if weights_on_host else self.bf16_params  # which a measurement in 16 bits has yet to cast
-        whole = not (self.bf16_savings and (weights_on_host or all_specs_use_bf16_weights(self.settings.planner)))
-        measured = partial(self._footprint, measurer)
-        footprint, in_bf16 = measured(bf16_params=inside, whole=whole)
-        with cast_to_bf16(inside if in_bf16 else {}, module=self.module):
-            full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
-        if full is not None:  # nothing that is timed stays, and seconds are the same outside of the cap
-            with uncapped(self.device, budget=self.budget), cast_to_bf16(inside if in_bf16 else {}, module=self.module):
-                full = self._time(measurer, latency=latency, record=record_latency, hides=hides)
-        propose = partial(
-            self._propose, measurer, budget=self.budget if full is None else replace(self.budget, step_time=None)
+        """Measures and plans with the layers as they are. Arguments and errors: see `measure`."""
+        params_to_cast = {} if weights_on_host else self.bf16_params  # weights on the host arrive in bf16
+        always_bf16 = weights_on_host or all_specs_use_bf16_weights(self.settings.planner)
+        footprint, in_bf16 = self._measure_footprint(
+            measurer, params_to_cast=params_to_cast, try_native=not (self.bf16_savings and always_bf16)
         )
+
+        def set_latency() -> torch.OutOfMemoryError | None:
+            with cast_to_bf16(params_to_cast if in_bf16 else {}, module=self.module):
+                return self._set_latency(
+                    measurer, latency=latency, record=record_latency, overlaps=host_steps_overlap_backward
+                )
+
+        full = set_latency()  # an error if the device has no room to time a step
+        if full is not None:  # without the cap seconds are the same, and nothing of a timing stays allocated
+            with uncapped(self.device, budget=self.budget):
+                full = set_latency()
+        budget = self.budget if full is None else replace(self.budget, step_time=None)
         refusals: list[InfeasibleBudgetError] = []
 
-        def planned(footprint: Footprint) -> bool:
+        def is_planned(footprint: Footprint) -> bool:
             try:
-                propose(footprint)
+                self._propose(measurer, footprint, budget=budget)
             except InfeasibleBudgetError as error:
                 refusals.append(error.without_frames())
                 return False
             return True
 
-        found = planned(self.with_context(footprint))
-        if not found and self.bf16_params and not in_bf16:
+        fits = is_planned(self.with_context(footprint))
+        if not fits and self.bf16_params and not in_bf16:
             clear_cache(self.device)
-            found = planned(measured(bf16_params=self.bf16_params, whole=False)[0])
-        if not found and decided is not None:
+            in_bf16_footprint, _ = self._measure_footprint(measurer, params_to_cast=self.bf16_params, try_native=False)
+            fits = is_planned(in_bf16_footprint)
+        if not fits and known_footprint is not None:
             clear_cache(self.device)
-            found = planned(self.as_decided(self.with_context(footprint), decided=decided))
-        if not found:
+            fits = is_planned(self.known_or_measured(self.with_context(footprint), known=known_footprint))
+        if not fits:
             raise min(refusals, key=lambda error: error.least_feasible_bytes)
         if full is not None and self.budget.step_time is not None:
             raise BadInputError(
@@ -563,68 +437,90 @@ class Session:
             )
 
     def assume(self, footprint: Footprint | None = None) -> None:
-        """Plans by a footprint that is known, or without one: then by least state where a memory budget needs one."""
+        """Plans without measuring. Without a `footprint` a memory budget gets the plan of least state."""
         if footprint is not None or self.budget.memory_bytes is None:
             self._propose(None, footprint, budget=self.budget)
             return
         self.planner = self.planner_for(None, budget=replace(self.budget, memory_bytes=None))
-        given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
-        self.profiler = make_profiler(self.planner, self.params, **given)
+        self.profiler = make_profiler(
+            self.planner, self.params, settings=self.settings, betas=self.betas, ranks=self.ranks
+        )
         self.plan = self.planner.least()
 
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def _measure_footprint(
+        self, measurer: Measurer, *, params_to_cast: Mapping[str, Tensor], try_native: bool
+    ) -> tuple[Footprint, bool]:
+        """Measures the step's footprint; returns it, and whether it was measured with bf16 weights.
+
+        Tries, in this order: native weights under the cap, if `try_native`; bf16 weights under the cap, where a plan
+        may keep them; bf16 weights without the cap, so that a refusal can name the bytes that would be enough.
+        `params_to_cast`: the parameters that a bf16 measurement has to cast.
+        """
+
+        def measure() -> Footprint:
+            def complete() -> Footprint:
+                return self.complete(measurer.footprint(context_bytes=self.context_bytes, released=self.released))
+
+            own = self.ranks.run_or_raise_on_all(complete, has_collectives=self._sharded)
+            return self.largest_on_ranks(own)
+
+        if try_native:
+            with suppress(torch.OutOfMemoryError):
+                return measure(), False
+            clear_cache(self.device)  # after the except clause: its traceback held activations
+        if self.bf16_savings:
+            with suppress(torch.OutOfMemoryError), cast_to_bf16(params_to_cast, module=self.module):
+                return as_native(measure(), savings=self.bf16_savings), True
+            clear_cache(self.device)
+        with uncapped(self.device, budget=self.budget), cast_to_bf16(params_to_cast, module=self.module):
+            return as_native(measure(), savings=self.bf16_savings), True
+
     def complete(self, footprint: Footprint) -> Footprint:
-        """The footprint with what does not depend on who measured it: a step's temporaries, and arriving weights."""
+        """The footprint with the bytes that every measurer leaves out: a step's temporaries, and arriving weights."""
         specs = list(self.settings.planner.rows.values())
-        planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have switched them off for now
-        matrices = [spec for spec in specs if RULE_INFOS[spec.rule].hidden_only]
-        others = [spec for spec in specs if spec not in matrices]
-        temporaries = step_temporaries(others, params=planned)
+        planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have frozen them for now
+        matrix_specs = [spec for spec in specs if RULE_INFOS[spec.rule].hidden_only]
+        other_specs = [spec for spec in specs if spec not in matrix_specs]
+        temporaries = step_temporaries(other_specs, params=planned)
         return replace(
             footprint,
-            step_temporary_bytes=temporaries | step_temporaries(matrices, params=self.hidden or planned),
+            step_temporary_bytes=temporaries | step_temporaries(matrix_specs, params=self.hidden or planned),
             arrival_bytes=weight_conversion_bytes(specs, device=footprint.device),
         )
 
-    def largest(self, footprint: Footprint) -> Footprint:
-        """That of the rank which needs most, as one of this rank."""
-        found = self.ranks.all_gather(footprint)
-        most = max(found, key=lambda one: one.peak_bytes(state_bytes=0))
-        return replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one in found))
+    def largest_on_ranks(self, footprint: Footprint) -> Footprint:
+        """The footprint of the rank that needs most memory, relabelled with this rank's device. A collective."""
+        footprints = self.ranks.all_gather(footprint)
+        largest = max(footprints, key=lambda of_rank: of_rank.peak_bytes(state_bytes=0))
+        context = max(of_rank.context_bytes for of_rank in footprints)
+        return replace(largest, device=footprint.device, context_bytes=context)
 
-    def _footprint(
-        self, measurer: Measurer, *, bf16_params: Mapping[str, Tensor], whole: bool
-    ) -> tuple[Footprint, bool]:
-        """The footprint, measured under the budget's cap: with weights in full, and where that is too little (or not
-        `whole`), with weights of 16 bits where a plan may keep such, so that a plan which holds the budget by them is
-        found within it; and whether that was so. `bf16_params` are those that are yet to be cast.
+    def with_context(self, footprint: Footprint) -> Footprint:
+        """The footprint with the present size of the CUDA context, which measuring may have grown; caps accordingly."""
+        now = int(self.ranks.all_reduce_max(max(footprint.context_bytes, context_bytes(self.device)))[0])
+        if now != self.context_bytes:
+            self.context_bytes = now
+            cap_device(self.device, budget=self.budget)
+        return replace(footprint, context_bytes=now)
 
-        A third measurement, outside of the cap, is there for the refusal to name what would fit. Each comes after the
-        error and the activations that its traceback held are gone, and the cap is back before anything is trained.
-        """
+    def known_or_measured(self, measured: Footprint, *, known: Footprint) -> Footprint:
+        """`known` if `measured` exceeds it by no more than the allocator's large segments, else `measured`."""
+        known = self.with_context(known)
+        excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
+        return known if excess <= PAGES_BYTES else measured
 
-        def measured() -> Footprint:
-            given = {"context_bytes": self.context_bytes, "released": self.released}
-            own = self.ranks.run_or_raise_on_all(
-                lambda: self.complete(measurer.footprint(**given)), has_collectives=self._sharded
-            )
-            return self.largest(own)
+    # -- seconds --------------------------------------------------------------------------------------------------
 
-        if whole:
-            with suppress(torch.OutOfMemoryError):
-                return measured(), False
-            clear_cache(self.device)
-        if self.bf16_savings:
-            with suppress(torch.OutOfMemoryError), cast_to_bf16(bf16_params, module=self.module):
-                return as_native(measured(), savings=self.bf16_savings), True
-            clear_cache(self.device)
-        with uncapped(self.device, budget=self.budget), cast_to_bf16(bf16_params, module=self.module):
-            return as_native(measured(), savings=self.bf16_savings), True
-
-    def _time(
-        self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, hides: bool
+    def _set_latency(
+        self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, overlaps: bool
     ) -> torch.OutOfMemoryError | None:
-        """The latency table to plan with or to record, none where nobody asks for one. An error tells that there was no
-        room to time a step, where mostly no plan fits either, and the refusal says what would."""
+        """Sets `self.latency`: the table that is there, a new one if a limit needs it or it is to be recorded, or None.
+
+        Returns the OutOfMemoryError of a device without room to time a step, instead of raising it: mostly no plan fits
+        then either, and its refusal says what would.
+        """
         limited = self.budget.step_time is not None
         if latency is not None or not (limited or record):
             self.latency = latency
@@ -632,19 +528,21 @@ class Session:
         specs = list(self.settings.planner.rows.values())
         needed = specs_timed_first(specs, device=self.device) if limited else set[str]()
         try:
-            given = {"needed": needed, "max_s": self._max_s, "released": self.released}
-            table = self._slowest(lambda: measurer.latency(specs, **given))
+            table = self._slowest_table(
+                lambda: measurer.latency(specs, needed=needed, max_s=self._max_timing_s, released=self.released)
+            )
         except torch.OutOfMemoryError as error:
             clear_cache(self.device)
-            return error.with_traceback(None)  # whose frames hold activations
+            return error.with_traceback(None)  # its frames hold activations
         if limited and may_place(self.settings.planner, budget=self.budget):
-            given = {"device": self.device, "accumulation": measurer.accumulation, "hides": hides}
-            table = self.ranks.broadcast(with_link_rates(table, **given))
+            table = self.ranks.broadcast(
+                with_link_rates(table, device=self.device, accumulation=measurer.accumulation, hides=overlaps)
+            )
         self.latency = table
         return None
 
-    def _slowest(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
-        """The table of the rank whose forward and backward are slowest, as one of this rank: others wait for it."""
+    def _slowest_table(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
+        """The table of the slowest rank, as the others wait for it, relabelled with this rank's device."""
         own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._sharded)
         return replace(max(self.ranks.all_gather(own), key=lambda table: table.base_step_s), device=own.device)
 
@@ -653,18 +551,21 @@ class Session:
         return any(map(is_sharded, self.params.values()))
 
     @property
-    def _max_s(self) -> float:
-        return TIMING_S if self.budget.step_time is not None else RECORDING_S
+    def _max_timing_s(self) -> float:
+        return LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
 
-    def _retimed(self, measurer: Measurer, names: set[str]) -> LatencyTable:
-        """The table with the specs of these names timed beside those that are."""
+    def _time_more(self, measurer: Measurer, names: set[str]) -> LatencyTable:
+        """The table with the specs of these names timed too."""
         assert self.latency is not None
         timed = set(self.latency.fixed_s) - set(self.latency.assumed)
-        specs = list(self.settings.planner.rows.values())
-        given = {"needed": timed | names, "given": self.latency, "max_s": self._max_s}
-        table = self._slowest(lambda: measurer.latency(specs, **given))
-        self.latency = replace(table, link=self.latency.link, hidden_s=self.latency.hidden_s)
+        specs, latency = list(self.settings.planner.rows.values()), self.latency
+        table = self._slowest_table(
+            lambda: measurer.latency(specs, needed=timed | names, given=latency, max_s=self._max_timing_s)
+        )
+        self.latency = replace(table, link=latency.link, hidden_s=latency.hidden_s)
         return self.latency
+
+    # -- planning -------------------------------------------------------------------------------------------------
 
     def planner_for(self, footprint: Footprint | None, *, budget: Budget) -> Planner:
         return Planner(
@@ -677,37 +578,25 @@ class Session:
         )
 
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
-        """What a plan rests on is not left to assumed seconds: its specs are timed, and a limit on time is planned for
-        again then."""
+        """Sets planner, profiler and plan.
+
+        The chosen specs are timed if their seconds were assumed so far; under a limit on time it then plans again.
+        """
         planner = self.planner_for(footprint, budget=budget)
-        given = {"settings": self.settings, "betas": self.betas, "ranks": self.ranks}
-        profiler = _profiler_with_room(planner, self.params, **given)
+        profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas, ranks=self.ranks)
         plan = self.ranks.broadcast_result(planner.propose)
-        for _ in range(MOST_RETIMED if measurer is not None else 0):
-            used = set(map(device_spec_name, plan.allocation.choices.values()))
-            assumed = used & set(planner.latency.assumed if planner.latency else ())
+        for _ in range(MAX_RETIMINGS if measurer is not None else 0):
+            chosen = set(map(device_spec_name, plan.allocation.choices.values()))
+            assumed = chosen & set(planner.latency.assumed if planner.latency else ())
             if not assumed:
                 break
             assert measurer is not None
-            planner.latency = self._retimed(measurer, assumed)
-            plan = self.ranks.broadcast_result(planner.propose) if budget.step_time is not None else plan
+            planner.latency = self._time_more(measurer, assumed)
+            if budget.step_time is not None:
+                plan = self.ranks.broadcast_result(planner.propose)
         if plan.host_bytes:
             check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host")
         self.planner, self.profiler, self.plan = planner, profiler, plan
-
-    def with_context(self, footprint: Footprint) -> Footprint:
-        """The footprint with the context as it is taken for now that steps were measured, and a cap that leaves it."""
-        now = int(self.ranks.all_reduce_max(max(footprint.context_bytes, context_bytes(self.device)))[0])
-        if now != self.context_bytes:
-            self.context_bytes = now
-            cap_device(self.device, budget=self.budget)
-        return replace(footprint, context_bytes=now)
-
-    def as_decided(self, footprint: Footprint, *, decided: Footprint) -> Footprint:
-        """What the decision measured of this step, where that is less by pages alone; else `footprint`."""
-        decided = self.with_context(decided)
-        more = footprint.peak_bytes(state_bytes=0) - decided.peak_bytes(state_bytes=0)
-        return decided if more <= PAGES_BYTES else footprint
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -752,3 +641,209 @@ class Session:
         reallocator = self.reallocator(optimizer)
         reallocator.attach()
         return reallocator
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overrides: Any) -> SessionSettings:
+    """The settings with those `overrides` that are not None, and with the recipe in place of the allocator.
+
+    Raises BadInputError if `settings` is of another class, or for the recipe "raced".
+    """
+    if not isinstance(settings, SessionSettings):
+        raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
+    settings = replace(settings, **{key: value for key, value in overrides.items() if value is not None})
+    if recipe is None:
+        return settings
+    if recipe == RACED:
+        raise BadInputError(
+            'recipe="raced" is of run.py, which knows the data that it races on: give the file of the race that is '
+            'yours, such as recipe="outputs/races/NAME.json"; its "lr" is the learning rate that was best'
+        )
+    resolved = find_recipe(recipe)
+    matching = settings.rms_matching if resolved.matching else False
+    return replace(settings, planner=replace(settings.planner, recipe=resolved), rms_matching=matching)
+
+
+def without_scratch_measurements(
+    settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None
+) -> SessionSettings:
+    """Drops `planner.family`, whose measurements are of training from scratch, if the weights are pretrained.
+
+    `pretrained=None`: decided from the network.
+    """
+    require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
+    if pretrained is None:
+        pretrained = network is not None and bool(pretrained_reason(network))
+    return replace(settings, planner=replace(settings.planner, family=None)) if pretrained else settings
+
+
+def bf16_weight_specs(planner: PlannerSettings) -> list[OptimizerSpec]:
+    """The catalogue's specs that keep weights in bf16."""
+    return [spec for spec in planner.rows.values() if spec.weights != "native"]
+
+
+def all_specs_use_bf16_weights(planner: PlannerSettings) -> bool:
+    """True if no plan of these settings keeps native weights where bf16 ones are possible."""
+    only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator without a choice
+    return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
+
+
+def params_that_may_be_bf16(
+    blocks: Sequence[Block], *, params: Mapping[str, Tensor], planner: PlannerSettings
+) -> dict[str, Tensor]:
+    """The parameters of more than 16 bits, by name, that some plan of these settings would keep in bf16."""
+    only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator without a choice
+    specs = [spec for spec in bf16_weight_specs(planner) if only in (None, spec.name)]
+
+    def may_be_bf16(block: Block) -> bool:
+        keep = planner.keep_fp32_roles
+        return any(
+            applies(block, spec=spec, rule=RULE_INFOS[spec.rule], keep_fp32_roles=keep) is None for spec in specs
+        )
+
+    names = [param.name for block in blocks if may_be_bf16(block) for param in block.params]
+    return {name: params[name] for name in names if params[name].element_size() > torch.bfloat16.itemsize}
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def largest_shards(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor]) -> tuple[ParamInfo, ...]:
+    """The parameters as a device's budget is planned for: each sharded one with the shape of its largest shard."""
+    return tuple(largest_shard(info, param=params[info.name]) for info in infos)
+
+
+def refuse_sharded(
+    params: Mapping[str, Tensor], *, budget: Budget, settings: SessionSettings, probed: bool = True
+) -> None:
+    """Raises BadInputError for a budget that sharded parameters do not support. `probed`: a step can be measured."""
+    if not any(map(is_sharded, params.values())):
+        return
+    if budget.step_time is not None:
+        raise refusal("sharded_budget", budget=budget.name, why="seconds of a step are not predicted yet")
+    if budget.memory_bytes is not None and not probed:
+        raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
+
+
+def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
+    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does; names are
+    those of the module."""
+    children = ((f"{name}.", getattr(module, name, None)) for name in ("model", "net", "network"))
+    inner = ((prefix, child) for prefix, child in children if isinstance(child, nn.Module))
+    for prefix, declares in (*inner, ("", module)):
+        blocks: Any = getattr(declares, "parameter_blocks", None)
+        if blocks is not None:
+            return {block: [prefix + name for name in names] for block, names in blocks().items()}
+    return None
+
+
+def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:
+    """Warns of a tied embedding whose weights begin with an RMS above LARGE_TIE / sqrt(width).
+
+    Only plans with measured learning rates are concerned. These were measured on networks that begin small; with large
+    ties logits begin saturated, and training at these rates ended worse than at AdamW's.
+    """
+    if plan.basis is None or not any(multiple > 1 for multiple in (plan.basis.lr or {}).values()):
+        return
+    for info in infos:
+        weight = params.get(info.name)
+        if not info.aliases or len(info.shape) != 2 or weight is None or weight.is_meta:
+            continue
+        rms, usual = float(weight.detach().float().square().mean().sqrt()), info.shape[1] ** -0.5
+        if rms > LARGE_TIE * usual:
+            log.warning(
+                "%s is tied (%s) and begins with weights of RMS %.2g, where %.2g is usual for a head of its width: the "
+                "plan's rates were measured on embeddings that begin at .02, and such a network can end worse than "
+                "with AdamW. Initialise it smaller (nn.init.normal_(weight, std=0.02)), or choose another recipe",
+                info.name, ", ".join(info.aliases), rms, usual,
+            )  # fmt: skip
+
+
+# -- the profiler -----------------------------------------------------------------------------------------------------
+
+
+def make_profiler(
+    planner: Planner,
+    params: Mapping[str, Tensor],
+    *,
+    settings: SessionSettings,
+    betas: tuple[float, float],
+    ranks: Ranks = SINGLE_PROCESS,
+) -> GradientProfiler | None:
+    """The profiler that the settings call for; None with reallocation=off. Its bytes join the planner's footprint."""
+    if settings.reallocation.mode == "off":
+        return None
+    profiler = GradientProfiler(
+        planner.blocks,
+        params=params,
+        betas=betas,
+        incremental=settings.release is not False,
+        ranks=ranks,
+    )
+    if planner.footprint is not None:
+        planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
+    return profiler
+
+
+def _profiler_with_room(
+    planner: Planner,
+    params: Mapping[str, Tensor],
+    *,
+    settings: SessionSettings,
+    betas: tuple[float, float],
+    ranks: Ranks,
+) -> GradientProfiler | None:
+    """The profiler. If the device has no room for it, raises InfeasibleBudgetError with the profiler's bytes counted,
+    or OutOfMemoryError if a plan would fit by calculation."""
+    with suppress(torch.OutOfMemoryError):
+        return ranks.run_or_raise_on_all(
+            lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks)
+        )
+    device = next(iter(params.values())).device
+    clear_cache(device)
+    with uncapped(device, budget=planner.budget):
+        make_profiler(planner, params, settings=settings, betas=betas)  # for its bytes in planner.footprint
+    planner.propose()  # raises if nothing fits with these bytes
+    raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
+    """True if a run with the budget that a memory refusal names may need other bytes.
+
+    Under a cap torch's allocator reserves less for the same step, and the refusal may rest on a measurement without the
+    cap, or with bf16 weights.
+    """
+    other_limit = refusal.least_step_s is not None or refusal.least_host_bytes is not None
+    return device.type == "cuda" and refusal.budget_bytes > 0 and not other_limit and ranks() is SINGLE_PROCESS
+
+
+def least_confirmed_bytes(least: int, *, plan_at: Callable[[int], int]) -> int | None:
+    """The smallest of a few budgets that could be planned for, beginning with `least` bytes; None if none could.
+
+    `plan_at` plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError.
+    """
+    confirmed = None
+    for _ in range(MAX_CONFIRMATIONS):
+        try:
+            fewer = plan_at(least)
+        except InfeasibleBudgetError as error:
+            if confirmed is not None:
+                break
+            least = max(error.without_frames().least_feasible_bytes, least + 1)
+        except (BadInputError, torch.OutOfMemoryError):
+            break
+        else:
+            confirmed, least = least, min(least, fewer)
+            if least == confirmed:
+                break
+    return confirmed
+
+
+def _about_equal_risk(risk: float) -> float:
+    """The largest risk that counts as equal to `risk`."""
+    return risk * (1 + ALIKE) + 1e-9

@@ -34,7 +34,7 @@ def brief(*, depth: int = 2) -> Iterator[None]:
         mock.patch.dict(settings["small"], depth=4),
         mock.patch.dict(REHEARSED_S, cpu=0.05),
         mock.patch("baoc.training.measure.microbatch_search.FUSED_S", 0.05),
-        mock.patch("baoc.training.session.RECORDING_S", 0.05),
+        mock.patch("baoc.training.session.RECORDED_TIMING_S", 0.05),
     ):
         yield
 

@@ -145,7 +145,7 @@ def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_oth
         session.plan = SimpleNamespace(allocation=SimpleNamespace(risk=0.0))
 
     with pytest.raises(InfeasibleBudgetError, match="a page too much"):
-        session.fewest_layers(look, num_layers=DEPTH)
+        session.search_recomputed_layers(look, num_layers=DEPTH)
     assert looked == [DEPTH, 3]
 
 
@@ -162,7 +162,7 @@ def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpo
             raise BadInputError("no room for a look that may be larger")
 
     refusal = InfeasibleBudgetError("too small", budget_bytes=100_000, least_feasible_bytes=300_000)
-    assert session.confirmed(refusal, plan=plan) is refusal and count_recomputed_layers(session.module) == left
+    assert session.confirm_refusal(refusal, replan=plan) is refusal and count_recomputed_layers(session.module) == left
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_layers_that_stay_gathered_only_where_a_look_at_them_has_room(error: Exc
             raise error
         session.plan, session.planner = plan, SimpleNamespace(footprint=footprint)
 
-    session.plan_resharding(look, Resharding(switch=switched.append, num_bytes=10))
+    session.search_resharding(look, Resharding(switch=switched.append, num_bytes=10))
     assert switched == [True, False, *([True] if error else [])] and session.reshards == bool(error)
 
 

@@ -87,7 +87,7 @@ def test_a_look_counts_for_less_than_the_decision_where_it_takes_pages_more_alon
     look = replace(decided, reserve_bytes=decided.reserve_bytes + 512)
     for page, nearest in ((512, decided), (511, look)):
         monkeypatch.setattr("baoc.training.session.PAGES_BYTES", page)
-        assert session("8gb").as_decided(look, decided=decided) == nearest
+        assert session("8gb").known_or_measured(look, known=decided) == nearest
 
 
 def test_accumulation_equals_one_large_batch():

@@ -90,7 +90,9 @@ class FirstStep:
         held = sum(profiler.nbytes for profiler in profilers)
         temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
-            reallocator.planner.footprint = session.largest(_with_seeds(session.complete(footprint), session=session))
+            reallocator.planner.footprint = session.largest_on_ranks(
+                _with_seeds(session.complete(footprint), session=session)
+            )
             reallocator.planner.budget, reallocator.deferred_budget = budget, None
             reallocator.planner.count_profile(held, temporary_bytes=temporary)
             if reallocator.optimizer.releaser is not None:

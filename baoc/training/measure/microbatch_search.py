@@ -453,7 +453,7 @@ class MicroBatchSearch:
         """Fields of a footprint that do not depend on the micro-batch: the profiler, and temporaries of a step."""
         make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
         assert self.planner.footprint is not None
-        found = self.session.largest(self.session.complete(self.planner.footprint))
+        found = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
         return {name: getattr(found, name) for name in CONSTANT}
 
     def _trials(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
