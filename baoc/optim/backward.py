@@ -43,7 +43,7 @@ from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refuse_several_processes
-from baoc.planning.cost import grouped_bytes, together
+from baoc.planning.cost import grouped_bytes, stepping_groups
 
 log = logging.getLogger(__name__)
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
@@ -527,7 +527,7 @@ class DropGradients(BackwardStepper):
         """Groups blocks that are stepped together from now on, by the `order` in which gradients came."""
         registry = self.owner.registry
         names = dict.fromkeys(name for name, _ in order)
-        groups = together(
+        groups = stepping_groups(
             order,
             left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
             limit=self.group_bytes_limit,

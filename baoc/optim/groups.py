@@ -31,7 +31,7 @@ from baoc.optim.rules.matrix import SummingRule
 from baoc.optim.shards import with_sharding
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
-from baoc.planning.candidates import off_shards, sums_columns
+from baoc.planning.candidates import sums_columns, why_unshardable
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
                 f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "
                 "the block another spec, such as adamw or sign"
             )
-    if why := off_shards(block, spec=spec, rule=info) or _unsummed(block, rule=RULES[spec.rule]):
+    if why := why_unshardable(block, spec=spec, rule=info) or _unsummed(block, rule=RULES[spec.rule]):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: {why}")
     if info.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         raise BadInputError(f"block {block.name} cannot run {spec.name}: it is for hidden layers, not the {block.role}")

@@ -32,7 +32,7 @@ from baoc.optim.state import (
 )
 from baoc.optim.weights import merge_weights
 from baoc.parallel import unwrapped_name
-from baoc.planning.candidates import cuts_rows_of
+from baoc.planning.candidates import shards_cut_rows
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def _source(slot: Slot, *, spec: OptimizerSpec) -> Slot:
     """The slot under `spec`, of the whole tensor where one that is cut is converted as a whole: the spec kept what no
     rank has a part of, or its v becomes another by sums over all rows."""
     rule = RULES[spec.rule].info
-    as_whole = cuts_rows_of(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
+    as_whole = shards_cut_rows(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
     if slot.shard is None or not as_whole:
         return slot_with_spec(slot, spec=spec)
     return unsharded_slot(slot, spec=spec, sharded=False, device="cpu")

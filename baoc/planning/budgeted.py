@@ -13,12 +13,21 @@ from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS
-from baoc.planning.allocators.recipe import RecipeAllocator, pick
+from baoc.planning.allocators.recipe import RecipeAllocator, pick_spec
 from baoc.planning.candidates import build_candidates
 from baoc.planning.cost import adamw_state_bytes, cost, whole_step_seconds
-from baoc.planning.limits import Savings, StagingLimit, charged, placed, saved_by, savings, staging_bytes, with_host
-from baoc.planning.risk import RISKS, RiskModel, risk_of
-from baoc.planning.transfer import PIECE_BYTES, STORED, drain_seconds, pinned_room
+from baoc.planning.limits import (
+    SavingsMode,
+    StagingLimit,
+    charge_savings,
+    is_on_host,
+    savings_by_format,
+    savings_of_choices,
+    staging_bytes,
+    with_streamed_twins,
+)
+from baoc.planning.risk import RISKS, RiskModel, measured_risk
+from baoc.planning.transfer import PIECE_BYTES, STORED_RATES, drain_seconds, pinned_room
 from baoc.types import (
     Allocation,
     Block,
@@ -36,7 +45,7 @@ from baoc.types import (
 )
 
 MEASURED = "measured"
-MOST_MADE = 64  # sets of candidates that are kept
+MAX_CACHED = 64  # sets of candidates that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +77,7 @@ class PlannerSettings:
     from_conf: bool = False
 
     @property
-    def rows(self) -> dict[str, OptimizerSpec]:
+    def all_specs(self) -> dict[str, OptimizerSpec]:
         """Every row of the catalogue that a plan may run, by name; host placement apart."""
         return select((*self.specs, *self.measured_specs))
 
@@ -93,7 +102,7 @@ class PlannerSettings:
             object.__setattr__(self, key, value)
 
 
-def known(name: str, options: Mapping[str, object], what: str) -> str:
+def checked_name(name: str, options: Mapping[str, object], what: str) -> str:
     """`name` if it is one of `options`, else BadInputError that lists them."""
     if name not in options:
         if told := removal_message(name):
@@ -102,9 +111,9 @@ def known(name: str, options: Mapping[str, object], what: str) -> str:
     return name
 
 
-def may_place(settings: PlannerSettings, *, budget: Budget) -> bool:
+def may_use_host(settings: PlannerSettings, *, budget: Budget) -> bool:
     """Whether some spec that is offered keeps its states on the host."""
-    named = any(map(placed, select(settings.specs).values()))
+    named = any(map(is_on_host, select(settings.specs).values()))
     return named or budget.host_memory_bytes is not None
 
 
@@ -125,10 +134,10 @@ class BudgetedBlocks(ABC):
         latency: LatencyTable | None = None,
     ):
         self.settings = settings = settings or PlannerSettings()
-        known(settings.risk, RISKS, "risk")
-        known(settings.allocator, ALLOCATORS, "allocator")
+        checked_name(settings.risk, RISKS, "risk")
+        checked_name(settings.allocator, ALLOCATORS, "allocator")
         if settings.task is not None:
-            known(settings.task, families(), "task_family")
+            checked_name(settings.task, families(), "task_family")
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget
@@ -137,7 +146,7 @@ class BudgetedBlocks(ABC):
         self.rules = RULE_INFOS
         self.allocator = ALLOCATORS[settings.allocator]
         chosen = select(settings.specs)
-        self.offered = with_host(chosen) if budget.host_memory_bytes is not None else chosen
+        self.offered_specs = with_streamed_twins(chosen) if budget.host_memory_bytes is not None else chosen
         self.blocks: tuple[Block, ...] = partition(
             self.params, declared=declared, patterns=settings.patterns, by=settings.blocks_by
         )
@@ -149,7 +158,7 @@ class BudgetedBlocks(ABC):
                     f"recipe {settings.recipe.title} names blocks that this network does not have ({some}): it is a "
                     "plan of another network or another blocks.by. Use it there, or give specs by role"
                 )
-            self.allocator = RecipeAllocator(picks={b.name: pick(b, recipe=settings.recipe) for b in self.blocks})
+            self.allocator = RecipeAllocator(picks={b.name: pick_spec(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = sum(block.numel for block in self.blocks)
         named = family_of(self.params) if settings.family == AUTO else settings.family
@@ -161,10 +170,10 @@ class BudgetedBlocks(ABC):
         self.family = families().get(named or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={})
-        more = settings.measured_specs if self.family is not None and self._chooses else ()
-        self.specs = {**self.offered, **select(more)} if more else self.offered
+        more = settings.measured_specs if self.family is not None and self._has_choice else ()
+        self.specs = {**self.offered_specs, **select(more)} if more else self.offered_specs
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
-        self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
+        self._cache: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(
                 f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that "
@@ -196,12 +205,12 @@ class BudgetedBlocks(ABC):
     # -- limits ---------------------------------------------------------------------------------------------------
 
     @property
-    def places(self) -> bool:
+    def may_use_host(self) -> bool:
         """Whether some spec keeps its states on the host."""
-        return any(map(placed, self.specs.values()))
+        return any(map(is_on_host, self.specs.values()))
 
     @property
-    def host_counts(self) -> bool:
+    def device_is_host(self) -> bool:
         """Whether the device is the host, so that what is kept there counts in its memory."""
         return self.footprint is not None and self.footprint.device.startswith("cpu")
 
@@ -226,7 +235,7 @@ class BudgetedBlocks(ABC):
         host_bytes, beside_s = None, None
         if self.budget.host_memory_bytes is not None:
             host_bytes = pinned_room(self.budget.host_memory_bytes)
-        if step_s is not None and self.latency is not None and self.places:
+        if step_s is not None and self.latency is not None and self.may_use_host:
             piece = max(staging.slab_bytes and PIECE_BYTES, staging.slab_bytes)
             beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
         return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s)
@@ -235,17 +244,17 @@ class BudgetedBlocks(ABC):
     def link(self) -> LinkRates:
         """Rates of this machine where seconds are limited, else stored ones, which decide between equals."""
         measured = self.latency.link if self.latency is not None and self.budget.step_time is not None else None
-        return measured or STORED
+        return measured or STORED_RATES
 
     @property
-    def counts(self) -> tuple[Savings, ...]:
+    def savings_modes(self) -> tuple[SavingsMode, ...]:
         """How savings on weights may be counted, boldest first."""
         weighted = any(spec.weights != "native" for spec in self.specs.values())
         if not weighted or self.budget.memory_bytes is None or self.footprint is None:
             return ("none",)
         return ("copies", "gradients", "weights")
 
-    def measure(self, charged_bytes: int, *, base_peak: int | None = None) -> int:
+    def to_budget_bytes(self, charged_bytes: int, *, base_peak: int | None = None) -> int:
         """Charged bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
         if self.budget.memory_bytes is None or self.footprint is None:
             return charged_bytes
@@ -259,7 +268,7 @@ class BudgetedBlocks(ABC):
         if self.footprint is None:
             return state_bytes
         used = tuple(sorted(set(choices.values())))
-        less = saved_by(choices, blocks=self.blocks, specs=self.specs)
+        less = savings_of_choices(choices, blocks=self.blocks, specs=self.specs)
         held = state_bytes + self.staging_bytes(choices)
         return self.footprint.peak_bytes(state_bytes=held, specs=used, saved=less)
 
@@ -267,7 +276,7 @@ class BudgetedBlocks(ABC):
         """Bytes of the device's buffers, through which states pass that are kept on the host."""
         return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
 
-    def taken(self, chosen: Collection[Candidate]) -> int:
+    def budget_bytes_of(self, chosen: Collection[Candidate]) -> int:
         """Bytes of one candidate per block in the budget's own measure."""
         state_bytes = sum(c.cost.state_bytes + c.cost.shared_bytes for c in chosen)
         if self.budget.memory_bytes is None:
@@ -279,44 +288,46 @@ class BudgetedBlocks(ABC):
         if self.latency is None:
             return math.nan
         seconds = whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
-        return max(seconds, self._beside_seconds(choices, latency=self.latency)) if self.places else seconds
+        return (
+            max(seconds, self._streamed_step_seconds(choices, latency=self.latency)) if self.may_use_host else seconds
+        )
 
-    def _beside_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
+    def _streamed_step_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
         """Predicted seconds of a whole step whose device never waits: see `baoc.planning.transfer`."""
         link_s, largest = 0.0, 0
         for block in self.blocks:
             spec = self.specs[choices[block.name]]
-            if placed(spec):
-                spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED)
+            if is_on_host(spec):
+                spent = cost(block, spec=spec, rule=self.rules[spec.rule], link=latency.link or STORED_RATES)
                 link_s, largest = link_s + spent.link_s, max(largest, spent.streamed_bytes)
         if not largest:
             return 0.0
-        drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED)
+        drain_s = drain_seconds(max(largest, PIECE_BYTES), link=latency.link or STORED_RATES)
         return latency.base_step_s - latency.hidden_s + link_s + drain_s
 
     @property
-    def _lines(self) -> Mapping[str, float] | None:
+    def _seconds_per_element(self) -> Mapping[str, float] | None:
         """The part of the latency table that candidates depend on; None where seconds are not limited."""
         return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
 
     # -- proposing ------------------------------------------------------------------------------------------------
 
     def candidates(
-        self, *, risk: str, profile: Profile | None, count: Savings | None = None, stand_ins: bool = True
+        self, *, risk: str, profile: Profile | None, count: SavingsMode | None = None, stand_ins: bool = True
     ) -> dict[str, tuple[Candidate, ...]]:
         """Every spec that applies to each block, dominated ones included, cheapest first.
 
         `stand_ins`: with momentum in 8 bits on roles that keep fp32, which run it only where they would lose it.
         """
-        count = self.counts[0] if count is None else count
-        profile = read_by(risk, profile)
+        count = self.savings_modes[0] if count is None else count
+        profile = profile_for(risk, profile)
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
-        base = self._once(
-            ("candidates", risk, self.host_counts, stand_ins),
-            (profile, self._lines, self.budget),
+        base = self._cached(
+            ("candidates", risk, self.device_is_host, stand_ins),
+            (profile, self._seconds_per_element, self.budget),
             lambda: build_candidates(
                 self.blocks,
-                specs=self.specs if risk == MEASURED else self.offered,
+                specs=self.specs if risk == MEASURED else self.offered_specs,
                 rules=self.rules,
                 storages=STORAGES,
                 risk=self._risk_model(risk),
@@ -324,7 +335,7 @@ class BudgetedBlocks(ABC):
                 weights=self.settings.risk_weights,
                 latency=self.latency if self.budget.step_time is not None else None,
                 link=self.link,
-                shared=self.host_counts,
+                shared=self.device_is_host,
                 keep_fp32_roles=self.settings.keep_fp32_roles if risk != MEASURED else (),
                 stand_ins=stand_ins,
                 only={} if picks is None else {block: one.spec for block, one in picks.items()},
@@ -333,20 +344,20 @@ class BudgetedBlocks(ABC):
         footprint = self.footprint
         if count == "none" or footprint is None:
             return base
-        saved = self._once(
+        saved = self._cached(
             ("savings", count),
             (footprint.intervals, footprint.gradient_order),
-            lambda: savings(self.blocks, specs=self.specs, count=count, footprint=footprint),
+            lambda: savings_by_format(self.blocks, specs=self.specs, count=count, footprint=footprint),
         )
         # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
-        return self._once(
+        return self._cached(
             ("charged", risk, saved, stand_ins),
             (base,),
-            lambda: charged(base, blocks=self.blocks, specs=self.specs, saved=saved),
+            lambda: charge_savings(base, blocks=self.blocks, specs=self.specs, saved=saved),
         )
 
     def _risk_model(self, name: str) -> RiskModel:
-        return risk_of(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
+        return measured_risk(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
     def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
         """The risk to judge a saved plan by: its own, the settings' where this version lacks it, `prior` without the
@@ -354,13 +365,13 @@ class BudgetedBlocks(ABC):
         name = name if name in RISKS else self.settings.risk
         return "prior" if RISKS[name].needs and profile is None else name
 
-    def _once(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
+    def _cached(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
         """The cached result of `make` for the very same values of `basis`."""
-        made = self._made.get(name)
+        made = self._cache.get(name)
         if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
-            if len(self._made) >= MOST_MADE:  # of footprints and profiles of long ago
-                self._made.clear()
-            made = self._made[name] = (basis, make())
+            if len(self._cache) >= MAX_CACHED:  # of footprints and profiles of long ago
+                self._cache.clear()
+            made = self._cache[name] = (basis, make())
         return made[1]
 
     def fits(self, plan: Plan) -> bool:
@@ -369,7 +380,7 @@ class BudgetedBlocks(ABC):
         return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     @property
-    def _chooses(self) -> bool:
+    def _has_choice(self) -> bool:
         return not self.allocator.traits.every_candidate
 
     # -- plans ----------------------------------------------------------------------------------------------------
@@ -391,6 +402,6 @@ class BudgetedBlocks(ABC):
         """See `Planner`."""
 
 
-def read_by(risk: str, profile: Profile | None) -> Profile | None:
+def profile_for(risk: str, profile: Profile | None) -> Profile | None:
     """The profile where the risk reads one: others give the same whatever is newest, and need not be asked again."""
     return profile if RISKS[risk].needs else None

@@ -13,7 +13,7 @@ from baoc.core.catalogue import STORAGES, WEIGHT_DTYPES, device_spec_name
 from baoc.errors import BadInputError
 from baoc.planning.cost import cost
 from baoc.planning.risk import RiskModel
-from baoc.planning.transfer import STORED
+from baoc.planning.transfer import STORED_RATES
 from baoc.types import (
     Block,
     Candidate,
@@ -38,7 +38,7 @@ _COLUMNS = (
 )
 
 
-def applies(
+def why_inapplicable(
     block: Block, *, spec: OptimizerSpec, rule: RuleInfo, keep_fp32_roles: Collection[Role | str] = ()
 ) -> str | None:
     """None if `spec` may run on `block`, else the reason why not, as a clause to be shown."""
@@ -50,7 +50,7 @@ def applies(
         for param in block.params:
             if param.dtype not in WEIGHT_DTYPES:
                 return f"{spec.weights} weights are made of {' or '.join(WEIGHT_DTYPES)}, {param.name} is {param.dtype}"
-    if why := off_shards(block, spec=spec, rule=rule):
+    if why := why_unshardable(block, spec=spec, rule=rule):
         return why
     if rule.needs_matrix:
         for param in block.params:
@@ -59,13 +59,13 @@ def applies(
     return _fold_reason(block, rule=rule)
 
 
-def stands_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
+def is_stand_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
     """Whether a role that keeps fp32 may run `spec` before it loses its momentum: the same states in 8 bits."""
     whole = any(state.kind is StateKind.M and state.layout is StateLayout.FULL for state in rule.states)
     return whole and spec.storage.startswith("int8") and spec.weights == "native"
 
 
-def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
+def why_unshardable(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
     """Why this cannot step what fully_shard cuts, as a clause to be shown; None where it can, or does not have to.
 
     A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves. Rules that
@@ -84,7 +84,7 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
     spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
     if spectral and len(cut) < len(block.params):
         return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
-    if turned := [param.name for param in cut if cuts_rows_of(rule, param=param)]:
+    if turned := [param.name for param in cut if shards_cut_rows(rule, param=param)]:
         return (
             f"{turned[0]} is stored (fan_in, fan_out), so that fully_shard cuts along the rows that {rule.name} works "
             "on. Rules by element can, such as adamw and lion, and muon"
@@ -92,7 +92,7 @@ def off_shards(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | No
     return None
 
 
-def cuts_rows_of(rule: RuleInfo, *, param: ParamInfo) -> bool:
+def shards_cut_rows(rule: RuleInfo, *, param: ParamInfo) -> bool:
     """Whether fully_shard cuts the rows that the rule works along, as the tensor is stored the other way."""
     return param.transposed and rule.needs_matrix and rule.scaling is not Scaling.SPECTRAL
 
@@ -126,7 +126,7 @@ def build_candidates(
     profile: Profile | None = None,
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
-    link: LinkRates = STORED,
+    link: LinkRates = STORED_RATES,
     shared: bool = False,
     keep_fp32_roles: Collection[Role | str] = (),
     stand_ins: bool = False,
@@ -142,11 +142,11 @@ def build_candidates(
     found: CandidateSets = {}
     for block in blocks:
         reasons = {
-            spec.name: applies(
+            spec.name: why_inapplicable(
                 block,
                 spec=spec,
                 rule=rules[spec.rule],
-                keep_fp32_roles=() if stand_ins and stands_in(spec, rule=rules[spec.rule]) else keep_fp32_roles,
+                keep_fp32_roles=() if stand_ins and is_stand_in(spec, rule=rules[spec.rule]) else keep_fp32_roles,
             )
             for spec in specs.values()
         }

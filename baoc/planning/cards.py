@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baoc.planning.transfer import STORED, slower
+from baoc.planning.transfer import STORED_RATES, slower_link
 from baoc.types import LinkRates
 from baoc.units import GIB, MIB
 
@@ -28,7 +28,7 @@ class Card:
     flops: float
     bandwidth: float
     context_bytes: int = int(0.70 * GIB)
-    link: LinkRates = STORED
+    link: LinkRates = STORED_RATES
     workspace_bytes: int = 64 * MIB
 
     def step_seconds(self, *, flops: float, moved_bytes: float) -> float:
@@ -36,7 +36,7 @@ class Card:
         return flops / (UTILISATION * self.flops) + moved_bytes / (BANDWIDTH_SHARE * self.bandwidth)
 
 
-_PCIE_4 = slower(STORED, factor=2)
+_PCIE_4 = slower_link(STORED_RATES, factor=2)
 _WORKSPACES_BEFORE_HOPPER = 17 * MIB
 CARDS: dict[str, Card] = {
     card.name: card

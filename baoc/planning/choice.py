@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baoc.planning.microbatch import ALIKE, best
+from baoc.planning.microbatch import RATE_TOLERANCE, best_option
 from baoc.types import Option
 
 PROMISED, COMPARED = 0.35, 0.06  # by how much of the true rate a promised one is wrong at most, and a compared one
@@ -19,7 +19,7 @@ WORTH_S = 100.0  # of which a second of deciding is a percent; a longer run is w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Race:
+class OptionMeasurer:
     """How options are measured.
 
     Args:
@@ -36,20 +36,20 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class OptionChoice:
     """`chosen` is one of `options` and was tried; None where none found room. `left`: those that could have been the
     best, by at most `gain` of the rate. `measured`: how often options were; `won`: of the rate, over the option that
     promised most, 0 where that had no room."""
 
     options: list[Option]
     chosen: Option | None
-    left: tuple[Option, ...] = ()
+    rivals: tuple[Option, ...] = ()
     gain: float = 0.0
     measured: int = 0
     won: float = 0.0
 
 
-def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
+def choose_option(options: Sequence[Option], *, objective: str, race: OptionMeasurer) -> OptionChoice:
     """The best option by `objective` of those that were tried.
 
     The most promising one is compared first, then whatever could beat the best so far, most gain for its seconds first;
@@ -60,7 +60,7 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
     fewest bytes beside states is next.
     """
     options, times, late = list(options), Counter[tuple[int, int, bool]](), False
-    first = best(options, objective=objective)
+    first = best_option(options, objective=objective)
     while (
         following := _next(
             [o for o in options if o.tried or times[o.key] < 2],  # twice, and not tried: nor would a third time
@@ -73,27 +73,29 @@ def choose(options: Sequence[Option], *, objective: str, race: Race) -> Choice:
         options = race.measure(following)
         times[following.key] += 1
     measured = times.total()
-    chosen = best([option for option in options if option.tried], objective=objective)
+    chosen = best_option([option for option in options if option.tried], objective=objective)
     if chosen is None:
-        return Choice(options=options, chosen=None, measured=measured)
+        return OptionChoice(options=options, chosen=None, measured=measured)
     measured_ones = _measured(options)
     rivals = tuple(o for o in options if could_win(o, measured=measured_ones, objective=objective, over=chosen))
-    gain = max((upper(option, measured=measured_ones) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
+    gain = max((max_rate(option, measured=measured_ones) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
     of_first = [option for option in options if first and option.key == first.key and option.fits]
     won = max((chosen.samples_per_s / o.samples_per_s - 1 for o in of_first if o.compared or o.tried), default=0.0)
     marked = replace(chosen, chosen=True)
     marks = [marked if option.key == chosen.key else option for option in options]
-    return Choice(options=marks, chosen=marked, left=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won))
+    return OptionChoice(
+        options=marks, chosen=marked, rivals=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won)
+    )
 
 
-def _next(options: Sequence[Option], *, objective: str, race: Race, late: bool) -> Option | None:
+def _next(options: Sequence[Option], *, objective: str, race: OptionMeasurer, late: bool) -> Option | None:
     """The option to measure next; None if none is left. `late`: the last one was measured with no seconds left."""
     measured = _measured(options)
-    leader = best(measured, objective=objective)
+    leader = best_option(measured, objective=objective)
     if leader is None:  # something has to be run
         fitting = [option for option in options if late and option.fits]
         least = min(fitting, key=lambda option: option.peak_bytes - option.state_bytes, default=None)
-        return least or best(options, objective=objective)
+        return least or best_option(options, objective=objective)
     left_s = race.left_s() - (0.0 if leader.tried else race.cost_s(leader, True))
     price = 1 / max(WORTH_S, race.run_s(leader.samples_per_s))
     worth: dict[int, float] = {}
@@ -118,7 +120,7 @@ def _surest(options: Sequence[Option], *, objective: str) -> Option | None:
     slow = {
         option.key: replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options
     }
-    found = best(list(slow.values()), objective=objective)
+    found = best_option(list(slow.values()), objective=objective)
     return next((option for option in options if found and option.key == found.key), None)
 
 
@@ -130,22 +132,22 @@ def could_win(option: Option, *, measured: Sequence[Option], objective: str, ove
     """Whether an option that was not tried would be the best of those that were measured, at the rate it may have."""
     if option.tried or not option.fits or option.key == over.key or math.isnan(option.samples_per_s):
         return False
-    hoped = replace(option, samples_per_s=upper(option, measured=measured))
-    return best([over, hoped], objective=objective) is hoped
+    hoped = replace(option, samples_per_s=max_rate(option, measured=measured))
+    return best_option([over, hoped], objective=objective) is hoped
 
 
-def upper(option: Option, *, measured: Sequence[Option]) -> float:
+def max_rate(option: Option, *, measured: Sequence[Option]) -> float:
     """The most samples per second that an option may have: by its own rate, and by those that were measured of options
     which launch no more for a sample, and compute no more but for the layers that they recompute."""
     bounds = [
-        (1 + BOUND) * other.samples_per_s * max(1.0, forwards(other) / forwards(option))
+        (1 + BOUND) * other.samples_per_s * max(1.0, forward_passes(other) / forward_passes(option))
         for other in measured
         if other.micro_batch >= option.micro_batch and other.release <= option.release and other.key != option.key
     ]
     return min([option.samples_per_s / (1 - _error(option)), *bounds])
 
 
-def forwards(option: Option) -> float:
+def forward_passes(option: Option) -> float:
     """What is computed for a sample, in forward passes: one, two of backward, and the layers that it computes again."""
     return 3 + option.recomputed / max(1, option.num_layers)
 
@@ -157,10 +159,10 @@ def _error(option: Option) -> float:
 def _expected_gain(option: Option, *, measured: Sequence[Option], over: Option) -> float:
     """Mean of what it gains over another one's rate, as a share of that, if its own is anywhere within its error. Less
     risk at a rate alike is worth half of what rates may differ by."""
-    rate, high = over.samples_per_s, upper(option, measured=measured)
+    rate, high = over.samples_per_s, max_rate(option, measured=measured)
     low = min(high, option.samples_per_s / (1 + _error(option)))
     if low >= rate:
         gain = (low + high) / 2 - rate
     else:
         gain = max(0.0, high - rate) ** 2 / (2 * (high - low)) if high > low else 0.0
-    return max(gain / rate, ALIKE / 2)
+    return max(gain / rate, RATE_TOLERANCE / 2)

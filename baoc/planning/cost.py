@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 from baoc.core.catalogue import CODECS, STORAGES, WEIGHTS, device_spec_name
-from baoc.planning.transfer import STORED, copy_seconds
+from baoc.planning.transfer import STORED_RATES, copy_seconds
 from baoc.types import Block, Cost, LatencyTable, LinkRates, OptimizerSpec, ParamInfo, Placement, Role, RuleInfo
 from baoc.units import MIB
 
@@ -74,7 +74,7 @@ def grouped_bytes(gradients_bytes: int) -> int:
     return min(GROUPED_BYTES, gradients_bytes // GROUPS)
 
 
-def together(
+def stepping_groups(
     order: Sequence[tuple[str, int]],
     *,
     left: Mapping[str, int],
@@ -114,7 +114,7 @@ def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
     return sum(param.numel * kept if kept else native_bytes(param) for param in block.params)
 
 
-def saved(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
+def weight_savings(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
     """Bytes that the weights of `spec` take less than native ones, by parameter; its gradient takes as many less."""
     kept = WEIGHTS[spec.weights].param_bytes
     if kept is None:
@@ -172,7 +172,7 @@ def cost(
     spec: OptimizerSpec,
     rule: RuleInfo,
     latency: LatencyTable | None = None,
-    link: LinkRates = STORED,
+    link: LinkRates = STORED_RATES,
     shared: bool = False,
 ) -> Cost:
     """The cost of `spec` on `block`; without a latency table, seconds of the device play no part and are 0.

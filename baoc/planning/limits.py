@@ -17,25 +17,25 @@ from itertools import product
 from typing import Literal
 
 from baoc.core.catalogue import SPECS, with_placement
-from baoc.planning.cost import saved, slab_bytes
+from baoc.planning.cost import slab_bytes, weight_savings
 from baoc.planning.transfer import PIECE_BYTES, buffer_bytes
 from baoc.types import Block, Candidate, Footprint, OptimizerSpec, Placement, RuleInfo
 
-Savings = Literal["none", "copies", "gradients", "weights"]
+SavingsMode = Literal["none", "copies", "gradients", "weights"]
 Pool = Mapping[str, tuple[Candidate, ...]]
 
 MAX_LEVELS = 6  # of room for the temporaries of a step; each costs an allocation
 MOST_CAPS = 3  # sizes of slabs at which ways of host placement are told apart; each costs an allocation
 
 
-def levels(
+def temporaries_levels(
     footprint: Footprint, *, specs: Collection[str], memory: int | None, most_saved: Mapping[str, int] | None = None
 ) -> list[tuple[int, frozenset[str]]]:
     """(Peak without state, specs whose step stays below it), from few specs to all.
 
     More than one level only where some spec's temporaries would pass the peak of forward and backward; then a plan may
     either do without that spec or leave room for it. A spec whose step passes `memory` even where weights save what
-    they can (`most_saved`, see `most_saved_by`) makes no level. MAX_LEVELS of the others; where there is none, the
+    they can (`most_saved`, see `largest_savings`) makes no level. MAX_LEVELS of the others; where there is none, the
     highest of all; where `memory` is None, every level.
     """
 
@@ -55,8 +55,8 @@ def levels(
 Saved = tuple[tuple[int, ...], ...]  # bytes saved: [block][weights format]
 
 
-def savings(
-    blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec], count: Savings, footprint: Footprint
+def savings_by_format(
+    blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec], count: SavingsMode, footprint: Footprint
 ) -> Saved:
     """Bytes that each weights format among `specs` saves on each block, counted as `count` says."""
 
@@ -66,10 +66,10 @@ def savings(
         return sum(less.values()) * (1 if count == "weights" else 2)
 
     formats = _formats(specs).values()
-    return tuple(tuple(counted(saved(block, spec=spec)) for spec in formats) for block in blocks)
+    return tuple(tuple(counted(weight_savings(block, spec=spec)) for spec in formats) for block in blocks)
 
 
-def charged(
+def charge_savings(
     candidates: Pool, *, blocks: Collection[Block], specs: Mapping[str, OptimizerSpec], saved: Saved
 ) -> dict[str, tuple[Candidate, ...]]:
     """The candidates charged for their state less what their weights save (see `savings`), cheapest first."""
@@ -89,20 +89,24 @@ def _formats(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
     return {spec.weights: spec for spec in specs.values()}
 
 
-def most_saved_by(blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec]) -> dict[str, int]:
+def largest_savings(blocks: Collection[Block], *, specs: Mapping[str, OptimizerSpec]) -> dict[str, int]:
     """Parameter name -> bytes that the smallest weights format among `specs` saves on it."""
     most: dict[str, int] = {}
     for block, spec in product(blocks, _formats(specs).values()):
-        for name, nbytes in saved(block, spec=spec).items():
+        for name, nbytes in weight_savings(block, spec=spec).items():
             most[name] = max(nbytes, most.get(name, 0))
     return most
 
 
-def saved_by(
+def savings_of_choices(
     choices: Mapping[str, str], *, blocks: Collection[Block], specs: Mapping[str, OptimizerSpec]
 ) -> dict[str, int]:
     """Parameter name -> bytes that an allocation saves on its weights."""
-    return {name: nbytes for block in blocks for name, nbytes in saved(block, spec=specs[choices[block.name]]).items()}
+    return {
+        name: nbytes
+        for block in blocks
+        for name, nbytes in weight_savings(block, spec=specs[choices[block.name]]).items()
+    }
 
 
 # -- host placement ---------------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class StagingLimit:
         self, pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
     ) -> dict[str, tuple[Candidate, ...]]:
         """The candidates of each block that run one of `specs` and are placed no further."""
-        here = {name for name, spec in specs.items() if not placed(spec)}
+        here = {name for name, spec in specs.items() if not is_on_host(spec)}
         return {
             block: tuple(
                 c for c in options if c.spec in here or (c.spec in specs and c.cost.streamed_bytes <= self.slab_bytes)
@@ -128,11 +132,11 @@ class StagingLimit:
         }
 
 
-def placed(spec: OptimizerSpec) -> bool:
+def is_on_host(spec: OptimizerSpec) -> bool:
     return spec.placement != Placement.DEVICE
 
 
-def with_host(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
+def with_streamed_twins(specs: Mapping[str, OptimizerSpec]) -> dict[str, OptimizerSpec]:
     """The rows and their streamed twins, where the catalogue has such."""
     twins = [with_placement(spec, Placement.HOST_STREAMED).name for spec in specs.values()]
     return {**specs, **{name: SPECS[name] for name in twins if name in SPECS}}
@@ -147,7 +151,7 @@ def staging_bytes(
 ) -> int:
     """Bytes of the device's buffers that an allocation needs."""
     chosen = [(block, specs[choices[block.name]]) for block in blocks]
-    there = [(block, spec) for block, spec in chosen if placed(spec) and block.numel]
+    there = [(block, spec) for block, spec in chosen if is_on_host(spec) and block.numel]
     return buffer_bytes([slab_bytes(block, spec=spec, rule=rules[spec.rule]) for block, spec in there])
 
 
@@ -155,7 +159,7 @@ def staging_limits(
     pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
 ) -> list[StagingLimit]:
     """From nothing placed on the host to everything that may be."""
-    slabs = [[c.cost.streamed_bytes for c in options if placed(specs[c.spec])] for options in pool.values()]
+    slabs = [[c.cost.streamed_bytes for c in options if is_on_host(specs[c.spec])] for options in pool.values()]
     found: list[StagingLimit] = []
     for cap in [0, *_caps([size for sizes in slabs for size in sizes])]:
         largest = [max((size for size in sizes if size <= cap), default=0) for sizes in slabs]

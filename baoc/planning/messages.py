@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
-from baoc.planning.allocators.base import allocated
+from baoc.planning.allocators.base import allocation_of
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.attempts import Attempt, all_attempts, attempt_of_least
+from baoc.planning.attempts import Attempt, all_attempts, smallest_attempt
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
@@ -48,27 +48,29 @@ def last_resort(
 ) -> Plan:
     """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
     free = not planner.allocator.traits.every_candidate and planner.budget.step_time is None
-    smallest = attempt_of_least(planner, all_attempts(planner, risk=risk, profile=profile, every=True))
-    least = smallest.least()
-    if free and (planner.budget.memory_bytes is not None or planner.places):
-        last = allocated(least, allocator=planner.settings.allocator)
+    smallest = smallest_attempt(planner, all_attempts(planner, risk=risk, profile=profile, every=True))
+    least = smallest.smallest_choice()
+    if free and (planner.budget.memory_bytes is not None or planner.may_use_host):
+        last = allocation_of(least, allocator=planner.settings.allocator)
         plan = planner.plan_of(last, smallest.pool, limits=smallest.limits, risk=risk, profile=profile)
         if planner.fits(plan):
             return plan
-        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.taken(least), refused=refused)
+        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.budget_bytes_of(least), refused=refused)
     if not refused:
-        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.taken(least), refused=())
-    error, one = min(refused, key=lambda r: planner.measure(r[0].least_state_bytes, base_peak=r[1].base_peak))
-    least_bytes = planner.measure(error.least_state_bytes, base_peak=one.base_peak)
+        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.budget_bytes_of(least), refused=())
+    error, one = min(refused, key=lambda r: planner.to_budget_bytes(r[0].least_state_bytes, base_peak=r[1].base_peak))
+    least_bytes = planner.to_budget_bytes(error.least_state_bytes, base_peak=one.base_peak)
     bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
-    bytes_fit = bytes_fit or (planner.places and any(t.meets_bytes and t.meets_host for t in attempts))  # given time
+    bytes_fit = bytes_fit or (
+        planner.may_use_host and any(t.meets_bytes and t.meets_host for t in attempts)
+    )  # given time
     host_fits = one.limits.host_bytes is None or error.least_host_bytes <= one.limits.host_bytes
     if one.limits.step_s is not None and bytes_fit and host_fits:
         assert planner.latency is not None
         raise too_slow(
             planner.budget,
             latency=planner.latency,
-            least_step_s=error.least_step_s if not planner.places else _fastest_s(refused),
+            least_step_s=error.least_step_s if not planner.may_use_host else _fastest_s(refused),
             allowed_bytes=one.limits.state_bytes,
             least_bytes=least_bytes,
         )

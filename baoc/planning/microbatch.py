@@ -18,7 +18,7 @@ from baoc.units import format_bytes
 
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 OBJECTIVES = ("quality", "throughput", "balanced")
-ALIKE = 0.02  # rates that differ by less are one: so well are steps predicted at best
+RATE_TOLERANCE = 0.02  # rates that differ by less are one: so well are steps predicted at best
 CORRECTIONS = 3  # of a number of recomputed layers that a line promised too low
 _LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
 
@@ -48,7 +48,7 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class MicroBatchMeasurement:
     """Measured footprint of a micro-batch; `seconds` of its forward and backward, NaN where not timed."""
 
     micro_batch: int
@@ -61,7 +61,7 @@ def divisors(batch_size: int) -> list[int]:
     return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
 
 
-def footprint_at(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
+def footprint_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
     """The footprint at any micro-batch: measured where it was tried, else on the line through the two largest trials.
 
     Activations grow in proportion to samples. With a single trial its own footprint is all there is.
@@ -93,7 +93,7 @@ def _intervals(
     return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
 
 
-def at_size(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
+def upper_bound_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
     """As `footprint_at`; from a single smaller trial the most that more samples may take: all beside weights and
     gradients grows with them."""
     found = footprint_at(trials, micro_batch=micro_batch)
@@ -113,7 +113,7 @@ def at_size(trials: Sequence[Trial], *, micro_batch: int) -> Footprint:
     )
 
 
-def between(fewer: Footprint, more: Footprint, *, share: float, kept: Collection[str] = ()) -> Footprint:
+def interpolate(fewer: Footprint, more: Footprint, *, share: float, kept: Collection[str] = ()) -> Footprint:
     """The footprint where a number of recomputed layers is between those of two others: `share` of the way from
     `fewer` to `more`. `kept`: the parameters of layers that are not recomputed, whose copies of autocast stay for
     backward as they do with `fewer`.
@@ -186,7 +186,7 @@ def _covering(steps: Mapping[int | None, list[PeakInterval]], *, count: int | No
     return steps[max(begun)] if begun else []
 
 
-def fewest(fits: Callable[[int], bool], *, most: int) -> int:
+def smallest_number(fits: Callable[[int], bool], *, most: int) -> int:
     """The smallest number from 0 to `most` that `fits`, where any number above one that does fits too, and `most`
     does."""
     low, high = 0, most
@@ -196,7 +196,7 @@ def fewest(fits: Callable[[int], bool], *, most: int) -> int:
     return high
 
 
-def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
+def with_gradient_release(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
     """The footprint under gradient release: a block's gradients are freed once all of them have been computed and used.
 
     `grouped`: blocks are stepped in groups, as on a GPU (`cost.grouped_bytes`). None without the footprint's intervals,
@@ -207,7 +207,7 @@ def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) ->
         return None
     gradients = {param.name: native_bytes(param) for block in blocks for param in block.params}
     total, sums = sum(gradients.values()), [0]
-    held_bytes = held_at_most(order, blocks=blocks) + (grouped_bytes(total) if grouped else 0)
+    held_bytes = peak_gradients_bytes(order, blocks=blocks) + (grouped_bytes(total) if grouped else 0)
     for name in order:
         sums.append(sums[-1] + gradients.get(name, 0))
     intervals = tuple(
@@ -227,7 +227,7 @@ def released(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) ->
     )
 
 
-def held_at_most(order: Sequence[str], *, blocks: Sequence[Block]) -> int:
+def peak_gradients_bytes(order: Sequence[str], *, blocks: Sequence[Block]) -> int:
     """The most bytes of gradients at once where they come in `order` and a block drops its own after its last one."""
     block_of = {param.name: (block.name, param) for block in blocks for param in block.params}
     missing = {block.name: len(block.params) for block in blocks}
@@ -249,7 +249,7 @@ def _dropped(interval: PeakInterval, *, total: int, sums: Sequence[int], held_by
     return total if interval.gradients is None else max(0, sums[interval.gradients] - held_bytes)
 
 
-def seconds_at(trials: Sequence[Trial], *, micro_batch: int) -> float:
+def seconds_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> float:
     """Seconds of one micro-batch, piecewise linear between trials, and on from the two largest."""
     timed = sorted((trial for trial in trials if not math.isnan(trial.seconds)), key=lambda trial: trial.micro_batch)
     if not timed:
@@ -312,7 +312,7 @@ def make_option(
     )
 
 
-def best(options: Sequence[Option], *, objective: str) -> Option | None:
+def best_option(options: Sequence[Option], *, objective: str) -> Option | None:
     """The option of least risk, of most samples per second, or nearest to having both; None where none fits.
 
     `quality`: of the options within 2 % of the least risk the fastest. `throughput`: of those within 2 % of the highest
@@ -336,10 +336,10 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
     def key(option: Option) -> tuple[float, ...]:
         risk, rate = option.risk or 0.0, rates[id(option)]
         if objective == "quality":
-            near = risk <= (1 + ALIKE) * least + 1e-9
+            near = risk <= (1 + RATE_TOLERANCE) * least + 1e-9
             return (not near, -rate if near else risk, risk, option.recomputed, -option.micro_batch)
         if objective == "throughput":
-            near = rate >= (1 - ALIKE) * top
+            near = rate >= (1 - RATE_TOLERANCE) * top
             return (not near, risk if near else -rate, option.release, -rate, -option.micro_batch)
         slow = 1 - rate / top if top else 0.0
         return (math.hypot(slow, (risk - least) / span), risk, option.release, -option.micro_batch)
@@ -347,7 +347,7 @@ def best(options: Sequence[Option], *, objective: str) -> Option | None:
     return min(fitting, key=key)
 
 
-def worth_recomputing(
+def promising_recomputed_counts(
     planner: Planner,
     *,
     most: int,
@@ -372,10 +372,13 @@ def worth_recomputing(
         return math.inf if planner.footprint is None else planner.peak_bytes(choices, state_bytes=0)
 
     state_bytes = plan.peak_bytes - peak_bytes(most)
-    found = {fewest(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
+    found = {smallest_number(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
     if least_bytes is not None and least_bytes > memory >= plan.least_feasible_bytes:
         number = _fewest_of_any(planner, most=most, footprint=footprint, ends=(least_bytes, plan.least_feasible_bytes))
-        found |= {number, number + int(3 * ALIKE * most)}  # a rate alike, of three forwards, with more room for states
+        found |= {
+            number,
+            number + int(3 * RATE_TOLERANCE * most),
+        }  # a rate alike, of three forwards, with more room for states
     return sorted(number for number in found if 0 < number < most)
 
 
@@ -389,7 +392,7 @@ def _fewest_of_any(
     number = math.ceil((ends[0] - memory) / slope)
     for _ in range(CORRECTIONS):
         planner.footprint = footprint(number) if number < most else None
-        if planner.footprint is None or (over := planner.least_bytes() - memory) <= 0:
+        if planner.footprint is None or (over := planner.least_feasible_bytes() - memory) <= 0:
             break
         number = min(most, number + max(1, math.ceil(over / slope)))
     return number
@@ -404,7 +407,7 @@ def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
     return rows
 
 
-def none_fits(
+def no_option_fits(
     options: Sequence[Option],
     *,
     budget: Budget,

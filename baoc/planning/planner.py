@@ -10,13 +10,13 @@ from functools import partial
 
 from baoc.core.recipes import BY_RACE
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
-from baoc.planning.allocators.base import Allocator, allocated
+from baoc.planning.allocators.base import Allocator, allocation_of
 from baoc.planning.allocators.recipe import RecipeAllocator
-from baoc.planning.attempts import Attempt, all_attempts, attempt_of_least, spend
-from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, read_by
+from baoc.planning.attempts import Attempt, all_attempts, refine, smallest_attempt
+from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, profile_for
 from baoc.planning.candidates import undominated
 from baoc.planning.limits import StagingLimit
-from baoc.planning.measured import basis_of, best_rate, choose, useful_bytes
+from baoc.planning.measured import basis_of, best_rate, choose_recipe, most_useful_bytes
 from baoc.planning.messages import last_resort, reasons
 from baoc.planning.risk import RISKS
 from baoc.planning.transfer import pinned_bytes
@@ -41,14 +41,14 @@ class Planner(BudgetedBlocks):
     Raises BadInputError for unknown names, InfeasibleBudgetError from `propose` where no allocation meets the budget.
     """
 
-    def least_bytes(self) -> int:
+    def least_feasible_bytes(self) -> int:
         """What the allocation of fewest bytes that the allocator may choose takes in the budget's own measure."""
         if self.allocator.traits.only_spec is not None:
             pool = self.candidates(risk="prior", profile=None)
             choices = self.allocator(pool, limits=Limits()).choices
-            return self.taken(self._chosen(choices, risk="prior", profile=None))
+            return self.budget_bytes_of(self._chosen(choices, risk="prior", profile=None))
         attempts = all_attempts(self, risk="prior", profile=None, every=True)
-        return self.taken(attempt_of_least(self, attempts).least())
+        return self.budget_bytes_of(smallest_attempt(self, attempts).smallest_choice())
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The allocation of least risk within the budget. `risk` defaults to the settings' one.
@@ -59,7 +59,7 @@ class Planner(BudgetedBlocks):
         name = risk or self.settings.risk
         if name == MEASURED:
             basis = (self.budget, self.footprint, self.latency)  # no profile: a later decision mostly finds it made
-            plan = self._once((MEASURED, "plan"), basis, self._measured)
+            plan = self._cached((MEASURED, "plan"), basis, self._measured)
             if plan is not None:
                 return plan
             name = "prior"
@@ -70,7 +70,7 @@ class Planner(BudgetedBlocks):
 
     def _keeps_momentum(self, plan: Plan) -> bool:
         """Whether roles that keep fp32 did not lose their momentum by it, where the allocator had a choice."""
-        if not self._chooses:
+        if not self._has_choice:
             return True
         kept = [block for block in self.blocks if block.role in self.settings.keep_fp32_roles]
         rules = {self.rules[self.specs[plan.allocation.choices[block.name]].rule] for block in kept}
@@ -80,7 +80,7 @@ class Planner(BudgetedBlocks):
         name, allocator = risk, self.allocator
         given = {"risk": name, "profile": profile, "stand_ins": stand_ins}
         attempts = list(all_attempts(self, **given)) or list(all_attempts(self, **given, every=True))
-        many = len(self.blocks) > FEW_BLOCKS or self.places
+        many = len(self.blocks) > FEW_BLOCKS or self.may_use_host
         quick = len(attempts) > 1 and many and allocator.name == "exact"
         found: list[tuple[Plan, Attempt]] = []
         beyond: list[tuple[Plan, Attempt]] = []
@@ -106,25 +106,25 @@ class Planner(BudgetedBlocks):
         attempt = partial(self._attempt, allocator=by, risk=name, profile=profile)
         if not found:
             plan = last_resort(self, attempts, refused=refused, risk=name, profile=profile)
-            return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
+            return plan if allocator.traits.every_candidate else refine(self, beyond, found=plan, attempt=attempt)
         plan, one = min(found, key=lambda e: (e[0].allocation.risk, e[0].allocation.link_s))
         if quick:
             proven = self._attempt(one, allocator=allocator, risk=name, profile=profile)
             plan = (
                 proven if self.fits(proven) else replace(plan, allocation=replace(plan.allocation, allocator="exact"))
             )
-        return plan if allocator.traits.every_candidate else spend(self, beyond, found=plan, attempt=attempt)
+        return plan if allocator.traits.every_candidate else refine(self, beyond, found=plan, attempt=attempt)
 
     def _measured(self) -> Plan | None:
         """The plan of the measured choice, among the planner's own candidates and with its own range of budgets; None
         where nothing that was measured fits, or there is no choice."""
         family = self.family
-        choice = choose(self, family=family) if family is not None and self._chooses else None
+        choice = choose_recipe(self, family=family) if family is not None and self._has_choice else None
         if family is None or choice is None:
             return None
-        plan = self.adopted(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
-        useful = self._once(
-            (MEASURED, "range"), (self.footprint, self.budget), lambda: useful_bytes(self, family=family)
+        plan = self.plan_for(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
+        useful = self._cached(
+            (MEASURED, "range"), (self.footprint, self.budget), lambda: most_useful_bytes(self, family=family)
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else plan.limits.state_bytes
         return replace(
@@ -135,11 +135,13 @@ class Planner(BudgetedBlocks):
             basis=basis_of(choice, family=family, plan=plan, planner=self),
         )
 
-    def adopted(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
+    def plan_for(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
         """The plan that runs `choices`, whatever it takes."""
         chosen = self._chosen(choices, risk=risk, profile=None)
         everything = self.candidates(risk=risk, profile=None)
-        return self.plan_of(allocated(chosen, allocator="recipe"), everything, limits=limits, risk=risk, profile=None)
+        return self.plan_of(
+            allocation_of(chosen, allocator="recipe"), everything, limits=limits, risk=risk, profile=None
+        )
 
     def _chosen(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> list[Candidate]:
         """The candidates that `choices` run. Raises KeyError where one is none."""
@@ -157,7 +159,7 @@ class Planner(BudgetedBlocks):
         allocation = allocator(pool, limits=one.limits, seed=self.settings.seed)
         return self.plan_of(allocation, pool, limits=one.limits, risk=risk, profile=profile)
 
-    def adopt(
+    def resume_plan(
         self,
         choices: Mapping[str, str],
         *,
@@ -173,7 +175,7 @@ class Planner(BudgetedBlocks):
         by_spec = {block: {c.spec: c for c in options} for block, options in everything.items()}
         if set(choices) == set(by_spec) and all(choices[block] in by_spec[block] for block in by_spec):
             chosen = [by_spec[block][choices[block]] for block in by_spec]
-            allocation = allocated(chosen, allocator=self.settings.allocator, gap=gap)
+            allocation = allocation_of(chosen, allocator=self.settings.allocator, gap=gap)
             limits = self.limits()
             plan = self.plan_of(allocation, everything, limits=limits, risk=risk, profile=profile)
             if risk == MEASURED:
@@ -185,18 +187,18 @@ class Planner(BudgetedBlocks):
                 return plan
         return self.propose(risk=risk, profile=profile)
 
-    def least(self) -> Plan:
+    def least_state_plan(self) -> Plan:
         """The plan of fewest state bytes, whatever the budget: for a first step whose activations are not yet known."""
         pool = self.candidates(risk="prior", profile=None)
         chosen = [
             min(options, key=lambda c: (c.cost.host_bytes > 0, c.cost.state_bytes, c.risk.total))
             for options in pool.values()
         ]
-        allocation = allocated(chosen, allocator="least_state")
+        allocation = allocation_of(chosen, allocator="least_state")
         plan = self.plan_of(allocation, pool, limits=Limits(), risk="prior", profile=None)
         return replace(plan, basis=Basis(by="least_state", text="the least state, until a step is measured"))
 
-    def price(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
+    def total_risk(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
         """Risk of an allocation that is already in use, under another risk model or a newer profile."""
         return sum(c.risk.total for c in self._chosen(choices, risk=risk, profile=profile))
 
@@ -213,16 +215,18 @@ class Planner(BudgetedBlocks):
     ) -> Plan:
         """A plan with its range of budgets over all levels: one that does without a spec is bound by that."""
         everything = self.candidates(risk=risk, profile=profile, stand_ins=False)
-        least, useful = self._once(
+        least, useful = self._cached(
             ("range", risk),
-            (read_by(risk, profile), self._lines, self.budget, self.footprint),
+            (profile_for(risk, profile), self._seconds_per_element, self.budget, self.footprint),
             lambda: (
-                self.taken(attempt_of_least(self, all_attempts(self, risk=risk, profile=profile, every=True)).least()),
-                self.taken([min(options, key=_by_risk) for options in everything.values()]),
+                self.budget_bytes_of(
+                    smallest_attempt(self, all_attempts(self, risk=risk, profile=profile, every=True)).smallest_choice()
+                ),
+                self.budget_bytes_of([min(options, key=_by_risk) for options in everything.values()]),
             ),
         )
         allowed = self.budget.memory_bytes if self.budget.memory_bytes is not None else limits.state_bytes
-        shared = allocation.host_bytes if self.host_counts else 0
+        shared = allocation.host_bytes if self.device_is_host else 0
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
         return Plan(
             blocks=self.blocks,
@@ -259,7 +263,7 @@ class Planner(BudgetedBlocks):
                 text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
             by, lr, betas = "race" if raced else "recipe", dict(recipe.lr), dict(recipe.betas)
             return Basis(by=by, text=text, recipe=recipe.name, lr=lr, betas=betas)
-        if not self._chooses:
+        if not self._has_choice:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:

@@ -12,11 +12,11 @@ import numpy as np
 from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, families, with_rate
 from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
-from baoc.planning.measured import ADAMW, best_rate, ranked, recipe_plan, streamed
+from baoc.planning.measured import ADAMW, best_rate, plan_recipe, ranked_recipes, with_streamed_states
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan, Role
 
-MOST = 14
+MAX_PROPOSALS = 14
 MOST_MEASURED = 3  # recipes that are in the measured table and not in the catalogue
 PERMUTED = "permuted"
 _OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
@@ -55,7 +55,7 @@ class Proposal:
 
 
 def proposals(
-    planner: Planner, *, recipes: Iterable[Recipe] | None = None, seed: int = 0, most: int = MOST
+    planner: Planner, *, recipes: Iterable[Recipe] | None = None, seed: int = 0, most: int = MAX_PROPOSALS
 ) -> list[Proposal]:
     """The proposals within the planner's budget, at most `most`: recipes in order, then the plan and its permutation.
 
@@ -83,7 +83,7 @@ def proposals(
         made = [one for recipe in recipes if (one := _proposal(planner, recipe, family=family)) is not None]
     known = [dict(one.choices) for one in made if one.plan.blocks == mixed.plan.blocks]
     beside = [] if dict(mixed.choices) in known else [mixed]
-    moved = permuted(mixed.plan.blocks, mixed.choices, seed=seed) if beside else None
+    moved = permute_specs(mixed.plan.blocks, mixed.choices, seed=seed) if beside else None
     if moved is not None:
         plan = replace(
             mixed.plan, allocation=replace(mixed.plan.allocation, choices=moved, allocator=PERMUTED, gap=None)
@@ -118,7 +118,7 @@ def _known(planner: Planner, *, family: Family) -> list[Proposal]:
     of which nothing was measured: it is left out."""
     measured: dict[object, MeasuredRecipe] = {}
     made: dict[object, Proposal] = {}
-    for one in ranked(planner, family=family):
+    for one in ranked_recipes(planner, family=family):
         recipe = RECIPES.get(one.name, one.recipe)
         proposal = _proposal(planner, recipe, family=family)
         if proposal is None or not all(map(recipe.names_spec_for, proposal.plan.blocks)):
@@ -158,15 +158,15 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
     if recipe.weights == "native":
         split = [replace(recipe, weights=weights) for weights in others if WEIGHTS[weights].correction_bytes]
         rounded = [replace(recipe, weights=weights) for weights in others if not WEIGHTS[weights].correction_bytes]
-        hosted = [streamed(one) for one in (recipe, *split)] if planner.places else []
+        hosted = [with_streamed_states(one) for one in (recipe, *split)] if planner.may_use_host else []
         given += [*split, *hosted, *rounded]
     for one in given:
-        plan = recipe_plan(planner, one, covers=False)
+        plan = plan_recipe(planner, one, covers=False)
         if plan is not None:
             yield one, plan
 
 
-def permuted(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:
+def permute_specs(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:
     """The choices with specs permuted among blocks of the same shapes, so bytes stay; None where that changes nothing.
 
     Blocks of one size may stand at different places, not in different roles of other shapes: a rule that cannot run

@@ -185,9 +185,9 @@ class RiskModel:
     terms: Callable[[Case], dict[str, float]] = _prior_terms
 
     def __call__(self, **known: Any) -> Risk:
-        return self.of(Case(**known))
+        return self.predict(Case(**known))
 
-    def of(self, case: Case) -> Risk:
+    def predict(self, case: Case) -> Risk:
         found = self.terms(case)
         if rounding := WEIGHTS_SEVERITY.get(case.spec.weights, 0.0):
             found = {**found, ROUND_WEIGHTS: rounding * case.share}
@@ -287,10 +287,10 @@ class MeasuredRisk(RiskModel):
     kappa: float = KAPPA
 
     def of(self, case: Case) -> Risk:
-        block, prior = case.block, PRIOR.of(replace(case, profile=None, weights={}))
+        block, prior = case.block, PRIOR.predict(replace(case, profile=None, weights={}))
         if self.family is None or not self.family.roles:
             return prior
-        change = entry_of(block, base_name(case.spec.name), family=self.family)
+        change = measured_change(block, base_name(case.spec.name), family=self.family)
         if change is None:
             worst = max(one.bound(self.kappa) for held in self.family.roles.values() for one in held.values())
             return Risk(total=max(worst, 0.0) + prior.total, terms=prior.terms)
@@ -298,14 +298,14 @@ class MeasuredRisk(RiskModel):
         return Risk(total=part * change.bound(self.kappa), terms={"change": part * change.mean})
 
 
-def entry_of(block: Block, spec: str, *, family: Family) -> Change | None:
+def measured_change(block: Block, spec: str, *, family: Family) -> Change | None:
     """The change by `spec` in the role of a block, against the family's base; 0 where that runs it, too."""
     if family.base is not None and family.recipe(family.base).recipe.preferred_spec(block)[1] == spec:
         return Change(mean=0.0, sd=0.0, n=0)
     return family.change_for([key for key in recipe_keys(block) if key != FIRST], spec)
 
 
-def risk_of(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
+def measured_risk(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
     sizes: dict[str, int] = {}
     for block in blocks:
         key = next(recipe_keys(block))

@@ -27,7 +27,7 @@ PIECE_BYTES = 48 * MIB  # pieces of 4 MB and more get the full rate of the link,
 NUM_BUFFERS = 3
 
 
-def cut(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES) -> list[range]:
+def split_into_pieces(sizes: Sequence[int], *, piece_bytes: int = PIECE_BYTES) -> list[range]:
     """Indices of neighbouring blocks that travel together; `sizes` are their bytes, in the order of travel."""
     pieces: list[range] = []
     first, held = 0, 0
@@ -55,7 +55,7 @@ BACKWARD_SHARE = 2 / 3  # of forward and backward: a backward pass is two produc
 
 # One H100, pinned memory (docs/methods.md#host-placement): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92
 # from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each.
-STORED = LinkRates(
+STORED_RATES = LinkRates(
     sizes=(10**6, 4 * 10**6),
     in_rates=(21e9, 54e9),
     out_rates=(21e9, 54e9),
@@ -64,7 +64,7 @@ STORED = LinkRates(
 )
 
 
-def slower(link: LinkRates, *, factor: float) -> LinkRates:
+def slower_link(link: LinkRates, *, factor: float) -> LinkRates:
     """The same link with rates divided by `factor`."""
 
     def less(rates: Sequence[float]) -> tuple[float, ...]:

@@ -125,7 +125,7 @@ class ArrivedWeights:
     """
 
     def __init__(self, session: Session):
-        narrow = session.settings.planner.rows
+        narrow = session.settings.planner.all_specs
         choices, params = session.plan.allocation.choices, session.params
         names = [
             info.name

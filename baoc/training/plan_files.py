@@ -41,7 +41,7 @@ class Recorder:
         by = plan.basis.by if plan.basis is not None else plan.risk_model
         names = {"measured": "measurements", "prior": "priors by role", "recipe": "the recipe", "race": "the recipe"}
         console.print_plan(plan, title=f"Allocation at the start, from {names.get(by, by)}")
-        if planner.host_counts and plan.host_bytes:
+        if planner.device_is_host and plan.host_bytes:
             console.say(
                 "the device is the CPU, whose memory is the host's: placement there saves nothing, and runs as "
                 "it would on a GPU"

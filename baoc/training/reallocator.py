@@ -3,7 +3,7 @@
 1. What asks for a new plan: statistics of gradients, once, after `reallocation.warmup_steps` (`decide`); another budget
    (`rebudget`); parameters that came after the plan and take more memory than it has left for them (`_learn_late`).
 2. `Planner.propose` makes the plan. By statistics it is taken where it lowers the risk, else whatever its risk.
-3. `_fit_of` checks that the move itself stays within the memory budget (`planning/reallocation/move_cost.py`).
+3. `_fit_of` checks that the move itself stays within the memory budget (`planning/reallocation/migration_cost.py`).
 4. `BlockwiseOptimizer.migrate` converts the states of one block after the other.
 
 `Reallocator` hooks into the optimizer's step (`attach`), so it serves Lightning and plain loops alike.
@@ -25,9 +25,9 @@ from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
-from baoc.planning.reallocation.conversion import adopted, usable
+from baoc.planning.reallocation.conversion import has_all_blocks, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
-from baoc.planning.reallocation.move_cost import move_peak
+from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
 from baoc.training.late_step import LateStep
 from baoc.types import (
@@ -339,7 +339,7 @@ class Reallocator:
         assert self.profiler is not None
         profile = self.profiler.profile()
         proposal = self.planner.propose(profile=profile)
-        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
+        risk_before = self.planner.total_risk(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
         fit = _MoveFit()
@@ -397,12 +397,14 @@ class Reallocator:
                 return self.planner.propose(profile=self.profile)
             held = plan.allocation
             given = {"risk": plan.risk_model, "profile": self.profile, "gap": held.gap}
-            kept = self.planner.adopt(held.choices, seen_to_fit=True, **given)
+            kept = self.planner.resume_plan(held.choices, seen_to_fit=True, **given)
             same = dict(kept.allocation.choices) == dict(held.choices)
             return replace(kept, basis=plan.basis) if same else kept
 
         proposal = self.ranks.broadcast_result(proposed, for_others=_brief)
-        risk_before = self.planner.price(self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile)
+        risk_before = self.planner.total_risk(
+            self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile
+        )
         fit = self._fit_of(proposal, memory=limit)
         if fit.blocked:
             raise InfeasibleBudgetError(
@@ -421,7 +423,7 @@ class Reallocator:
     def _fit_of(self, proposal: Plan, *, memory: int | None) -> _MoveFit:
         """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
         used, and the next backward pass makes new ones."""
-        predicted = move_peak(self.planner, now=self.plan, then=proposal)
+        predicted = migration_peak(self.planner, now=self.plan, then=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
             return _MoveFit()
         if predicted.without_gradients_bytes <= memory:
@@ -533,7 +535,7 @@ class Reallocator:
         saved = _read(state)
         profile = saved.profile
         notes: list[str] = []
-        if profile is not None and not usable(profile, planner=self.planner):
+        if profile is not None and not has_all_blocks(profile, planner=self.planner):
             profile = None
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
         footprint = self.planner.footprint
@@ -547,7 +549,7 @@ class Reallocator:
         }
         try:
             plan, changed = self.ranks.broadcast_result(
-                lambda: adopted(self.planner, saved.choices, profile=profile, **known)
+                lambda: restore_plan(self.planner, saved.choices, profile=profile, **known)
             )
         except BaseException:
             self.planner.footprint = footprint
@@ -560,7 +562,7 @@ class Reallocator:
             self._stop_observing()
         planned = saved.planned
         if planned is None:
-            planned = saved.choices != dict(self.planner.least().allocation.choices)
+            planned = saved.choices != dict(self.planner.least_state_plan().allocation.choices)
         self.continues_saved_plan = self.step > 0 and planned and not changed
         if saved.profiler and self.profiler is None and self.settings.mode == "once":
             notes.append("statistics of gradients are left out, as this optimizer has decided already")

@@ -37,10 +37,10 @@ from baoc.optim.offload import weight_conversion_bytes
 from baoc.optim.shards import is_sharded, largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
-from baoc.planning.budgeted import MEASURED, PlannerSettings, may_place
-from baoc.planning.candidates import applies
+from baoc.planning.budgeted import MEASURED, PlannerSettings, may_use_host
+from baoc.planning.candidates import why_inapplicable
 from baoc.planning.messages import too_small
-from baoc.planning.microbatch import ALIKE, fewest
+from baoc.planning.microbatch import RATE_TOLERANCE, smallest_number
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
@@ -445,7 +445,7 @@ class Session:
         self.profiler = make_profiler(
             self.planner, self.params, settings=self.settings, betas=self.betas, ranks=self.ranks
         )
-        self.plan = self.planner.least()
+        self.plan = self.planner.least_state_plan()
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Session:
 
     def complete(self, footprint: Footprint) -> Footprint:
         """The footprint with the bytes that every measurer leaves out: a step's temporaries, and arriving weights."""
-        specs = list(self.settings.planner.rows.values())
+        specs = list(self.settings.planner.all_specs.values())
         planned = [self.params[info.name] for info in self.infos]  # a GAN's loop may have frozen them for now
         matrix_specs = [spec for spec in specs if RULE_INFOS[spec.rule].hidden_only]
         other_specs = [spec for spec in specs if spec not in matrix_specs]
@@ -525,7 +525,7 @@ class Session:
         if latency is not None or not (limited or record):
             self.latency = latency
             return None
-        specs = list(self.settings.planner.rows.values())
+        specs = list(self.settings.planner.all_specs.values())
         needed = specs_timed_first(specs, device=self.device) if limited else set[str]()
         try:
             table = self._slowest_table(
@@ -534,7 +534,7 @@ class Session:
         except torch.OutOfMemoryError as error:
             clear_cache(self.device)
             return error.with_traceback(None)  # its frames hold activations
-        if limited and may_place(self.settings.planner, budget=self.budget):
+        if limited and may_use_host(self.settings.planner, budget=self.budget):
             table = self.ranks.broadcast(
                 with_link_rates(table, device=self.device, accumulation=measurer.accumulation, hides=overlaps)
             )
@@ -558,7 +558,7 @@ class Session:
         """The table with the specs of these names timed too."""
         assert self.latency is not None
         timed = set(self.latency.fixed_s) - set(self.latency.assumed)
-        specs, latency = list(self.settings.planner.rows.values()), self.latency
+        specs, latency = list(self.settings.planner.all_specs.values()), self.latency
         table = self._slowest_table(
             lambda: measurer.latency(specs, needed=timed | names, given=latency, max_s=self._max_timing_s)
         )

@@ -210,7 +210,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
     from baoc.training.measure import microbatch_search
     from baoc.types import to_plain
 
-    choose, decide, began = microbatch_search.choose, training.decide, time.perf_counter()
+    choose, decide, began = microbatch_search.choose_option, training.decide, time.perf_counter()
 
     def searched(options: Any, *, objective: str, race: Any) -> Any:
         choice = choose(options, objective=objective, race=race)
@@ -231,7 +231,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
                 "decide_s": decide_s,
                 "measured": choice.measured,
                 "won": choice.won,
-                "left": len(choice.left),
+                "left": len(choice.rivals),
                 "left_gain": choice.gain,
                 "chosen_option": choice.chosen.name,
                 "chosen_rate": rate,
@@ -251,7 +251,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
         decide(*args, **kwargs)
         raise Searched
 
-    microbatch_search.choose, training.decide = searched, decided
+    microbatch_search.choose_option, training.decide = searched, decided
     with suppress(Searched):
         run_case(name, folder=folder, **given)
 

@@ -334,7 +334,7 @@ def planned_for(
         reserve_bytes=memory_reserve_bytes(torch.device("cuda"), peak=peak) + card.workspace_bytes,
         profile_bytes=profile,
         profile_temporary_bytes=profile,
-        step_temporary_bytes=temporaries_of(session.settings.planner.rows.values(), params, size=size),
+        step_temporary_bytes=temporaries_of(session.settings.planner.all_specs.values(), params, size=size),
     )
     try:
         plan = session.planner_for(footprint, budget=budget).propose()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import Recipe, recipe_keys
 from baoc.optim import BlockwiseOptimizer
-from baoc.planning.allocators.recipe import pick
+from baoc.planning.allocators.recipe import pick_spec
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling.describe import describe
 from baoc.types import Block, Budget
@@ -111,7 +111,7 @@ class Bench:
     def specs(self, run: Run) -> dict[str, str]:
         if run.plan is not None:
             return dict(run.plan)
-        return {block.name: pick(block, recipe=run.recipe).spec for block in self.blocks}
+        return {block.name: pick_spec(block, recipe=run.recipe).spec for block in self.blocks}
 
     def runs_spec(self, run: Run) -> bool:
         """Whether the spec of a replaced role runs on some block of it."""

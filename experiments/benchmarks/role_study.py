@@ -364,7 +364,7 @@ def random_plan(bench: Any, *, limit: float, drawn: random.Random) -> dict[str, 
     """Block -> a spec at random of those that apply, until what all keep is within `limit` of fp32 AdamW's state."""
     from baoc.core.catalogue import SPECS
     from baoc.core.rule_tags import RULE_INFOS
-    from baoc.planning.candidates import applies
+    from baoc.planning.candidates import why_inapplicable
     from baoc.planning.cost import state_bytes
 
     names = sorted({spec for listed in ROLE_SPECS.values() for spec in listed} - {"column_norm_momentum_int8"})
@@ -373,7 +373,7 @@ def random_plan(bench: Any, *, limit: float, drawn: random.Random) -> dict[str, 
             (name, state_bytes(block, spec=SPECS[name], rule=rule))
             for name in names
             for rule in (RULE_INFOS[SPECS[name].rule],)
-            if applies(block, spec=SPECS[name], rule=rule) is None
+            if why_inapplicable(block, spec=SPECS[name], rule=rule) is None
         ]
         for block in bench.blocks
     }

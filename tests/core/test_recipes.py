@@ -15,7 +15,7 @@ from baoc.config.from_hydra import from_hydra, write_config
 from baoc.core.blocks import part_of, partition
 from baoc.core.recipes import RECIPES, Recipe, find_recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, InfeasibleBudgetError
-from baoc.planning.allocators.recipe import pick
+from baoc.planning.allocators.recipe import pick_spec
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.training.run import session_settings
@@ -296,7 +296,7 @@ def test_a_strategy_takes_a_recipe():
 
 def test_a_pick_is_told_by_role():
     block = partition(describe(llama()), by="layer_part")[1]
-    assert pick(block, recipe=RECIPES["slimadam"]).role == "attention_qk"
+    assert pick_spec(block, recipe=RECIPES["slimadam"]).role == "attention_qk"
 
 
 def test_the_page_has_a_row_for_each_recipe():

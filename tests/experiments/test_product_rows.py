@@ -9,7 +9,7 @@ import torch
 from baoc.core.budgets import parse_budget
 from baoc.models import build_model
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.planning.proposals import permuted
+from baoc.planning.proposals import permute_specs
 from baoc.profiling.describe import describe
 from baoc.types import ImageDataSpec, TextDataSpec
 from experiments.analysis import allocation_pairs
@@ -38,7 +38,9 @@ def test_what_is_chosen_at_10_15_and_25_percent_is_what_was_measured(task: str, 
         assert basis is not None and basis.recipe == measured["recipe"]
         kept = int(measured["state_bytes"])  # on a GPU, up to .5 % less than is planned here
         assert plan.allocation.state_bytes == pytest.approx(kept, rel=1e-2)
-        assert permuted(plan.blocks, plan.allocation.choices) is None, "a rule a role, so that places cannot differ"
+        assert permute_specs(plan.blocks, plan.allocation.choices) is None, (
+            "a rule a role, so that places cannot differ"
+        )
 
 
 @pytest.mark.parametrize("file", [ROWS, FRESH], ids=lambda file: file.stem)

@@ -16,7 +16,7 @@ from baoc.optim.backends import HostedBackend
 from baoc.optim.offload import transfer_order
 from baoc.optim.rules import RULES
 from baoc.planning.cost import aligned, cost, slab_bytes, state_bytes
-from baoc.planning.transfer import buffer_bytes, capacity_bytes, cut
+from baoc.planning.transfer import buffer_bytes, capacity_bytes, split_into_pieces
 from tests.support.optimizing import (
     Gradients,
     assert_same,
@@ -103,7 +103,7 @@ def test_buffers_are_what_staging_says() -> None:
     ("sizes", "parts"), [([], []), ([9], [[0]]), ([3, 3, 3, 9, 1], [[0, 1], [2], [3], [4]]), ([0, 0, 6], [[0, 1, 2]])]
 )
 def test_neighbours_travel_together(sizes: list[int], parts: list[list[int]]) -> None:
-    pieces = [list(part) for part in cut(sizes, piece_bytes=6)]
+    pieces = [list(part) for part in split_into_pieces(sizes, piece_bytes=6)]
     assert pieces == parts
     assert all(sum(sizes[i] for i in part) <= capacity_bytes(sizes, piece_bytes=6) for part in pieces)
 

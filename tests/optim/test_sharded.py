@@ -34,7 +34,7 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.groups import param_info, single_block
 from baoc.optim.nonfinite import POLICIES
 from baoc.optim.shards import ShardGroup, check_codec_groups, local_shard, unsharded
-from baoc.planning.candidates import applies, sums_columns
+from baoc.planning.candidates import sums_columns, why_inapplicable
 from baoc.profiling import GradientProfiler
 from baoc.profiling.footprint import step_temporary_bytes
 from baoc.profiling.step_temporaries import step_temporaries
@@ -101,7 +101,7 @@ def specs_for(spec: Any, module: nn.Module, *, sharded: bool = False) -> dict[st
     for name, param in module.named_parameters():
         info = param_info(name, param, group=0)
         block = single_block(replace(info, whole=info.shape) if sharded else info)
-        found[name] = spec.name if applies(block, spec=spec, rule=RULE_INFOS[spec.rule]) is None else "adamw"
+        found[name] = spec.name if why_inapplicable(block, spec=spec, rule=RULE_INFOS[spec.rule]) is None else "adamw"
     return found
 
 

@@ -22,7 +22,7 @@ from baoc.planning.allocators import (
 )
 from baoc.planning.allocators.base import Ints, make_problem
 from baoc.planning.allocators.moves import reduce_effort
-from baoc.planning.allocators.recipe import RecipeAllocator, pick, recipe_bytes, recipes_within
+from baoc.planning.allocators.recipe import RecipeAllocator, pick_spec, recipe_bytes, recipes_within
 from baoc.planning.allocators.uniform import UNIFORM
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
@@ -289,18 +289,20 @@ def test_a_recipe_is_what_each_role_asks_or_what_stands_in_for_it():
         specs={"attention": "lion_int8", "hidden": "muon", "norm": "muon", "head": "muon"},
         fallback=("foam_l1", "signum"),
     )
-    wished = {block.name: (pick(block, recipe=recipe).role, pick(block, recipe=recipe).spec) for block in BLOCKS}
+    wished = {
+        block.name: (pick_spec(block, recipe=recipe).role, pick_spec(block, recipe=recipe).spec) for block in BLOCKS
+    }
     assert wished["layer0.attention"] == ("attention", "lion_int8") and wished["layer1.mlp"] == ("hidden", "muon")
     assert wished["norm"] == ("norm", "signum") and wished["embedding"] == ("embedding", "foam_l1")
     assert wished["head"] == ("head", "foam_l1")
-    texts = {block.name: pick(block, recipe=recipe).text for block in BLOCKS}
+    texts = {block.name: pick_spec(block, recipe=recipe).text for block in BLOCKS}
     assert texts["layer1.mlp"] == "the recipe's spec for hidden"
     assert (
         texts["head"] == "falls back: the recipe asks muon of head, but muon is for hidden matrices, not for the head"
     )
     given = ALLOCATORS["recipe"]
     assert isinstance(given, RecipeAllocator) and given.traits.every_candidate
-    chosen = replace(given, picks={block.name: pick(block, recipe=recipe) for block in BLOCKS[1:]})
+    chosen = replace(given, picks={block.name: pick_spec(block, recipe=recipe) for block in BLOCKS[1:]})
     options = build_candidates(BLOCKS, specs=NATIVE, rules=RULE_INFOS, risk=RISKS["prior"])
     allocation = chosen(options, limits=Limits())
     assert allocation.choices == {**{block: spec for block, (_, spec) in wished.items()}, "embedding": "adamw"}
@@ -312,7 +314,7 @@ def test_a_recipe_is_what_each_role_asks_or_what_stands_in_for_it():
     with pytest.raises(NoFeasibleAllocation) as error:
         chosen(options, limits=Limits(state_bytes=allocation.state_bytes - 1))
     assert error.value.least_state_bytes == allocation.state_bytes
-    everywhere = replace(chosen, picks={block.name: pick(block, recipe=recipe) for block in BLOCKS})
+    everywhere = replace(chosen, picks={block.name: pick_spec(block, recipe=recipe) for block in BLOCKS})
     assert recipe_bytes(BLOCKS, recipe=recipe) == everywhere(options, limits=Limits()).state_bytes
 
 

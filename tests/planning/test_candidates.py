@@ -6,9 +6,9 @@ from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, SPECS, select
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
-from baoc.planning.candidates import applies, build_candidates, candidate_rows, undominated
+from baoc.planning.candidates import build_candidates, candidate_rows, undominated, why_inapplicable
 from baoc.planning.cost import state_bytes
-from baoc.planning.limits import charged, savings
+from baoc.planning.limits import charge_savings, savings_by_format
 from baoc.planning.risk import RISKS
 from baoc.types import Block, Candidate, Cost, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Risk, Role, RuleInfo
 from tests.support.decision import param, transformer
@@ -20,7 +20,7 @@ MUON = RuleInfo(name="muon", description="", states=(), needs_matrix=True, hidde
 def why_not(spec: str, block: str | Block, **options: tuple[Role, ...]) -> str | None:
     row = SPECS[spec]
     where = BLOCKS[block] if isinstance(block, str) else block
-    return applies(where, spec=row, rule=RULE_INFOS[row.rule], **options)
+    return why_inapplicable(where, spec=row, rule=RULE_INFOS[row.rule], **options)
 
 
 def test_rules_by_row_and_column_need_matrices():
@@ -76,8 +76,8 @@ def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
         validation_bytes=0,
         resident_bytes=0,
     )
-    saved = savings([block], specs=specs, count="gradients", footprint=footprint)
-    found = charged(made, blocks=[block], specs=specs, saved=saved)
+    saved = savings_by_format([block], specs=specs, count="gradients", footprint=footprint)
+    found = charge_savings(made, blocks=[block], specs=specs, saved=saved)
     kept = {c.spec: c.cost for c in undominated(found)[block.name]}
     assert kept["adamw"].weight_bytes == 2 * kept["adamw+split8"].weight_bytes
     assert kept["adamw"].state_bytes < kept["adamw+split8"].state_bytes
@@ -88,8 +88,8 @@ def test_weights_of_16_bits_are_dominated_unless_what_they_save_counts():
 def test_hidden_rules_refuse_embeddings_and_heads():
     spec = OptimizerSpec(name="muon", description="", rule="muon")
     for block, reason in (("embedding", "not for the embedding"), ("head", "not for the head")):
-        assert reason in (applies(BLOCKS[block], spec=spec, rule=MUON) or "")
-    assert applies(BLOCKS["layer0.attention"], spec=spec, rule=MUON) is None
+        assert reason in (why_inapplicable(BLOCKS[block], spec=spec, rule=MUON) or "")
+    assert why_inapplicable(BLOCKS["layer0.attention"], spec=spec, rule=MUON) is None
 
 
 def test_candidates_are_complete_exact_and_sorted():

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from baoc.planning.choice import BOUND, COMPARED, PROMISED, Choice, Race, choose, upper
-from baoc.planning.microbatch import best
+from baoc.planning.choice import BOUND, COMPARED, PROMISED, OptionChoice, OptionMeasurer, choose_option, max_rate
+from baoc.planning.microbatch import best_option
 from baoc.types import Option
 from tests.support.planners import option
 
@@ -55,20 +55,20 @@ class Rehearser:
         self.compared.add(option.key)
         return self.known()
 
-    def choose(self, *, run_s: float = EVER) -> Choice:
-        race = Race(
+    def choose(self, *, run_s: float = EVER) -> OptionChoice:
+        race = OptionMeasurer(
             measure=self.measure,
             cost_s=self.cost_s,
             left_s=lambda: self.limit_s - self.spent_s,
             run_s=lambda rate: run_s,
         )
-        return choose(self.known(), objective="throughput", race=race)
+        return choose_option(self.known(), objective="throughput", race=race)
 
-    def loss(self, choice: Choice) -> float:
+    def loss(self, choice: OptionChoice) -> float:
         """Of samples per second, against the best of all options at their true speeds."""
         assert choice.chosen is not None
         true = [replace(option, samples_per_s=BATCH / self.true_s[option.key]) for option in self.options]
-        found = best(true, objective="throughput")
+        found = best_option(true, objective="throughput")
         assert found is not None
         return 1 - BATCH / self.true_s[choice.chosen.key] / found.samples_per_s
 
@@ -146,9 +146,9 @@ def test_seconds_are_kept_and_what_is_left_is_told():
         assert choice.chosen is not None
         assert choice.measured == len(rehearser.tried) + len(rehearser.compared) - known
         over.append(rehearser.spent_s)
-        left += bool(choice.left)
+        left += bool(choice.rivals)
         measured = [o for o in choice.options if o.fits and (o.compared or o.tried)]
-        best_left = max((upper(o, measured=measured) for o in choice.left), default=0.0)
+        best_left = max((max_rate(o, measured=measured) for o in choice.rivals), default=0.0)
         assert choice.gain == pytest.approx(max(0.0, best_left / choice.chosen.samples_per_s - 1))
     assert left and sum(seconds > 10.0 for seconds in over) < 0.05 * len(over)
 
@@ -170,7 +170,7 @@ def test_an_option_that_is_slower_than_promised_gives_way():
     assert choice.chosen is not None and choice.chosen.chosen and choice.chosen.tried
     # 8 may not be faster than 64, which computes no more for a sample, by more than BOUND: but it has less risk.
     assert (choice.chosen.micro_batch, rehearser.tried) == (8, [(8, 0, False)])
-    assert [o.micro_batch for o in choice.options if o.chosen] == [8] and not choice.left
+    assert [o.micro_batch for o in choice.options if o.chosen] == [8] and not choice.rivals
     assert choice.won == pytest.approx(70 / 60 - 1)
 
 
@@ -178,7 +178,7 @@ def test_without_seconds_what_leads_is_tried_and_the_rest_is_left():
     rehearser = three({1: 10.0, 8: 80.0, 64: 100.0}, {1: 10.0, 8: 97.0, 64: 96.0}, limit_s=0.0)
     choice = rehearser.choose()
     assert choice.chosen is not None and choice.chosen.micro_batch == 64 and rehearser.tried == [(64, 0, False)]
-    assert [o.micro_batch for o in choice.left] == [8] and choice.gain == pytest.approx(BOUND)
+    assert [o.micro_batch for o in choice.rivals] == [8] and choice.gain == pytest.approx(BOUND)
 
 
 def test_without_seconds_a_promise_far_above_what_was_compared_is_tried():
@@ -206,18 +206,18 @@ def test_without_seconds_one_promise_at_most_is_followed():
 def test_a_second_is_worth_a_percent_of_a_short_run_and_less_of_a_long_one():
     """What may gain half a percent for .3 s is measured only where that is less of the run."""
     rates = {1: 10.0, 8: 75.0, 64: 100.0}
-    assert [len(three(rates, rates).choose(run_s=seconds).left) for seconds in (10.0, EVER)] == [0, 0]
+    assert [len(three(rates, rates).choose(run_s=seconds).rivals) for seconds in (10.0, EVER)] == [0, 0]
     slow = {size: rate / 50 for size, rate in rates.items()}  # so that each costs seconds
-    assert [len(three(slow, slow).choose(run_s=seconds).left) for seconds in (10.0, EVER)] == [1, 0]
+    assert [len(three(slow, slow).choose(run_s=seconds).rivals) for seconds in (10.0, EVER)] == [1, 0]
 
 
 def test_where_none_has_room_none_is_chosen():
     options = [option(8, rate=8.0, risk=None)]
-    race = Race(measure=lambda _: options, cost_s=lambda *_: 0.0, left_s=lambda: EVER, run_s=lambda _: EVER)
-    assert choose(options, objective="throughput", race=race) == Choice(options=options, chosen=None)
+    race = OptionMeasurer(measure=lambda _: options, cost_s=lambda *_: 0.0, left_s=lambda: EVER, run_s=lambda _: EVER)
+    assert choose_option(options, objective="throughput", race=race) == OptionChoice(options=options, chosen=None)
 
 
-def tries(options: Callable[[set[int]], list[Option]]) -> tuple[list[int], Choice]:
+def tries(options: Callable[[set[int]], list[Option]]) -> tuple[list[int], OptionChoice]:
     """Micro-batches in the order in which they are measured, each wholly at once."""
     seen: list[int] = []
 
@@ -225,8 +225,8 @@ def tries(options: Callable[[set[int]], list[Option]]) -> tuple[list[int], Choic
         seen.append(found.micro_batch)
         return options(set(seen))
 
-    race = Race(measure=measure, cost_s=lambda *_: 1.0, left_s=lambda: EVER, run_s=lambda _: EVER)
-    return seen, choose(options(set()), objective="throughput", race=race)
+    race = OptionMeasurer(measure=measure, cost_s=lambda *_: 1.0, left_s=lambda: EVER, run_s=lambda _: EVER)
+    return seen, choose_option(options(set()), objective="throughput", race=race)
 
 
 def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn():
@@ -265,20 +265,24 @@ def test_late_the_one_of_fewest_bytes_is_tried_where_none_had_room():
         seen.append(found.micro_batch)
         return options()
 
-    race = Race(measure=measure, cost_s=lambda *_: 30.0, left_s=lambda: 42.0 - 30 * len(seen), run_s=lambda _: EVER)
-    choice = choose(options(), objective="throughput", race=race)
+    race = OptionMeasurer(
+        measure=measure, cost_s=lambda *_: 30.0, left_s=lambda: 42.0 - 30 * len(seen), run_s=lambda _: EVER
+    )
+    choice = choose_option(options(), objective="throughput", race=race)
     assert seen == [1024, 512, 256, 1] and choice.chosen is not None and choice.chosen.micro_batch == 1
 
 
 def test_what_computes_more_for_a_sample_is_no_faster():
     kept = replace(option(64, rate=100.0, risk=0.1), tried=True)
     more = partial(replace, option(64, rate=300.0, risk=0.1), recomputed=12)
-    assert upper(more(), measured=[kept]) == pytest.approx(100 * (1 + BOUND))
-    assert upper(more(micro_batch=128), measured=[kept]) == pytest.approx(300 / (1 - PROMISED)), "a larger one may be"
+    assert max_rate(more(), measured=[kept]) == pytest.approx(100 * (1 + BOUND))
+    assert max_rate(more(micro_batch=128), measured=[kept]) == pytest.approx(300 / (1 - PROMISED)), (
+        "a larger one may be"
+    )
     fewer = replace(option(64, rate=300.0, risk=0.1), recomputed=6)
     shares = [replace(one, num_layers=12) for one in (fewer, more(tried=True, samples_per_s=90.0))]
-    assert upper(shares[0], measured=shares[1:]) == pytest.approx(90 * (1 + BOUND) * 4 / 3.5), (
+    assert max_rate(shares[0], measured=shares[1:]) == pytest.approx(90 * (1 + BOUND) * 4 / 3.5), (
         "by half a forward of four"
     )
-    assert upper(more(compared=True), measured=[]) == pytest.approx(300 / (1 - COMPARED))
-    assert math.isnan(upper(more(samples_per_s=math.nan), measured=[]))
+    assert max_rate(more(compared=True), measured=[]) == pytest.approx(300 / (1 - COMPARED))
+    assert math.isnan(max_rate(more(samples_per_s=math.nan), measured=[]))

@@ -18,7 +18,7 @@ from baoc.planning.cost import (
     weight_bytes,
     whole_step_seconds,
 )
-from baoc.planning.transfer import STORED, copy_seconds
+from baoc.planning.transfer import STORED_RATES, copy_seconds
 from baoc.types import Block, LatencyTable, ParamInfo, Role
 from tests.support.decision import param
 
@@ -102,7 +102,7 @@ def test_streamed_states_leave_only_matching_on_the_device():
     made = cost(MATRIX, spec=spec, rule=RULE_INFOS["adamw"])
     assert (made.state_bytes, made.host_bytes, made.charged_bytes, made.weight_bytes) == (0, slab + 4, 0, 800)
     assert (made.streamed_bytes, made.transfer_bytes) == (slab, 2 * slab)
-    assert made.link_s == copy_seconds(slab, link=STORED) > 0
+    assert made.link_s == copy_seconds(slab, link=STORED_RATES) > 0
     matched = cost(MATRIX, spec=SPECS["rmsprop@streamed"], rule=RULE_INFOS["rmsprop"], latency=latency)
     assert (matched.state_bytes, matched.host_bytes) == (8, 1600 + 4)
     assert matched.step_s == pytest.approx(1e-5 + 400e-9), "the kernel is the one that steps it on the device"

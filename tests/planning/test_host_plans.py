@@ -7,7 +7,7 @@ import pytest
 from baoc.core.catalogue import SPECS
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.cost import slab_bytes
-from baoc.planning.microbatch import Axes, make_option, none_fits
+from baoc.planning.microbatch import Axes, make_option, no_option_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.transfer import NUM_BUFFERS
 from baoc.tracking import console
@@ -60,9 +60,9 @@ def table(*, step: float = 1e-12, hidden_s: float = 0.0) -> LatencyTable:
 
 
 def test_nothing_is_placed_unless_it_is_asked_for():
-    assert not planner(memory(BASE + 9 * ADAMW, host=None)).places
-    assert planner(memory(BASE + 9 * ADAMW)).places
-    assert planner(memory(BASE, host=None), specs=("adamw", "adamw@streamed")).places
+    assert not planner(memory(BASE + 9 * ADAMW, host=None)).may_use_host
+    assert planner(memory(BASE + 9 * ADAMW)).may_use_host
+    assert planner(memory(BASE, host=None), specs=("adamw", "adamw@streamed")).may_use_host
 
 
 def test_what_fits_stays_on_the_device():
@@ -112,7 +112,7 @@ def test_host_memory_is_a_budget_with_a_least_value_of_its_own():
     option = make_option(tight, footprint=FOOTPRINT, batch_size=8, recomputed=0, num_layers=0, latency=table())
     assert not option.fits and option.why == f"needs {format_bytes(needed)} on the host"
     axes = Axes(micro_batches=(FOOTPRINT.micro_batch,), recomputed=(0,))
-    told = none_fits([option], budget=tight.budget, axes=axes)
+    told = no_option_fits([option], budget=tight.budget, axes=axes)
     assert f"Give budget.host_memory={needed}b or more" in str(told) and told.least_host_bytes == needed
 
 

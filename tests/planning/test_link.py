@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from baoc.planning.transfer import (
-    STORED,
+    STORED_RATES,
     copy_seconds,
     drain_seconds,
     hidden_seconds,
     pinned_bytes,
     pinned_room,
-    slower,
+    slower_link,
 )
 from baoc.profiling import measure_link
 from baoc.profiling.step_time import with_link_rates
@@ -30,9 +30,9 @@ LINK = LinkRates(
 
 def test_the_stored_link_is_the_one_that_was_measured():
     """Packed states of 3.13 bytes per parameter in 6.8 ms per 100M parameters, fp32 of 12 bytes in 29."""
-    assert copy_seconds(int(3.13e8), link=STORED) == pytest.approx(6.8e-3, rel=0.02)
-    assert 22e-3 < copy_seconds(int(12e8), link=STORED) < 29e-3
-    assert STORED.source == "stored"
+    assert copy_seconds(int(3.13e8), link=STORED_RATES) == pytest.approx(6.8e-3, rel=0.02)
+    assert 22e-3 < copy_seconds(int(12e8), link=STORED_RATES) < 29e-3
+    assert STORED_RATES.source == "stored"
 
 
 def test_blocks_are_charged_in_proportion_and_pieces_by_their_size():
@@ -43,7 +43,7 @@ def test_blocks_are_charged_in_proportion_and_pieces_by_their_size():
     assert drain_seconds(55 * 10**5, link=LINK) == pytest.approx(3e-3), "on the line between 1 and 5 ms"
     assert drain_seconds(1, link=LINK) == pytest.approx(1e-3) and drain_seconds(0, link=LINK) == 0
     assert drain_seconds(10**8, link=LINK) == pytest.approx(0.05)
-    assert copy_seconds(10**9, link=slower(LINK, factor=2)) == pytest.approx(2 * copy_seconds(10**9, link=LINK))
+    assert copy_seconds(10**9, link=slower_link(LINK, factor=2)) == pytest.approx(2 * copy_seconds(10**9, link=LINK))
 
 
 def test_the_last_backward_hides_a_stream_unless_gradients_change_after_it():

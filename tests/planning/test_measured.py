@@ -10,7 +10,7 @@ from baoc.core.catalogue import select
 from baoc.core.measured import KAPPA, Change, Family, MeasuredRecipe, faded_rate, families, family_of, nearest_family
 from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError
-from baoc.planning.measured import MIXED, PRIOR, picked_of
+from baoc.planning.measured import MIXED, PRETRAINED_ARGUMENT, selection_penalty
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import proposals
 from baoc.types import Budget, ParamInfo, Role
@@ -119,12 +119,12 @@ def test_a_kind_that_nobody_measured_takes_the_best_recipe_of_the_nearest_and_sa
     assert "the learning rate stays as given, as weights may be pretrained (there it was 2 times AdamW's)" in (
         made.basis.text
     )
-    assert "race=" not in made.basis.text and made.basis.text.endswith(f"{PRIOR} plans without it")
+    assert "race=" not in made.basis.text and made.basis.text.endswith(f"{PRETRAINED_ARGUMENT} plans without it")
     in_run = replace(settings, from_conf=True)  # which knows that it trains from scratch
     run = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.25), settings=in_run).propose()
     assert run.basis is not None and set(run.basis.lr.values()) == {2} and run.allocation == made.allocation
     assert "2 times AdamW's learning rate, as in training from scratch" in run.basis.text
-    assert run.basis.text.endswith("race=auto checks it") and PRIOR not in run.basis.text
+    assert run.basis.text.endswith("race=auto checks it") and PRETRAINED_ARGUMENT not in run.basis.text
     low = Planner(own_kind(head), budget=Budget(name="some", state_fraction=0.01), settings=settings).propose()
     assert low.risk_model == "prior" and low.basis is not None
     assert "no recipe that was better than fp32 AdamW for vision fits, so by risk=prior" in low.basis.text
@@ -296,7 +296,7 @@ def test_a_mixture_is_the_best_entry_that_fits_by_brute_force():
         sizes = {(one.block, one.spec): one.cost.state_bytes for row in options for one in row}
         room = fraction * of.state_bytes_adamw
         base_fits = sum(sizes[run] for run in base.items()) <= room
-        doubt = of.kappa * picked_of(table(roles))
+        doubt = of.kappa * selection_penalty(table(roles))
         fitting = [key for key in entries if sum(sizes[run] for run in mixed[key].items()) <= room]
         better = [key for key in fitting if not base_fits or entries[key].mean + doubt * entries[key].sd < 0]
         best = min(better, key=lambda key: entries[key].bound(KAPPA), default=None)

@@ -10,27 +10,27 @@ import pytest
 from baoc.core.catalogue import SPECS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.microbatch import (
-    Trial,
-    at_size,
-    best,
-    between,
+    MicroBatchMeasurement,
+    best_option,
     divisors,
-    fewest,
     footprint_at,
-    held_at_most,
+    interpolate,
     make_option,
     option_rows,
-    released,
+    peak_gradients_bytes,
+    promising_recomputed_counts,
     seconds_at,
-    worth_recomputing,
+    smallest_number,
+    upper_bound_at,
+    with_gradient_release,
 )
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Block, Budget, Footprint, LatencyTable, Option, ParamInfo, PeakInterval, Plan, Role
 from tests.support.planners import ADAMW, MIB, PARAMS, footprint, option
 
 
-def trial(micro_batch: int, seconds: float = math.nan) -> Trial:
-    return Trial(micro_batch=micro_batch, footprint=footprint(micro_batch), seconds=seconds)
+def trial(micro_batch: int, seconds: float = math.nan) -> MicroBatchMeasurement:
+    return MicroBatchMeasurement(micro_batch=micro_batch, footprint=footprint(micro_batch), seconds=seconds)
 
 
 def test_footprints_lie_on_a_line():
@@ -43,12 +43,12 @@ def test_footprints_lie_on_a_line():
 def test_a_line_never_falls():
     """What the first trial held by chance is not taken off larger ones."""
     odd = replace(footprint(1), resident_bytes=9 * MIB)
-    found = footprint_at([Trial(micro_batch=1, footprint=odd), trial(2)], micro_batch=64)
+    found = footprint_at([MicroBatchMeasurement(micro_batch=1, footprint=odd), trial(2)], micro_batch=64)
     assert found.resident_bytes == 9 * MIB
 
 
 def test_trials_of_different_moments_promise_none():
-    other = Trial(micro_batch=2, footprint=replace(footprint(2), intervals=footprint(2).intervals[:1]))
+    other = MicroBatchMeasurement(micro_batch=2, footprint=replace(footprint(2), intervals=footprint(2).intervals[:1]))
     assert footprint_at([trial(1), other], micro_batch=8).intervals == ()
 
 
@@ -78,19 +78,19 @@ def test_released_gradients_are_there_one_block_at_a_time():
     )
     blocks = [one_block("a", 30), one_block("b", 20)]
     before = replace(footprint(1), intervals=intervals, resident_bytes=700, gradient_order=("b.0", "a.0"))
-    found = released(before, blocks=blocks, grouped=False)
+    found = with_gradient_release(before, blocks=blocks, grouped=False)
     assert found is not None
     assert [interval.num_bytes for interval in found.intervals] == [1000 - 200, 900, 950 - 80, 800 - 200]
     assert (found.forward_backward_bytes, found.validation_bytes, found.resident_bytes) == (900, 600, 620)
-    assert released(replace(before, intervals=()), blocks=blocks, grouped=False) is None
+    assert with_gradient_release(replace(before, intervals=()), blocks=blocks, grouped=False) is None
 
 
 def test_blocks_whose_gradients_come_in_turns_are_held_together():
     """The second part of `a` comes last, so `b` and `c` pass by beside its first one."""
     a, b, c = one_block("a", 1, 5), one_block("b", 3), one_block("c", 2)
-    assert held_at_most(["a.0", "b.0", "c.0", "a.1"], blocks=[a, b, c]) == 4 * 6
-    assert held_at_most(["a.0", "a.1", "b.0", "c.0"], blocks=[a, b, c]) == 4 * 6
-    assert held_at_most(["b.0", "a.0", "c.0"], blocks=[a, b, c]) == 4 * 3, "a.1 got none: the rest of a stays"
+    assert peak_gradients_bytes(["a.0", "b.0", "c.0", "a.1"], blocks=[a, b, c]) == 4 * 6
+    assert peak_gradients_bytes(["a.0", "a.1", "b.0", "c.0"], blocks=[a, b, c]) == 4 * 6
+    assert peak_gradients_bytes(["b.0", "a.0", "c.0"], blocks=[a, b, c]) == 4 * 3, "a.1 got none: the rest of a stays"
 
 
 SAFE, MIDDLE, FAST = (
@@ -103,25 +103,25 @@ OPTIONS = [SAFE, MIDDLE, FAST, option(32, rate=900, risk=None)]
 
 @pytest.mark.parametrize(("objective", "chosen"), [("quality", SAFE), ("throughput", FAST), ("balanced", MIDDLE)])
 def test_each_objective_takes_its_own(objective: str, chosen: Option):
-    assert best(OPTIONS, objective=objective) == chosen
+    assert best_option(OPTIONS, objective=objective) == chosen
 
 
 def test_of_options_without_risk_quality_takes_the_fastest():
     slow, fast = option(4, rate=10, risk=0.0), option(16, rate=20, risk=0.0)
-    assert best([fast, slow], objective="quality") == fast
+    assert best_option([fast, slow], objective="quality") == fast
     unknown = [option(4, rate=math.nan, risk=0.0), option(16, rate=math.nan, risk=0.0)]
-    assert best(unknown, objective="throughput") == unknown[1]
+    assert best_option(unknown, objective="throughput") == unknown[1]
 
 
 def test_of_rates_that_are_alike_throughput_takes_the_least_risk():
     near = option(32, rate=299, risk=0.01)
-    assert best([FAST, near], objective="throughput") == near
+    assert best_option([FAST, near], objective="throughput") == near
 
 
 def test_no_option_is_none_and_an_unknown_objective_is_refused():
-    assert best([option(1, rate=1, risk=None)], objective="quality") is None
+    assert best_option([option(1, rate=1, risk=None)], objective="quality") is None
     with pytest.raises(BadInputError, match="unknown objective 'speed': choose one of quality, throughput, balanced"):
-        best(OPTIONS, objective="speed")
+        best_option(OPTIONS, objective="speed")
 
 
 def test_an_option_spends_what_a_small_micro_batch_leaves_on_state():
@@ -177,16 +177,16 @@ def test_a_limit_on_time_rules_options_out_and_says_what_they_take():
     assert fits.fits and fits.step_s == pytest.approx(23.0) and math.isnan(fits.fastest_s)
     assert not slow.fits and slow.fastest_s == pytest.approx(25.0) and slow.reference_s == 20.0
     assert slow.why == "too slow: 2.5e+04 ms, 2.4e+04 ms allowed"
-    assert best([fits, slow], objective="quality") == fits
+    assert best_option([fits, slow], objective="quality") == fits
 
 
 def test_released_gradients_are_taken_where_nothing_else_fits_or_where_they_gain_something():
     plain, freed = option(64, rate=100, risk=0.1), replace(option(64, rate=100, risk=0.0), release=True)
-    assert best([plain, freed], objective="quality") == plain, "never for quality where it is not needed"
-    assert best([replace(plain, risk=None), freed], objective="quality") == freed
-    assert best([plain, replace(freed, risk=0.1)], objective="throughput") == plain
-    assert best([plain, freed], objective="throughput") == freed
-    assert best([plain, replace(freed, risk=0.1)], objective="balanced") == plain
+    assert best_option([plain, freed], objective="quality") == plain, "never for quality where it is not needed"
+    assert best_option([replace(plain, risk=None), freed], objective="quality") == freed
+    assert best_option([plain, replace(freed, risk=0.1)], objective="throughput") == plain
+    assert best_option([plain, freed], objective="throughput") == freed
+    assert best_option([plain, replace(freed, risk=0.1)], objective="balanced") == plain
     assert freed.name == "1 x 64, released gradients"
 
 
@@ -225,13 +225,13 @@ def test_a_line_between_two_numbers_of_recomputed_layers_is_never_below_the_numb
     for low in range(9):
         for high in range(low + 1, 9):
             for number in range(low, high + 1):
-                line = between(made[low], made[high], share=(number - low) / (high - low))
+                line = interpolate(made[low], made[high], share=(number - low) / (high - low))
                 real = made[number]
                 for saved in ({}, {"7": 500, "0": 300}):
                     found = line.peak_bytes(state_bytes=9, saved=saved)
                     assert found >= real.peak_bytes(state_bytes=9, saved=saved)
                 assert len(line.intervals) == len(real.intervals)
-    near = between(made[0], made[8], share=4 / 8).peak_bytes(state_bytes=0)
+    near = interpolate(made[0], made[8], share=4 / 8).peak_bytes(state_bytes=0)
     assert near <= made[4].peak_bytes(state_bytes=0) + 1000, "by a layer at most"
 
 
@@ -240,10 +240,10 @@ def test_intervals_that_begin_elsewhere_are_joined_where_either_begins():
         intervals = [PeakInterval(name="training", num_bytes=num_bytes + n, gradients=n) for n in counts]
         return replace(footprint(8), intervals=tuple(intervals), gradient_order=tuple("abcdefgh"))
 
-    line = between(merged(0, 5, num_bytes=100), merged(0, 3, num_bytes=50), share=0.5)
+    line = interpolate(merged(0, 5, num_bytes=100), merged(0, 3, num_bytes=50), share=0.5)
     assert [(m.gradients, m.num_bytes) for m in line.intervals] == [(0, 75), (5, 79), (3, 77)]
     other = replace(merged(0, num_bytes=50), gradient_order=tuple("hgfedcba"))
-    assert between(merged(0, num_bytes=100), other, share=0.5).intervals == ()
+    assert interpolate(merged(0, num_bytes=100), other, share=0.5).intervals == ()
 
 
 def test_copies_of_layers_that_are_kept_stay_for_backward():
@@ -255,24 +255,26 @@ def test_copies_of_layers_that_are_kept_stay_for_backward():
         )
         for n, names in ((1000, ("head", "early", "late")), (500, ("head",)))
     )
-    found = between(fewer, more, share=0.5, kept=("late",))
+    found = interpolate(fewer, more, share=0.5, kept=("late",))
     assert found.intervals[0].copies == {"head": 5, "late": 40}
-    assert between(fewer, more, share=0.5).intervals[0].copies == {"head": 5}
+    assert interpolate(fewer, more, share=0.5).intervals[0].copies == {"head": 5}
 
 
 def test_one_small_trial_bounds_what_more_samples_take():
-    small = Trial(micro_batch=2, footprint=replace(recomputing(1000, 20, number=0), micro_batch=2, weights_bytes=3000))
-    grown = at_size([small], micro_batch=8)
+    small = MicroBatchMeasurement(
+        micro_batch=2, footprint=replace(recomputing(1000, 20, number=0), micro_batch=2, weights_bytes=3000)
+    )
+    grown = upper_bound_at([small], micro_batch=8)
     assert grown.forward_backward_bytes == 3000 + 4 * (small.footprint.forward_backward_bytes - 3000)
     assert [m.num_bytes for m in grown.intervals[:2]] == [
         3000 + 4 * (m.num_bytes - 3000) for m in small.footprint.intervals[:2]
     ]
-    assert at_size([small], micro_batch=2) == small.footprint
+    assert upper_bound_at([small], micro_batch=2) == small.footprint
 
 
 def test_fewest_is_the_smallest_number_that_fits():
     for answer in range(9):
-        assert fewest(lambda number, answer=answer: number >= answer, most=8) == answer
+        assert smallest_number(lambda number, answer=answer: number >= answer, most=8) == answer
 
 
 def test_as_few_layers_are_recomputed_as_the_budget_has_room_for():
@@ -289,11 +291,11 @@ def test_as_few_layers_are_recomputed_as_the_budget_has_room_for():
     as_good = min(n for n, plan in plans.items() if plan.allocation.risk <= plans[8].allocation.risk)
     given = {"most": 8, "footprint": lambda number: of(number=number)}
     least = planner_least(planner, of(number=0))
-    found = worth_recomputing(planner, **given, plan=plans[8], least_bytes=least)
+    found = promising_recomputed_counts(planner, **given, plan=plans[8], least_bytes=least)
     assert found == [min(plans), as_good] == [1, 4]
-    assert worth_recomputing(planner, **given, plan=None, least_bytes=None) == []
+    assert promising_recomputed_counts(planner, **given, plan=None, least_bytes=None) == []
     planner.budget = Budget(name="none")
-    assert worth_recomputing(planner, **given, plan=plans[8], least_bytes=least) == []
+    assert promising_recomputed_counts(planner, **given, plan=plans[8], least_bytes=least) == []
 
 
 def test_a_number_that_takes_more_than_its_line_is_corrected():
@@ -310,7 +312,7 @@ def test_a_number_that_takes_more_than_its_line_is_corrected():
     budget = Budget(name="m", memory_bytes=300_000)
     planner = Planner(PARAMS, budget=budget, settings=PlannerSettings(), footprint=above(8))
     plan = planner.propose()
-    found = worth_recomputing(planner, most=8, footprint=above, plan=plan, least_bytes=485_048)
+    found = promising_recomputed_counts(planner, most=8, footprint=above, plan=plan, least_bytes=485_048)
     fitting = [number for number in range(8) if planner_least(planner, above(number)) <= 300_000]
     assert fitting[0] == 6 and 6 in found, "the line says 4"
 

@@ -139,12 +139,12 @@ def test_a_step_time_limit_is_of_the_whole_step():
 def test_a_saved_allocation_is_adopted_if_it_fits_and_replaced_if_not():
     half = planner(Budget(name="state_50", state_fraction=0.5))
     saved = half.propose()
-    assert half.adopt(saved.allocation.choices, risk="prior", profile=None, gap=0.0).allocation == replace(
+    assert half.resume_plan(saved.allocation.choices, risk="prior", profile=None, gap=0.0).allocation == replace(
         saved.allocation, gap=0.0
     )
-    earlier = half.adopt(saved.allocation.choices, risk="shadow", profile=None, gap=0.0)
+    earlier = half.resume_plan(saved.allocation.choices, risk="shadow", profile=None, gap=0.0)
     assert earlier.risk_model in ("prior", "measured"), "a risk of earlier versions: by today's"
-    less = planner(Budget(name="state_10", state_fraction=0.1)).adopt(
+    less = planner(Budget(name="state_10", state_fraction=0.1)).resume_plan(
         saved.allocation.choices, risk="prior", profile=None
     )
     assert less.allocation.choices != saved.allocation.choices
@@ -152,4 +152,4 @@ def test_a_saved_allocation_is_adopted_if_it_fits_and_replaced_if_not():
 
 
 def test_the_plan_of_least_state_ignores_the_budget():
-    assert planner(Budget(name="unlimited")).least().allocation.state_bytes == 8 * len(PARAMS)
+    assert planner(Budget(name="unlimited")).least_state_plan().allocation.state_bytes == 8 * len(PARAMS)

@@ -9,7 +9,7 @@ from baoc.core.measured import faded_rate, families
 from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.planning.proposals import permuted, proposals
+from baoc.planning.proposals import permute_specs, proposals
 from baoc.types import Budget, ParamInfo, Role
 from tests.support.planners import PARAMS
 from tests.support.transformers import llama, within
@@ -56,7 +56,7 @@ def test_the_control_runs_the_plan_s_specs_in_other_places_of_the_same_shapes():
 
 def test_a_plan_that_is_the_same_everywhere_has_no_permutation():
     plan = at(1.0, specs=("adamw",)).propose()
-    assert permuted(plan.blocks, plan.allocation.choices) is None
+    assert permute_specs(plan.blocks, plan.allocation.choices) is None
 
 
 def test_a_budget_that_nothing_meets_is_refused_as_ever():

@@ -11,8 +11,8 @@ from torch import nn
 from baoc.core.catalogue import SPECS, STORAGES
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import InfeasibleBudgetError
-from baoc.planning.cost import saved
-from baoc.planning.limits import Savings, levels, savings
+from baoc.planning.cost import weight_savings
+from baoc.planning.limits import SavingsMode, savings_by_format, temporaries_levels
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.risk import RISKS
 from baoc.profiling import probe_footprint
@@ -90,7 +90,7 @@ def test_what_savings_spare_is_spent_where_counting_them_boldly_is_too_much():
     planner = Planner(PARAMS, budget=memory(61 * MIB // 4), **given)
     pool = planner.candidates(risk="prior", profile=None, count="none")
     all_ways = list(product(*pool.values()))
-    fitting = [way for way in all_ways if planner.taken(way) <= 61 * MIB // 4]
+    fitting = [way for way in all_ways if planner.budget_bytes_of(way) <= 61 * MIB // 4]
     least = min(sum(one.risk.total for one in way) for way in fitting)
     assert len(fitting) < len(all_ways) and planner.propose().allocation.risk == pytest.approx(least, rel=0.01)
 
@@ -125,7 +125,7 @@ def test_no_level_of_room_that_16_bit_weights_bring_within_the_budget_is_left_ou
     within = risks()
     monkeypatch.setattr(
         "baoc.planning.attempts.levels",
-        lambda footprint, *, specs, memory, most_saved: levels(footprint, specs=specs, memory=None),
+        lambda footprint, *, specs, memory, most_saved: temporaries_levels(footprint, specs=specs, memory=None),
     )
     assert inf in within and within == risks()
 
@@ -147,8 +147,8 @@ def test_weights_of_16_bits_risk_what_their_format_loses():
 def test_only_what_has_more_bits_is_saved():
     half = ParamInfo(name="h", shape=(8, 8), dtype="bfloat16", role=Role.MLP)
     block = Block(name="b", params=(PARAMS[0], half), role=Role.MLP)
-    assert saved(block, spec=SPECS["adamw+split8"]) == {PARAMS[0].name: 2 * NUMEL}
-    assert saved(block, spec=SPECS["adamw"]) == {}
+    assert weight_savings(block, spec=SPECS["adamw+split8"]) == {PARAMS[0].name: 2 * NUMEL}
+    assert weight_savings(block, spec=SPECS["adamw"]) == {}
 
 
 def test_the_probe_sees_copies_and_the_order_of_gradients():
@@ -170,11 +170,13 @@ def test_the_probe_sees_copies_and_the_order_of_gradients():
 
 
 @pytest.mark.parametrize(("count", "times"), [("weights", 1), ("gradients", 2)])
-def test_savings_are_those_of_the_weights_and_where_they_count_of_as_many_gradients(count: Savings, times: int):
+def test_savings_are_those_of_the_weights_and_where_they_count_of_as_many_gradients(count: SavingsMode, times: int):
     made = planner(memory(1024 * MIB), "adamw", "adamw+split8")
     assert made.footprint is not None
     for block in made.blocks:
         spec = made.specs["adamw+split8"]
-        saves = sum(saved(block, spec=spec).values())
+        saves = sum(weight_savings(block, spec=spec).values())
         assert saves > 0
-        assert savings([block], specs={spec.name: spec}, count=count, footprint=made.footprint) == ((times * saves,),)
+        assert savings_by_format([block], specs={spec.name: spec}, count=count, footprint=made.footprint) == (
+            (times * saves,),
+        )

@@ -47,7 +47,7 @@ def planner(budget: str = "state_50") -> Planner:
 def uniform(of: Planner, spec: str, **others: str) -> Plan:
     """Every block on `spec`, but for `others`."""
     choices = {block.name: spec for block in of.blocks} | others
-    return of.adopt(choices, risk="prior", profile=None)
+    return of.resume_plan(choices, risk="prior", profile=None)
 
 
 def footprint(micro_batch: int) -> Footprint:

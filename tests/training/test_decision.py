@@ -21,7 +21,7 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.models import switches
 from baoc.models.switches import count_recomputed_layers
-from baoc.planning.microbatch import Axes, Trial
+from baoc.planning.microbatch import Axes, MicroBatchMeasurement
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.measurements import Measurements
@@ -126,7 +126,7 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
 run_trial = MicroBatchRunner.run
 
 
-def more(trial: Trial) -> Trial:
+def more(trial: MicroBatchMeasurement) -> MicroBatchMeasurement:
     """Of a step that takes a twentieth more bytes than it did."""
     grown = int(1.05 * trial.footprint.forward_backward_bytes)
     return replace(trial, footprint=replace(trial.footprint, forward_backward_bytes=grown, intervals=()))
@@ -152,7 +152,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", given)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.needs_confirmation", lambda *_: True)
 
-    def within(trials: MicroBatchRunner, *given: Any, **named: Any) -> Trial:
+    def within(trials: MicroBatchRunner, *given: Any, **named: Any) -> MicroBatchMeasurement:
         seen.append(trials.module)
         found = run_trial(trials, *given, **named)
         return more(found) if caps[-1] > 2**20 else found
@@ -181,7 +181,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str
         yield
         inside[0] = True
 
-    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> Trial:
+    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> MicroBatchMeasurement:
         if inside[0] and not context and not has_room(arguments):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_trial(trials, micro_batch, **arguments)
@@ -258,11 +258,11 @@ class Card:
         self.room, self.slow = room, slow
         self.asked: list[int] = []
 
-    def run(self, size: int) -> Trial:
+    def run(self, size: int) -> MicroBatchMeasurement:
         self.asked.append(size)
         if 10 + size > self.room:
             raise torch.OutOfMemoryError("full")
-        return Trial(
+        return MicroBatchMeasurement(
             micro_batch=size,
             footprint=replace(footprint(size), forward_backward_bytes=10 + size, intervals=()),
             seconds=self.slow * max(size, 8),
@@ -289,7 +289,7 @@ def test_the_smallest_one_four_times_as_large_and_the_largest_that_fits_are_trie
 
 def test_what_would_take_too_long_is_not_tried():
     class Slow(Card):
-        def run(self, size: int) -> Trial:
+        def run(self, size: int) -> MicroBatchMeasurement:
             return replace(super().run(size), seconds=float(size))
 
     assert grown(Slow(room=1000), limit=1000, max_s=6 * 16) == [1, 4, 16]
@@ -359,7 +359,7 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
     """A stand-in for CUDA's cap: with weights in full a trial has no room, so none is run but with 16 bits."""
     seen: list[bool] = []
 
-    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> Trial:
+    def capped(trials: MicroBatchRunner, micro_batch: int, **arguments: Any) -> MicroBatchMeasurement:
         narrow = {param.dtype for param in trials.module.parameters()} != {torch.float32}
         seen.append(narrow)
         if not narrow:
@@ -402,7 +402,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     }
     axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
     measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
-    found = Trial(micro_batch=32, footprint=footprint(32))
+    found = MicroBatchMeasurement(micro_batch=32, footprint=footprint(32))
     measurements.tried, measurements.no_room = {False: [found]}, {(32, False, False)}
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
     monkeypatch.setattr(measurements, "run", lambda *_, **__: found)
@@ -538,8 +538,8 @@ def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypat
     given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "explored": {}}
     given |= {"bf16_params": {}, "bf16_savings": {}, "where": torch.device("cpu"), "axes": axes}
     measurements, way = Measurements(config(), **given), (8, 0, False)
-    measurements.tried = {0: [Trial(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
-    untimed = Trial(micro_batch=8, footprint=footprint(8))
+    measurements.tried = {0: [MicroBatchMeasurement(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
+    untimed = MicroBatchMeasurement(micro_batch=8, footprint=footprint(8))
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
     monkeypatch.setattr(measurements, "run", lambda *_, **__: untimed)
     assert measurements.measure(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from baoc import BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
-from baoc.planning.limits import saved_by
+from baoc.planning.limits import savings_of_choices
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.training.measure import first_step
 from baoc.training.session import SessionSettings
@@ -399,7 +399,7 @@ def test_optimizers_that_each_save_gradients_pass_no_budget_together():
         peak = footprint.peak_bytes(
             state_bytes=sum(plan.allocation.state_bytes for plan in plans),
             specs=sorted(set(choices.values())),
-            saved=saved_by(choices, blocks=blocks, specs=specs),
+            saved=savings_of_choices(choices, blocks=blocks, specs=specs),
         )
         assert peak <= quarters * MIB // 4
     assert planned > 5

@@ -21,7 +21,7 @@ from baoc.data import build_data
 from baoc.models import build_model, unet
 from baoc.models.pretrained import pretrained_reason
 from baoc.optim.shards import is_sharded
-from baoc.planning.measured import PRIOR
+from baoc.planning.measured import PRETRAINED_ARGUMENT
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
@@ -58,8 +58,12 @@ def test_a_module_s_optimizer_runs_what_the_planner_chooses_at_its_rate(llama: n
 
 def test_a_plan_that_raises_the_rate_says_what_keeps_it_for_pretrained_weights(llama: nn.Module):
     basis = BaocOptimizer(llama, budget="state_15", lr=1e-3).plan.basis
-    assert basis is not None and f"as in training from scratch: for pretrained weights {PRIOR}" in basis.text
-    held = BaocOptimizer(llama, budget="state_15", lr=1e-3, **eval(f"dict({PRIOR})")).plan  # what it says works
+    assert (
+        basis is not None and f"as in training from scratch: for pretrained weights {PRETRAINED_ARGUMENT}" in basis.text
+    )
+    held = BaocOptimizer(
+        llama, budget="state_15", lr=1e-3, **eval(f"dict({PRETRAINED_ARGUMENT})")
+    ).plan  # what it says works
     assert held.risk_model == "prior" and tuning_of(held) is None
 
 

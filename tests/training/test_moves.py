@@ -91,13 +91,13 @@ def test_a_move_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 def test_the_prediction_of_a_move_is_never_below_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down and up again, through every conversion that these budgets ask for."""
     net, made = session("unlimited")
-    real, predicted = reallocator.move_peak, []
+    real, predicted = reallocator.migration_peak, []
 
     def move_peak(*args: Any, **kwargs: Any) -> Any:
         predicted.append(real(*args, **kwargs))
         return predicted[-1]
 
-    monkeypatch.setattr(reallocator, "move_peak", move_peak)
+    monkeypatch.setattr(reallocator, "migration_peak", move_peak)
     for share in (0.5, 0.27, 0.1, 0.02, 0.3, 1.0):
         tracker = MemoryTracker(device="cpu")
         tracker.count_existing(net, made.optimizer.state)

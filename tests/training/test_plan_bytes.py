@@ -15,7 +15,7 @@ from baoc.config.resolve import resolve
 from baoc.core.blocks import partition
 from baoc.models.switches import recomputable_layers, set_recomputed
 from baoc.parallel import Ranks
-from baoc.planning.microbatch import between, released
+from baoc.planning.microbatch import interpolate, with_gradient_release
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.footprint import SCALARS_BYTES
@@ -162,11 +162,13 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
     peaks = {number: found.peak_bytes(state_bytes=0) for number, found in measured.items()}
     assert most >= 2 and peaks[0] > peaks[1] > peaks[2]
     for number in range(1, most):
-        line = between(measured[0], measured[most], share=number / most)
+        line = interpolate(measured[0], measured[most], share=number / most)
         assert peaks[number] <= line.peak_bytes(state_bytes=0) <= peaks[number - 1], "by less than a layer"
-        refined = between(measured[number], measured[most], share=1 / (most - number))
+        refined = interpolate(measured[number], measured[most], share=1 / (most - number))
         assert refined.peak_bytes(state_bytes=0) >= peaks[number + 1]
         if accumulation == 1:
-            dropped, real = (released(found, blocks=blocks, grouped=False) for found in (line, measured[number]))
+            dropped, real = (
+                with_gradient_release(found, blocks=blocks, grouped=False) for found in (line, measured[number])
+            )
             assert dropped is not None and real is not None
             assert dropped.peak_bytes(state_bytes=0) >= real.peak_bytes(state_bytes=0)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from baoc.core.budgets import parse_budget
-from baoc.planning.microbatch import Axes, none_fits
+from baoc.planning.microbatch import Axes, no_option_fits
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule
-from baoc.planning.reallocation.move_cost import move_peak
+from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.budget_control import BudgetControl
@@ -29,7 +29,7 @@ from tests.support.weight_footprints import FOOTPRINT
 def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_have() -> None:
     options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
     axes = Axes(micro_batches=(8,), recomputed=(0,))
-    error = none_fits(options, budget=parse_budget("state_10"), axes=axes)
+    error = no_option_fits(options, budget=parse_budget("state_10"), axes=axes)
     assert "the least state takes 77 bytes, whatever the micro-batch" in str(error) and "None" not in str(error)
 
 
@@ -39,7 +39,7 @@ def test_a_state_budget_that_no_option_meets_names_no_bytes_that_it_does_not_hav
 def test_rows_that_are_there_are_no_advice(specs: tuple[str, ...], such: str) -> None:
     options = [replace(option(8, rate=1.0, risk=None), peak_bytes=77)]
     axes = Axes(micro_batches=(8,), recomputed=(0,))
-    error = none_fits(options, budget=parse_budget("8mb"), axes=axes, specs=specs)
+    error = no_option_fits(options, budget=parse_budget("8mb"), axes=axes, specs=specs)
     assert f"more catalogue.specs{such} fewer roles" in str(error)
 
 
@@ -47,9 +47,9 @@ def test_an_option_that_ran_out_of_memory_is_not_the_least_that_is_named() -> No
     """It was to take less than the budget, so the refusal would name what the budget has."""
     ran_out, other = (replace(option(8, rate=1.0, risk=None), peak_bytes=mib * 2**20) for mib in (7, 9))
     axes = Axes(micro_batches=(8,), recomputed=(0,))
-    error = none_fits([ran_out, other], budget=parse_budget("8mb"), axes=axes)
+    error = no_option_fits([ran_out, other], budget=parse_budget("8mb"), axes=axes)
     assert error.least_feasible_bytes == 9 * 2**20 and "the least that one takes is 9.00 MiB" in str(error)
-    error = none_fits([ran_out], budget=parse_budget("8mb"), axes=axes)
+    error = no_option_fits([ran_out], budget=parse_budget("8mb"), axes=axes)
     assert error.least_feasible_bytes > 8 * 2**20 and "all ran out of memory when they were tried" in str(error)
 
 
@@ -63,17 +63,17 @@ def test_a_move_starts_from_the_weights_that_are_there() -> None:
     of = splitting()
     numel = sum(block.numel for block in of.blocks)
     now = uniform(of, "adamw+split8")
-    still = move_peak(of, now=now, then=now)
+    still = migration_peak(of, now=now, then=now)
     assert still is not None
     assert still.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * 2 * numel
     assert still.without_gradients_bytes == 1_000_000 + now.allocation.state_bytes - 2 * numel
     native = uniform(of, "adamw")
-    there = move_peak(of, now=native, then=native)
-    last = move_peak(of, now=now, then=native)
+    there = migration_peak(of, now=native, then=native)
+    last = migration_peak(of, now=now, then=native)
     assert there is not None and last is not None and last.peak_bytes <= there.peak_bytes + 2**22
     assert of.footprint is not None
     of.footprint = replace(of.footprint, released=True)
-    released = move_peak(of, now=now, then=now)
+    released = migration_peak(of, now=now, then=now)
     assert released is not None and released.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * numel
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from baoc.optim.offload.arena import slab_of
 from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, CudaStreams, Streams
 from baoc.optim.state import LiveBlock, State, slab_views
-from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, cut
+from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, split_into_pieces
 
 # A piece costs the host half a millisecond, whatever its size (H200, 16 cores: 98 of them 56 ms, more than backward
 # leaves), so a large ring has larger pieces. This many on their way keep both directions of the link busy.
@@ -159,7 +159,7 @@ class StagingPipeline:
         parts = [
             [run[index] for index in part]
             for run in runs
-            for part in cut([self._sizes[id(live)] for live in run], piece_bytes=self._piece_bytes)
+            for part in split_into_pieces([self._sizes[id(live)] for live in run], piece_bytes=self._piece_bytes)
         ]
         found: dict[Any, list[Piece]] = {}
         for piece in self.place(parts):

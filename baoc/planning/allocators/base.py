@@ -178,7 +178,7 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
     )
 
 
-def unmet(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
+def infeasible(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
     """The error that names the `least` [limits] that would do."""
     found = dict(zip(problem.kinds, map(float, least), strict=True))
     return NoFeasibleAllocation(
@@ -194,7 +194,7 @@ def least_risk(problem: Problem) -> Ints:
     return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
-def allocated(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
+def allocation_of(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
     """One candidate per block as an Allocation, by whatever way they were chosen."""
     return Allocation(
         choices={c.block: c.spec for c in chosen},
@@ -215,10 +215,10 @@ def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: fl
     chosen = problem.chosen(choice)
     risk = fsum(candidate.risk.total for candidate in chosen)
     gap = None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY)
-    return allocated(chosen, allocator=allocator, gap=gap)
+    return allocation_of(chosen, allocator=allocator, gap=gap)
 
 
-def without_choice(
+def allocate_first_wanted(
     candidates: Mapping[str, Sequence[Candidate]],
     *,
     limits: Limits,
@@ -238,7 +238,7 @@ def without_choice(
     problem = make_problem(candidates, limits=limits)
     choice = np.fromiter(map(index, problem.candidates), dtype=np.int64)
     if not problem.feasible(choice):
-        raise unmet(problem, problem.used(choice))
+        raise infeasible(problem, problem.used(choice))
     return make_allocation(problem, choice, allocator=allocator)
 
 

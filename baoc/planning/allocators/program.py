@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from baoc.planning.allocators.base import Floats, Ints, NoFeasibleAllocation, Problem, make_problem, unmet
+from baoc.planning.allocators.base import Floats, Ints, NoFeasibleAllocation, Problem, infeasible, make_problem
 from baoc.types import Candidate, Limits
 
 TIME_LIMIT_S = 60.0
@@ -36,7 +36,7 @@ def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits
 
 def no_feasible(problem: Problem) -> NoFeasibleAllocation:
     """The error with the least of each limited total under the other limits."""
-    return unmet(problem, [_least(problem, kind) for kind in range(len(problem.kinds))])
+    return infeasible(problem, [_least(problem, kind) for kind in range(len(problem.kinds))])
 
 
 def _least(problem: Problem, kind: int) -> float:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from baoc.core.catalogue import SPECS
 from baoc.core.recipes import FALLBACK, RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.allocators.base import BASELINE, AllocatorTraits, without_choice
-from baoc.planning.candidates import applies
+from baoc.planning.allocators.base import BASELINE, AllocatorTraits, allocate_first_wanted
+from baoc.planning.candidates import why_inapplicable
 from baoc.planning.cost import state_bytes
 from baoc.types import Allocation, Block, Candidate, Limits
 
@@ -28,11 +28,11 @@ class Pick:
         return f"falls back: the recipe asks {self.wished} of {self.role}, but {self.why_not}"
 
 
-def pick(block: Block, *, recipe: Recipe) -> Pick:
+def pick_spec(block: Block, *, recipe: Recipe) -> Pick:
     """The first spec of the recipe's chain that applies to the block; its last one, fp32 AdamW, runs anywhere."""
     role, wished = recipe.preferred_spec(block)
     why_not = {
-        name: applies(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
+        name: why_inapplicable(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
         for name in recipe.specs_in_order(block)
     }
     spec = next(name for name, why in why_not.items() if why is None)
@@ -41,7 +41,7 @@ def pick(block: Block, *, recipe: Recipe) -> Pick:
 
 def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
     """State bytes of a recipe on these blocks, on the device and on the host."""
-    specs = {block.name: SPECS[pick(block, recipe=recipe).spec] for block in blocks}
+    specs = {block.name: SPECS[pick_spec(block, recipe=recipe).spec] for block in blocks}
     return sum(state_bytes(block, spec=specs[block.name], rule=RULE_INFOS[specs[block.name].rule]) for block in blocks)
 
 
@@ -65,7 +65,7 @@ class RecipeAllocator:
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         picks = {block: pick.spec for block, pick in self.picks.items()}
-        return without_choice(
+        return allocate_first_wanted(
             candidates,
             limits=limits,
             allocator=self.name,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baoc.core.baselines import FALLBACK, UNIFORM_BASELINES, UniformBaseline
 from baoc.errors import BadInputError
-from baoc.planning.allocators.base import AllocatorTraits, without_choice
+from baoc.planning.allocators.base import AllocatorTraits, allocate_first_wanted
 from baoc.types import Allocation, Candidate, Limits
 
 
@@ -27,7 +27,7 @@ class UniformAllocator(UniformBaseline):
                 f"allocator={self.name}: {self.spec} applies to none of the {len(candidates)} blocks (or is not among "
                 "catalogue.specs): select it there, or choose another allocator"
             )
-        return without_choice(
+        return allocate_first_wanted(
             candidates,
             limits=limits,
             allocator=self.name,

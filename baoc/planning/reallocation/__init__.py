@@ -1,5 +1,5 @@
-"""What a reallocation during training is decided by, free of torch; `baoc.training.reallocator` carries it out.
+"""Decides reallocations during training, free of torch; `baoc.training.reallocator` carries them out.
 
-`move_cost`: the memory of a move. `budget_schedule`: which budget is in force. `late_params`: specs of parameters that
-come after the plan. `conversion`: what counts of a checkpoint made under another plan.
+`migration_cost`: the peak memory of a migration. `budget_schedule`: the budget in force at a step. `late_params`: specs
+of parameters that come after the plan. `conversion`: the plan to resume with from a checkpoint of another plan.
 """

@@ -9,12 +9,12 @@ from baoc.types import Budget, Plan, Profile
 AUTO = "auto"
 
 
-def usable(profile: Profile | None, *, planner: Planner) -> bool:
+def has_all_blocks(profile: Profile | None, *, planner: Planner) -> bool:
     """Whether a saved profile has every block of today's planner."""
     return profile is not None and all(block.name in profile.stats for block in planner.blocks)
 
 
-def adopted(
+def restore_plan(
     planner: Planner,
     choices: Mapping[str, str],
     *,
@@ -38,9 +38,9 @@ def adopted(
     if changed and awaited is None:
         plan = planner.propose(risk=risk, profile=profile)
     else:
-        plan = planner.adopt(choices, risk=risk, profile=profile, gap=gap)
+        plan = planner.resume_plan(choices, risk=risk, profile=profile, gap=gap)
     if awaited is not None and dict(plan.allocation.choices) != dict(choices):
-        plan = planner.least()
+        plan = planner.least_state_plan()
     names = {block.name for block in planner.blocks}
     lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
     if set(choices) != names:

@@ -65,9 +65,9 @@ def plan_late(
     known = {block.name: saved.get(block.params[0].name, "") for block in planner.blocks}
     try:
         if all(known.values()):
-            found = planner.adopt(known, risk=settings.risk, profile=None)
+            found = planner.resume_plan(known, risk=settings.risk, profile=None)
         else:
-            found = planner.least() if least else planner.propose()
+            found = planner.least_state_plan() if least else planner.propose()
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
             f"{_named(infos)} came after the plan was made, and no spec of the catalogue has them within "

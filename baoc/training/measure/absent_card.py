@@ -32,14 +32,14 @@ from baoc.optim.offload import weight_conversion_bytes
 from baoc.planning.cards import CARDS, Card
 from baoc.planning.microbatch import (
     Axes,
-    Trial,
-    at_size,
-    best,
-    between,
+    MicroBatchMeasurement,
+    best_option,
+    interpolate,
     make_option,
-    none_fits,
-    released,
-    worth_recomputing,
+    no_option_fits,
+    promising_recomputed_counts,
+    upper_bound_at,
+    with_gradient_release,
 )
 from baoc.planning.planner import Planner
 from baoc.planning.transfer import hidden_seconds
@@ -129,19 +129,19 @@ def plan_for(
     chosen, made = None, _CardOptions(card, config, task=task, batch=batch, settings=settings, budget=budget)
     for recomputed in axes.recomputed:
         options += made.options(axes, recomputed=recomputed)
-        chosen = best(options, objective=config.objective)
+        chosen = best_option(options, objective=config.objective)
         if chosen is not None:
             break
     if chosen is not None and chosen.recomputed and len(axes.recomputed) > 1:
         options += made.partly(options)
-        chosen = best(options, objective=config.objective)
+        chosen = best_option(options, objective=config.objective)
         assert chosen is not None
     if chosen is None:  # a refusal names the least of all options
         options = [o for kind in axes.recomputed for o in made.options(axes, recomputed=kind, hopeless=True)]
-        chosen = best(options, objective=config.objective)
+        chosen = best_option(options, objective=config.objective)
     leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
     if chosen is None:
-        raise none_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
+        raise no_option_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
     made.planner.footprint, made.planner.latency = made.assumed(chosen.key)
     plan = made.planner.propose()
     Recorder(run_dir).planned(made.planner, plan)
@@ -166,7 +166,7 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
 class _Looks:
     """Measurements with one number of recomputed layers; `as_bf16`: with bf16 weights where a plan may keep them."""
 
-    trials: list[Trial]
+    trials: list[MicroBatchMeasurement]
     as_bf16: bool
 
 
@@ -268,7 +268,7 @@ class _CardOptions:
             if kept is None:
                 continue
             self.planner.footprint, self.planner.latency = self.assumed(option.key)
-            numbers = worth_recomputing(
+            numbers = promising_recomputed_counts(
                 self.planner,
                 most=most,
                 footprint=lambda number, size=size, release=release: self.assumed((size, number, release))[0],
@@ -287,7 +287,7 @@ class _CardOptions:
         if len(ends) == 1:
             return ends[0], latency
         kept = params_keeping_activations(self.task, recomputed=number)
-        return between(*ends, share=number / self.num_layers, kept=kept), latency
+        return interpolate(*ends, share=number / self.num_layers, kept=kept), latency
 
     def _option(self, way: tuple[int, int, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""
@@ -307,7 +307,7 @@ class _CardOptions:
 
     def _tried(
         self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: LayerStack | None, as_bf16: bool
-    ) -> Trial:
+    ) -> MicroBatchMeasurement:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
         run = partial(trials.run, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
@@ -319,7 +319,7 @@ class _CardOptions:
                 sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
                 footprint = extrapolated(*found, layers=layers, sizes=sizes)
                 if footprint is not None:
-                    return Trial(micro_batch=size, footprint=footprint)
+                    return MicroBatchMeasurement(micro_batch=size, footprint=footprint)
             return run()
 
     def _forward_flops(self, trials: MicroBatchRunner, size: int, *, layers: LayerStack | None) -> int:
@@ -363,10 +363,10 @@ class _CardOptions:
 
     def _footprint(self, looks: _Looks, *, micro_batch: int, release: bool) -> Footprint:
         """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
-        looked = at_size(looks.trials, micro_batch=micro_batch)
+        looked = upper_bound_at(looks.trials, micro_batch=micro_batch)
         if release:  # by weights as they were looked at
             blocks = [in_bf16(block, names=self.bf16_savings if looks.as_bf16 else ()) for block in self.planner.blocks]
-            looked = released(looked, blocks=blocks, grouped=True) or looked
+            looked = with_gradient_release(looked, blocks=blocks, grouped=True) or looked
         found = as_native(looked, savings=self.bf16_savings) if looks.as_bf16 else looked
         return replace(
             found,

@@ -148,7 +148,7 @@ def leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Re
     kept = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
     several = len(moving) > 1 or any(one.late for one in moving)
-    least = {one: one.planner.least_bytes() - bare[one] if several else 0 for one in moving}
+    least = {one: one.planner.least_feasible_bytes() - bare[one] if several else 0 for one in moving}
     more = {one: max(one.planner.state_bytes_adamw - held, 0) for one, held in least.items()}
     late = {one: one.late_bytes_adamw - one.late_bytes for one in moving}  # which came at the least
     held = kept + sum(least.values()) + sum(one.late_bytes for one in moving)

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from baoc.config.schema import RunConfig
 from baoc.models.switches import params_keeping_activations, set_compiled, set_recomputed
-from baoc.planning.microbatch import Axes, Trial, at_size, between, released, seconds_at
+from baoc.planning.microbatch import (
+    Axes,
+    MicroBatchMeasurement,
+    interpolate,
+    seconds_at,
+    upper_bound_at,
+    with_gradient_release,
+)
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
@@ -68,7 +75,7 @@ class Measurements:
         bf16_savings: Mapping[str, int],
         capped: bool = True,
         compiled: bool = False,
-        explored: dict[int, tuple[list[Trial], bool]],
+        explored: dict[int, tuple[list[MicroBatchMeasurement], bool]],
     ):
         self.config, self.task, self.trials = config, task, trials
         self.where, self.budget, self.axes, self.bf16_params = where, budget, axes, bf16_params
@@ -80,10 +87,10 @@ class Measurements:
         self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
         self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
         self.measured_outside_cap: set[Way] = set()
-        self.tried: dict[int, list[Trial]] = {}  # by recomputed layers: the least and the most of them
+        self.tried: dict[int, list[MicroBatchMeasurement]] = {}  # by recomputed layers: the least and the most of them
         # By micro-batch and a number of recomputed layers between; where layers are compiled, any number.
-        self.partly: dict[tuple[int, int], Trial] = {}
-        self.released: dict[int, Trial] = {}  # of the whole batch, by recomputed layers
+        self.partly: dict[tuple[int, int], MicroBatchMeasurement] = {}
+        self.released: dict[int, MicroBatchMeasurement] = {}  # of the whole batch, by recomputed layers
         self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
         self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
 
@@ -123,7 +130,7 @@ class Measurements:
             not self.compiled and size in [trial.micro_batch for trial in self.like(way)]
         )
 
-    def like(self, way: Way) -> list[Trial]:
+    def like(self, way: Way) -> list[MicroBatchMeasurement]:
         """What is known of ways like this one."""
         size, recomputed, release = way
         known = self.released.get(recomputed) if release else None
@@ -156,24 +163,24 @@ class Measurements:
             kept = (
                 () if self.compiled else params_keeping_activations(self.task, recomputed=recomputed)
             )  # compiled ones cast again
-            found = between(found, self._end(size, more), share=share, kept=kept)
-        return released(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
+            found = interpolate(found, self._end(size, more), share=share, kept=kept)
+        return with_gradient_release(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
 
     def _end(self, size: int, recomputed: int) -> Footprint:
         """With a number of recomputed layers that was tried. Where all are kept and compiled, what layers keep as they
         are is more than it takes, by COMPILED_BYTES or what was measured."""
-        found = at_size(self.like((size, recomputed, False)), micro_batch=size)
+        found = upper_bound_at(self.like((size, recomputed, False)), micro_batch=size)
         most = max(self.tried, default=0)
         if not self.compiled or recomputed or not most or (size, recomputed) in self.partly:
             return found
         shares: list[float] = []
         for (of, number), trial in self.partly.items():
-            ends = [at_size(trials, micro_batch=of) for trials in (self.tried[0], self.like((of, most, False)))]
+            ends = [upper_bound_at(trials, micro_batch=of) for trials in (self.tried[0], self.like((of, most, False)))]
             kept, least, peak = (each.peak_bytes(state_bytes=0) for each in (*ends, trial.footprint))
             if number < most and kept > least:
                 shares.append((peak - least) / (kept - least) * most / (most - number))
         share = min(max(median(shares or [COMPILED_BYTES]), 0.0), 1.0)
-        return between(found, at_size(self.tried[most], micro_batch=size), share=1 - share)
+        return interpolate(found, upper_bound_at(self.tried[most], micro_batch=size), share=1 - share)
 
     def seconds(self, way: Way) -> float:
         """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
@@ -276,7 +283,7 @@ class Measurements:
                 self._explored(kind, grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit))
         return bool(kinds)
 
-    def _explored(self, recomputed: int, trials: list[Trial]) -> None:
+    def _explored(self, recomputed: int, trials: list[MicroBatchMeasurement]) -> None:
         self._known[recomputed] = trials, recomputed in self.measured_in_bf16
         self.tried[recomputed] = trials
         for trial in trials if not self.compiled else ():
@@ -288,7 +295,7 @@ class Measurements:
         were tried, where they are to be compiled."""
         return bool(recomputed) or not self.compiled or not max(self.tried, default=0)
 
-    def _look(self, recomputed: int, size: int) -> Trial:
+    def _look(self, recomputed: int, size: int) -> MicroBatchMeasurement:
         """One trial. Raises _NoRoomInFull without room for weights in full, else torch.OutOfMemoryError."""
         run = partial(
             self.trials.run,
@@ -359,9 +366,9 @@ class Measurements:
 
         self._in_room(way, tried)
 
-    def look_at(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> Trial | None:
+    def look_at(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> MicroBatchMeasurement | None:
         """Bytes of this way as it would be run, if it has room."""
-        found: list[Trial] = []
+        found: list[MicroBatchMeasurement] = []
         self._in_room(way, lambda in_bf16: found.append(self.run(way, blocks=blocks, in_bf16=in_bf16)))
         return found[0] if found else None
 
@@ -402,7 +409,7 @@ class Measurements:
         clear_cache(self.where)
         return False
 
-    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool) -> Trial:
+    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool) -> MicroBatchMeasurement:
         """The trial of a way, that of before where it was measured with weights as they are now."""
         size, recomputed, release = way
         if self.is_measured(way) and in_bf16 is self._is_in_bf16(recomputed):
@@ -416,7 +423,7 @@ class Measurements:
             bf16_savings=self.bf16_savings if in_bf16 else None,
         )
 
-    def _keep(self, way: Way, trial: Trial) -> None:
+    def _keep(self, way: Way, trial: MicroBatchMeasurement) -> None:
         size, recomputed, release = way
         before = next((other.seconds for other in self.like(way) if other.micro_batch == size), math.nan)
         trial = replace(trial, seconds=before) if math.isnan(trial.seconds) else trial

@@ -37,18 +37,18 @@ from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import count_recomputed_layers, is_compiled, recomputable_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local_shard
 from baoc.parallel import SINGLE_PROCESS, ranks
-from baoc.planning.choice import PROMISED, Choice, Race, choose
+from baoc.planning.choice import PROMISED, OptionChoice, OptionMeasurer, choose_option
 from baoc.planning.microbatch import (
-    ALIKE,
+    RATE_TOLERANCE,
     Axes,
-    Trial,
-    best,
+    MicroBatchMeasurement,
+    best_option,
     divisors,
     footprint_at,
     make_option,
-    none_fits,
+    no_option_fits,
     option_rows,
-    worth_recomputing,
+    promising_recomputed_counts,
 )
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
@@ -171,7 +171,7 @@ def decide(
         leave(options, run_dir=run_dir, objective=config.objective)
         account: dict[str, Any] = {"kept": True}
         if choice is not None:  # what measuring options won, and what was left
-            left = [option.name for option in choice.left]
+            left = [option.name for option in choice.rivals]
             account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
         own_s = decision.measurements.compiled_s(made.chosen.key) if made is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
@@ -182,7 +182,7 @@ def decide(
         console.say(f"the decision took {phases.summary()}{own}{how}")
         if made is None:
             told_by = {"budget": decision.budget, "axes": decision.axes, "specs": decision.planner.specs}
-            refusal = none_fits(options, **told_by)
+            refusal = no_option_fits(options, **told_by)
             if not (confirm and needs_confirmation(decision.where, refusal)):
                 raise refusal
             del decision
@@ -193,7 +193,7 @@ def decide(
             least = least_confirmed_bytes(
                 refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given)
             )
-            raise refusal if least is None else none_fits(options, least_bytes=least, **told_by)
+            raise refusal if least is None else no_option_fits(options, least_feasible_bytes=least, **told_by)
     chosen = made.chosen
     if confirm:
         take_option(chosen, task=task, data=data, name=config.model.name)
@@ -253,7 +253,7 @@ class MicroBatchSearch:
     ):
         self.config, self.task, self.phases = config, task, phases
         self.constant: dict[bool, dict[str, Any]] = {}
-        self.explored: dict[int, tuple[list[Trial], bool]] = {}
+        self.explored: dict[int, tuple[list[MicroBatchMeasurement], bool]] = {}
         self.where = device_of(device)
         self.sharded = any(map(is_sharded, task.parameters()))
         self.ranks = ranks() if self.sharded else SINGLE_PROCESS
@@ -300,13 +300,13 @@ class MicroBatchSearch:
         self.footprints: dict[Way, Footprint] = {}
         self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
-    def search(self, *, began: float, tell: Callable[[str], None]) -> Choice:
+    def search(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
         """The best option, in the time that there is since `began` by the clock. With compile=auto, compiled layers are
         searched after the others where a run is long enough to repay it. Where they fail, a row says so."""
         self.begin(compiled=self.config.model.compile is True)  # whatever a kept decision was confirmed by
         if self.measurements.compiled:
             found = self.compiled(began=began, tell=tell)
-            if isinstance(found, Choice):
+            if isinstance(found, OptionChoice):
                 return found
             self.begin(compiled=False)
             choice = self.searched(began=monotonic(), tell=tell)
@@ -316,15 +316,15 @@ class MicroBatchSearch:
             return choice
         self.begin(compiled=True)
         found = self.compiled(began=monotonic(), tell=tell)
-        if not isinstance(found, Choice):
+        if not isinstance(found, OptionChoice):
             found = replace(choice, chosen=None, options=[found])
         both = [option for option in (choice.chosen, found.chosen) if option is not None]
-        if best(both, objective=self.config.objective) is found.chosen:
+        if best_option(both, objective=self.config.objective) is found.chosen:
             return replace(found, options=[*(replace(o, chosen=False) for o in choice.options), *found.options])
         self.measurements, self.footprints = before
         return replace(choice, options=[*choice.options, *(replace(o, chosen=False) for o in found.options)])
 
-    def compiled(self, *, began: float, tell: Callable[[str], None]) -> Choice | Option:
+    def compiled(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice | Option:
         """What is found of compiled layers, or why nothing is: whatever compiling or trying them raised."""
         try:
             return self.searched(began=began, tell=tell)
@@ -341,18 +341,18 @@ class MicroBatchSearch:
         run_s = run_seconds(self.config, chosen.samples_per_s)
         return compile_is_open(self) and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
-    def searched(self, *, began: float, tell: Callable[[str], None]) -> Choice:
+    def searched(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
         """The best option with layers as they are, or compiled."""
         self.explore()
-        race = Race(
+        race = OptionMeasurer(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
             left_s=lambda: self.ranks.broadcast_number(began + DECIDING_S + self.compiling_s() - monotonic()),
             run_s=partial(run_seconds, self.config),
         )
-        choice = choose(self.options(), objective=self.config.objective, race=race)
+        choice = choose_option(self.options(), objective=self.config.objective, race=race)
         if choice.chosen is None:
-            choice = choose(self.least_measured(choice.options), objective=self.config.objective, race=race)
+            choice = choose_option(self.least_measured(choice.options), objective=self.config.objective, race=race)
         return choice
 
     def compiling_s(self) -> float:
@@ -427,17 +427,17 @@ class MicroBatchSearch:
         self.planner.footprint, self.planner.latency = found, kept.latency
         with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
             self.planner.propose()
-            return found.peak_bytes(state_bytes=0) <= (1 + ALIKE) * before.peak_bytes(state_bytes=0)
+            return found.peak_bytes(state_bytes=0) <= (1 + RATE_TOLERANCE) * before.peak_bytes(state_bytes=0)
         return False
 
-    def entry(self, choice: Choice) -> Entry | None:
+    def entry(self, choice: OptionChoice) -> Entry | None:
         """What was chosen, to be kept; None where nothing fits."""
         chosen = choice.chosen
         if chosen is None:
             return None
         # Compiled layers were not searched, as the run is short
         unsought = compile_is_open(self) and not any(option.compiled for option in choice.options)
-        run_s = run_seconds(self.config, chosen.samples_per_s) if choice.left or unsought else math.inf
+        run_s = run_seconds(self.config, chosen.samples_per_s) if choice.rivals or unsought else math.inf
         return Entry(
             chosen=chosen,
             options=tuple(choice.options),
@@ -558,7 +558,7 @@ class MicroBatchSearch:
             kept, plan = ends.get((size, 0, release)), self._plans.get((size, most, release), (None, None))[1]
             if kept is None or not self.measurements.has_room((size, most, release)):
                 continue
-            numbers = worth_recomputing(
+            numbers = promising_recomputed_counts(
                 self.planner,
                 most=most,
                 footprint=lambda number, size=size, release=release: self._footprint((size, number, release)),
@@ -578,7 +578,7 @@ class MicroBatchSearch:
         """Whether a larger number that was tried, and has room, takes about as long."""
         room = [n for n in than if n > number and (size, n, release) not in self.measurements.no_room]
         seconds = self.measurements.seconds((size, number, release))
-        return any(self.measurements.seconds((size, n, release)) <= (1 + ALIKE) * seconds for n in room)
+        return any(self.measurements.seconds((size, n, release)) <= (1 + RATE_TOLERANCE) * seconds for n in room)
 
     def _footprint(self, way: Way) -> Footprint | None:
         """None where it is not known what released gradients would leave."""
@@ -717,13 +717,13 @@ def run_seconds(config: RunConfig, rate: float) -> float:
     return min(limits, default=math.inf)
 
 
-def told(choice: Choice) -> str:
+def told(choice: OptionChoice) -> str:
     """What measuring options won, and what was left, in words."""
     said = f"; options were measured {choice.measured} time{'s' if choice.measured != 1 else ''}"
     if choice.won > 0:
         said += f", which won {choice.won:.1%} over the one that promised most"
-    if choice.left:
-        count = f"{len(choice.left)} option{'s' if len(choice.left) > 1 else ''}"
+    if choice.rivals:
+        count = f"{len(choice.rivals)} option{'s' if len(choice.rivals) > 1 else ''}"
         said += f"; {count} left unmeasured could be up to {choice.gain:.0%} faster, by what is promised and its error"
     return said
 

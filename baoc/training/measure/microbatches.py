@@ -21,7 +21,7 @@ from baoc.data.batches import BatchFactory, resize_batch
 from baoc.errors import BadInputError
 from baoc.optim.shards import is_sharded
 from baoc.parallel import SINGLE_PROCESS, ranks
-from baoc.planning.microbatch import Trial, footprint_at, seconds_at
+from baoc.planning.microbatch import MicroBatchMeasurement, footprint_at, seconds_at
 from baoc.profiling import clear_cache, probe_footprint
 from baoc.profiling.bf16_params import as_native
 from baoc.profiling.cuda_emulation import CachingAllocator, CudaAutocast
@@ -95,7 +95,7 @@ class MicroBatchRunner:
         per_step: int | None = None,
         merge_intervals: bool = True,
         bf16_savings: Mapping[str, int] | None = None,
-    ) -> Trial:
+    ) -> MicroBatchMeasurement:
         """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
 
         `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
@@ -117,7 +117,7 @@ class MicroBatchRunner:
             seconds = max(each for _, each in found)
         if bf16_savings:
             footprint = as_native(footprint, savings=bf16_savings)
-        return Trial(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
+        return MicroBatchMeasurement(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
     def _run(
         self,
@@ -280,8 +280,8 @@ class MicroBatchRunner:
 
 
 def grow(
-    run: Callable[[int], Trial], *, sizes: Sequence[int], max_s: float, fits: Callable[[Footprint], bool]
-) -> list[Trial]:
+    run: Callable[[int], MicroBatchMeasurement], *, sizes: Sequence[int], max_s: float, fits: Callable[[Footprint], bool]
+) -> list[MicroBatchMeasurement]:
     """Measures the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
 
     A small micro-batch takes a GPU as long as one several times as large, so it takes the largest to know the seconds

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from baoc.core.catalogue import SPECS
 from baoc.planning.cost import cost, state_bytes
-from baoc.planning.limits import saved_by
+from baoc.planning.limits import savings_of_choices
 from baoc.planning.planner import Planner
 from baoc.types import Plan
 
@@ -13,21 +13,21 @@ from baoc.types import Plan
 CONVERSION_FLOATS = 8
 
 
-def moved_specs(now: Plan, then: Plan) -> dict[str, tuple[str, str]]:
+def changed_specs(now: Plan, then: Plan) -> dict[str, tuple[str, str]]:
     """Block -> (spec now, spec then), of those that differ."""
     held = now.allocation.choices
     return {block: (held[block], spec) for block, spec in then.allocation.choices.items() if held[block] != spec}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovePeak:
+class MigrationPeak:
     """Predicted device bytes at the worst moment of a move, with gradients and without them."""
 
     peak_bytes: int
     without_gradients_bytes: int
 
 
-def move_peak(planner: Planner, *, now: Plan, then: Plan) -> MovePeak | None:
+def migration_peak(planner: Planner, *, now: Plan, then: Plan) -> MigrationPeak | None:
     """Peak memory of moving from plan to plan between two steps; None without a footprint.
 
     Blocks move one by one, those that shrink most first. Activations are freed by then. Weights, gradients, averages
@@ -42,17 +42,17 @@ def move_peak(planner: Planner, *, now: Plan, then: Plan) -> MovePeak | None:
 
     def bytes_of(block: str, spec: str, *, copies: int) -> tuple[int, int]:
         cost_of = cost(by_name[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
-        held = cost_of.state_bytes + (cost_of.host_bytes if planner.host_counts else 0)
+        held = cost_of.state_bytes + (cost_of.host_bytes if planner.device_is_host else 0)
         return held, held + copies * cost_of.weight_bytes
 
     def peak(copies: int) -> int:
         """Peak of states, less what 16-bit weights save; `copies` is 2 where gradients have the weights' format."""
         choices = now.allocation.choices
-        saved = saved_by(choices, blocks=planner.blocks, specs=SPECS)
+        saved = savings_of_choices(choices, blocks=planner.blocks, specs=SPECS)
         held = sum(bytes_of(block, spec, copies=copies)[0] for block, spec in choices.items())
         held -= copies * sum(saved.values())
         steps = []
-        for block, (source, target) in moved_specs(now, then).items():
+        for block, (source, target) in changed_specs(now, then).items():
             _, new_total = bytes_of(block, target, copies=copies)
             new_bytes = state_bytes(by_name[block], spec=SPECS[target], rule=planner.rules[SPECS[target].rule])
             largest = max((param.numel for param in by_name[block].params), default=0)
@@ -67,7 +67,7 @@ def move_peak(planner: Planner, *, now: Plan, then: Plan) -> MovePeak | None:
     fixed = footprint.fixed_bytes
     staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (now, then))
     total = footprint.resident_bytes + fixed + staging
-    return MovePeak(
+    return MigrationPeak(
         peak_bytes=total + peak(1 if footprint.released else 2),
         without_gradients_bytes=total - footprint.gradients_bytes + peak(1),
     )
