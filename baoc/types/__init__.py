@@ -1,7 +1,7 @@
 # pyright: reportUnusedImport=false
-"""The values that cross a stage line: frozen, keyword-only, free of torch, and writable as JSON by `to_plain`.
+"""The values that stages hand to each other: frozen, keyword-only, free of torch, and written as JSON by `to_plain`.
 
-One run is a chain of these (docs/runs.md); a stage reads the values before it and returns one more.
+A run is a chain of them (docs/runs.md): each stage reads the values before it and returns one more.
 """
 
 from baoc.types.decision import (

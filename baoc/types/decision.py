@@ -1,4 +1,4 @@
-"""Values of planning: profile, cost, risk, candidates, budget, footprint, allocation, plan."""
+"""Values of planning: profile, cost, risk, candidate, budget, footprint, allocation, plan."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,9 @@ GAPS_BYTES = 40 * MIB
 class GradientStats:
     """Streaming statistics of one block's gradients, sampled during warm-up (formulas: docs/methods.md#statistics).
 
-    Each is a ratio without unit unless said. `snr_fan_in` is SNR along fan-in (sharing v per row), and so on;
-    `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. NaN where the block cannot have the value.
+    Each is a ratio without a unit, but for `grad_rms` and `update_rms`. `snr_fan_in` is the SNR along fan-in (v shared
+    per row), `snr_fan_out` along fan-out. `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. A value
+    that the block cannot have is NaN.
     """
 
     num_samples: int
@@ -44,14 +45,15 @@ class Profile:
     num_samples: int = 0
     profile_s: float = 0.0  # host wall seconds spent on sampling
     warmup_s: float = 0.0  # host wall seconds of the steps in which it was sampled
-    profile_bytes: int = 0  # what the profiler held
+    profile_bytes: int = 0  # of the profiler's buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Means of one matrix parameter's squared gradients, from which a stateless block can become Adam.
+    """Means of a matrix parameter's squared gradients, from which v starts when a block without one turns to AdamW.
 
-    `row`: float32 tensor (fan_out,), mean over fan-in; `col`: (fan_in,), mean over fan-out. Typed Any: no torch here.
+    `row`: float32 tensor (fan_out,), mean over fan-in. `col`: float32 tensor (fan_in,), mean over fan-out. Both are
+    typed Any, as this module does not import torch.
     """
 
     row: Any
@@ -60,38 +62,31 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """`state_bytes` are on the device, `host_bytes` in pinned host memory, both of optimizer state.
+    """Bytes and seconds of one spec on one block."""
 
-    `shared_bytes`: the host's again where the device is the host, as they count in its memory. `weight_bytes`: of the
-    parameters alone; gradients take as much again and are not included. `saved_bytes`: what weights,
-    gradients and copies of 16 bits save at the peak against native weights; 0 under a budget that does not count them.
-    `step_s` are seconds of the device, 0 where no latency table was asked for; `link_s` those of the link,
-    which works beside it.
-    """
-
-    state_bytes: int
-    host_bytes: int = 0
-    shared_bytes: int = 0
+    state_bytes: int  # of optimizer state on the device
+    host_bytes: int = 0  # of optimizer state in pinned host memory
+    shared_bytes: int = 0  # `host_bytes` where the device is the host, so that they count in its memory; else 0
     streamed_bytes: int = 0  # over the link to the device in each step, and as many back
-    step_s: float = 0.0
-    link_s: float = 0.0
-    weight_bytes: int = 0
-    saved_bytes: int = 0
+    step_s: float = 0.0  # of the device; 0 without a latency table
+    link_s: float = 0.0  # of the link, which works at the same time as the device
+    weight_bytes: int = 0  # of the parameters alone: gradients take as much again
+    saved_bytes: int = 0  # by 16-bit weights, gradients and autocast copies at the peak; 0 if the budget ignores them
 
     @property
     def transfer_bytes(self) -> int:
-        """Over the link per step, both ways."""
+        """Bytes over the link per step, both ways."""
         return 2 * self.streamed_bytes
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes charged to the budget: state, less what the spec saves elsewhere; may be negative."""
+        """Bytes charged to the budget: state minus what the spec saves elsewhere. They may be negative."""
         return self.state_bytes + self.shared_bytes - self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """Predicted loss of quality against fp32 AdamW: a hypothesis, no measurement. `terms` are weighted and sum up."""
+    """Predicted loss of quality against fp32 AdamW: a hypothesis, not a measurement. Weighted `terms` add up to it."""
 
     total: float
     terms: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -99,11 +94,13 @@ class Risk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
+    """A spec that a block may run, with its cost and risk."""
+
     block: str
     spec: str
     cost: Cost
     risk: Risk
-    role: Role = Role.OTHER  # the block's: published baselines leave some roles on AdamW
+    role: Role = Role.OTHER  # of the block: published baselines leave some roles on AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +120,7 @@ class Budget:
 
     @property
     def kind(self) -> str:
-        """Of the byte limit; `none` also where only step time or host memory is limited."""
+        """The kind of the byte limit; "none" also if only step time or host memory is limited."""
         if self.memory_bytes is not None:
             return "memory"
         return "state_fraction" if self.state_fraction is not None else "none"
@@ -131,13 +128,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """A budget turned into what an allocator understands: totals over the blocks. None does not bind.
+    """A budget as limits of totals over the blocks, as allocators take it. None is no limit."""
 
-    `state_bytes` limits the bytes that specs are charged (`Cost.charged_bytes`), which are those of the state alone
-    where no weights are kept in fewer bits. `link_s` limits the seconds of the link beside the device.
-    """
-
-    state_bytes: int | None = None
+    state_bytes: int | None = None  # of `Cost.charged_bytes`: the state's bytes, unless weights of fewer bits save some
     step_s: float | None = None
     host_bytes: int | None = None
     link_s: float | None = None
@@ -145,7 +138,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """One spec per block. `gap`: (risk - lower bound) / max(|risk|, tiny); 0 is proven optimal, None is not known."""
+    """One spec per block. `gap`: (risk - lower bound) / max(|risk|, tiny); 0 is proven optimal, None is unknown."""
 
     choices: Mapping[str, str]  # block name -> spec name, in block order
     state_bytes: int
@@ -156,15 +149,15 @@ class Allocation:
     host_bytes: int = 0
     link_s: float = 0.0
     gap: float | None = None
-    saved_bytes: int = 0  # of weights, gradients and copies, against native weights
+    saved_bytes: int = 0  # by weights, gradients and autocast copies, against native weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakInterval:
     """The peak of an interval of a step (`num_bytes`), and which gradients and bf16 copies were alive all through it.
 
-    `gradients`: how many, the first of `Footprint.gradient_order`; None is all of them. `copies`: bytes of the 16-bit
-    copies that autocast made of fp32 parameters, by name; parameters kept in 16 bits need none.
+    `gradients`: the number of live gradients, the first so many of `Footprint.gradient_order`; None is all of them.
+    `copies`: parameter name -> bytes of the 16-bit copy that autocast made of it; 16-bit parameters need none.
     """
 
     name: str
@@ -175,102 +168,92 @@ class PeakInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Device bytes of a training step apart from optimizer state, and the peak they predict together.
+    """Device bytes of a training step without optimizer state, and the peak that they predict (`peak_bytes`).
 
-    `forward_backward_bytes` is the largest live total during forward and backward (weights, gradients, activations,
-    data), `validation_bytes` the same for a validation batch, both without optimizer state; `resident_bytes` are the
-    weights, gradients and data that live through the optimizer step. Where gradients are `released` in backward,
-    `gradients_bytes` is the most of them that is alive at once, and `resident_bytes` the most of all, activations
-    too, that is alive when a block is stepped; `settled_bytes` is what is left after the last one: weights, data,
-    tables. `step_temporary_bytes` maps a spec to what its step needs for the largest tensor beyond its state,
-    `arrival_bytes` is what taking weights in holds beside what is kept of them.
+    With gradient release (`released`), `gradients_bytes` is the most of them alive at once, and `resident_bytes` the
+    most of everything, activations too, alive while a block is stepped.
     """
 
     device: str
     micro_batch: int
     weights_bytes: int
     gradients_bytes: int
-    forward_backward_bytes: int
-    validation_bytes: int
-    resident_bytes: int
-    settled_bytes: int = 0
+    forward_backward_bytes: int  # largest live total in forward and backward: weights, gradients, activations, data
+    validation_bytes: int  # the same for a validation batch
+    resident_bytes: int  # weights, gradients and data that live through the optimizer step
+    settled_bytes: int = 0  # with gradient release, left after the last block's step: weights, data, tables
     ema_bytes: int = 0
-    profile_bytes: int = 0
-    profile_temporary_bytes: int = 0  # while gradients are sampled, and while a decision looks at them
-    context_bytes: int = 0
-    reserve_bytes: int = 0  # for modules that load late
-    arrival_bytes: int = 0
+    profile_bytes: int = 0  # of the gradient profiler's buffers
+    profile_temporary_bytes: int = 0  # while gradients are sampled or read by a decision
+    context_bytes: int = 0  # of the CUDA context with its loaded kernels
+    reserve_bytes: int = 0  # for modules that CUDA loads late
+    arrival_bytes: int = 0  # taken by loading weights, beyond the weights themselves
     others_bytes: int = 0  # beside all this: other optimizers, late parameters, layers kept gathered
-    step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if not known
-    gradient_order: tuple[str, ...] = ()  # parameters in the order in which their gradients come
+    step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by spec: for its largest tensor
+    intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if unknown
+    gradient_order: tuple[str, ...] = ()  # parameter names in the order in which backward computes gradients
     source: str = "probe"  # probe | prior
     released: bool = False
 
     def peak_bytes(self, *, state_bytes: int, specs: Sequence[str] = (), saved: Mapping[str, int] | None = None) -> int:
-        """Predicted peak with `state_bytes` of optimizer state, `specs` being those in use.
+        """Predicted peak with `state_bytes` of optimizer state, of an allocation that uses `specs`.
 
-        `saved`: bytes that parameters of 16 bits have less than native ones, by name; their gradients have as many
-        less. Each interval counts only what it is known to lose by them, so the peak stays an upper bound.
+        `saved`: parameter name -> bytes that it saves by 16-bit weights; its gradient saves as many. An interval counts
+        only the savings of what is known to be alive all through it, so the peak stays an upper bound.
 
         Raises:
-            ValueError: the footprint does not know what a step of one of `specs` needs.
+            ValueError: the footprint has no temporaries of one of `specs`.
         """
         known = self.step_temporary_bytes
-        rows = [spec if spec in known else spec.partition("@")[0] for spec in specs]  # streamed ones step as the others
-        if missing := [row for row in rows if row not in known]:
+        names = [spec if spec in known else spec.partition("@")[0] for spec in specs]  # streaming changes no step
+        if missing := [name for name in names if name not in known]:
             raise ValueError(f"the footprint has no temporaries of {', '.join(missing)}: it knows {', '.join(known)}")
-        temporary = max((known[row] for row in rows), default=0)
-        held = 0 if self.released else None  # of released ones it is unknown which are alive
-        step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=held)
+        temporary = max((known[name] for name in names), default=0)
+        # With gradient release it is unknown which gradients are alive, so none counts as saved.
+        live_gradients = 0 if self.released else None
+        step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=live_gradients)
+        peak = max(self._bytes_after_savings(self._all_intervals(step), saved=saved or {}))
         gaps = 0 if self.device.startswith(("cpu", "meta")) else min(temporary, GAPS_BYTES)  # absent cards have names
-        return (
-            max(self._bytes_after_savings(self._all_intervals(step), saved=saved or {}))
-            + self.fixed_bytes
-            + state_bytes
-            + gaps
-        )
+        return peak + self.fixed_bytes + state_bytes + gaps
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there at every moment beside weights, gradients, activations and this optimizer's state."""
+        """Bytes that are there at every moment, beside weights, gradients, activations and this optimizer's state."""
         return self.ema_bytes + self.profile_bytes + self.context_bytes + self.reserve_bytes + self.others_bytes
-
-    def _all_intervals(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
-        whole = PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes)
-        # Where gradients are released they are gone, and activations with them, when a sample of all is put together.
-        beside = max(self.weights_bytes, self.settled_bytes) if self.released else self.resident_bytes
-        sample = PeakInterval(
-            name="sample",
-            num_bytes=beside + self.profile_temporary_bytes,
-            gradients=0 if self.released else None,
-        )
-        arrival = PeakInterval(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
-        beside_steps = (step, sample, arrival)
-        return (
-            *(self.intervals or (whole, PeakInterval(name="validation", num_bytes=self.validation_bytes))),
-            *beside_steps,
-        )
 
     def savings_at_peak(self, saved: Mapping[str, int]) -> int:
         """Bytes that 16-bit parameters save at the largest interval of forward, backward and validation."""
         largest = max(self.intervals, key=lambda interval: interval.num_bytes, default=None)
-        return (
-            sum(saved.values())
-            if largest is None
-            else largest.num_bytes - self._bytes_after_savings((largest,), saved=saved)[0]
+        if largest is None:
+            return sum(saved.values())
+        return largest.num_bytes - self._bytes_after_savings((largest,), saved=saved)[0]
+
+    def _all_intervals(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
+        """The measured intervals of forward, backward and validation, then those of the optimizer and the profiler."""
+        measured = self.intervals or (
+            PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes),
+            PeakInterval(name="validation", num_bytes=self.validation_bytes),
         )
+        # With gradient release, gradients and activations are gone when the profiler puts its sample together.
+        resident_bytes = max(self.weights_bytes, self.settled_bytes) if self.released else self.resident_bytes
+        sample = PeakInterval(
+            name="sample",
+            num_bytes=resident_bytes + self.profile_temporary_bytes,
+            gradients=0 if self.released else None,
+        )
+        arrival = PeakInterval(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
+        return (*measured, step, sample, arrival)
 
     def _bytes_after_savings(self, intervals: tuple[PeakInterval, ...], *, saved: Mapping[str, int]) -> list[int]:
-        """Bytes of each interval with `saved` taken off its weights, its gradients and its copies."""
+        """Bytes of each interval minus what its weights, live gradients and autocast copies save."""
         if not saved:
             return [interval.num_bytes for interval in intervals]
         weights = sum(saved.values())
-        before = [0, *accumulate(saved.get(name, 0) for name in self.gradient_order)]
+        of_first_gradients = [0, *accumulate(saved.get(name, 0) for name in self.gradient_order)]
         return [
             interval.num_bytes
             - weights
-            - (weights if interval.gradients is None else before[interval.gradients])
+            - (weights if interval.gradients is None else of_first_gradients[interval.gradients])
             - sum(interval.copies[name] for name in saved if name in interval.copies)
             for interval in intervals
         ]
@@ -278,10 +261,10 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Copy rates of the link between host and device, with pinned memory on the host.
+    """Copy rates of the link between host and device, in bytes per second, with pinned memory on the host.
 
-    Bytes per second by size of the piece that is copied, `sizes` ascending: to the device (`in_rates`), from it
-    (`out_rates`), and both at once in sum (`both_rates`).
+    `sizes`: bytes of the copied piece, ascending. A rate for each: to the device (`in_rates`), from the device
+    (`out_rates`), and the sum of both at the same time (`both_rates`).
     """
 
     sizes: tuple[int, ...]
@@ -293,26 +276,22 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTable:
-    """Seconds of an optimizer step on `device`: `step_s` once, by spec `fixed_s` per tensor and `per_element_s`.
-
-    `assumed` names the specs whose seconds were not timed here, but follow from the bytes that they move. `hidden_s`:
-    seconds of a step's backward pass under which the link may already work.
-    """
+    """Seconds of a training step on `device`: of its optimizer by spec, and of everything else."""
 
     device: str
-    fixed_s: Mapping[str, float]
-    per_element_s: Mapping[str, float]
-    step_s: float = 0.0  # of a step whatever the specs
-    base_step_s: float = 0.0  # all else of a step: forward and backward of its micro-batches, clipping, averages
-    reference_step_s: float = 0.0  # whole step with torch's fused AdamW
-    assumed: tuple[str, ...] = ()
-    hidden_s: float = 0.0
+    fixed_s: Mapping[str, float]  # spec -> seconds per tensor
+    per_element_s: Mapping[str, float]  # spec -> seconds per element
+    step_s: float = 0.0  # of the optimizer once per step, whatever the specs
+    base_step_s: float = 0.0  # of the rest: forward and backward of the micro-batches, clipping, averages
+    reference_step_s: float = 0.0  # of a whole step with torch's fused AdamW
+    assumed: tuple[str, ...] = ()  # specs that were not timed: their seconds follow from the bytes that they move
+    hidden_s: float = 0.0  # of the last backward pass, during which the link may already copy
     link: LinkRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a block runs what it runs: the next cheaper and dearer candidate, and the terms that decided."""
+    """Why a block runs its spec: the next cheaper and the next dearer candidate, and the terms that decided."""
 
     block: str
     spec: str
@@ -323,20 +302,21 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """The basis of a plan: how it was chosen, and what is known of the choice.
+    """How a plan was chosen, and the measurements behind it.
 
     Args:
         by: measured | prior | statistics | recipe | race, or the name of a baseline.
-        text: the same in one line, with its figures.
-        recipe: name of the recipe that was chosen.
+        text: the basis in one line, with its figures.
+        recipe: name of the chosen recipe.
         family: of the measurements.
-        reference: what `change` of the final loss is against; below 0 is better.
-        half: of the 90 % interval of `change`.
-        n: paired seeds.
-        num_params: of the network that was measured.
-        steps: of the runs that were measured.
+        reference: recipe that `change` is the difference from.
+        change: difference of the final loss; below 0 is better.
+        half: half-width of the 90 % interval of `change`.
+        n: number of paired seeds.
+        num_params: of the measured network.
+        steps: of a measured run.
         lr: rule or role -> multiple of the learning rate that belongs to the choice.
-        betas: rule -> betas that belong to it.
+        betas: rule -> betas that belong to the choice.
     """
 
     by: str
@@ -355,7 +335,7 @@ class Basis:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """The result of planning. `candidates` holds those that were not dominated, by block."""
+    """The result of planning. `candidates`: block name -> candidates that the allocator chose from."""
 
     blocks: tuple[Block, ...]
     candidates: Mapping[str, tuple[Candidate, ...]]
@@ -366,10 +346,10 @@ class Plan:
     binding: bool
     peak_bytes: int  # predicted
     state_bytes_adamw: int
-    least_feasible_bytes: int  # in the budget's measure: peak for memory, state for a state fraction
-    most_useful_bytes: int  # the same measure, from which on the budget does not bind
-    staging_bytes: int = 0  # on the device, through which streamed states pass; in the peak, not in the state
-    host_bytes: int = 0  # pinned host memory: states that are kept there, and what a step there works on
+    least_feasible_bytes: int  # peak bytes under a memory budget, else state bytes
+    most_useful_bytes: int  # the smallest budget that does not bind, in the same bytes
+    staging_bytes: int = 0  # of device buffers that streamed states pass through; in the peak, not in the state
+    host_bytes: int = 0  # pinned host memory for states
     reasons: tuple[Reason, ...] = ()
     basis: Basis | None = None
 

@@ -30,17 +30,17 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """One trainable parameter, tied ones once: the first name owns, the others are `aliases`.
+    """One trainable parameter. A tied one is described once, by its first name; its other names are `aliases`.
 
-    `whole`: its global shape where ranks hold some indices of its first dimension each (fully_shard). `shape` is the
-    same where it is described for a plan, and those of one rank where it is stepped.
+    `whole`: the unsharded shape of a parameter that fully_shard splits along its first dimension; None for others.
+    `shape` is then the unsharded shape in a plan, and the shape of the rank's shard in an optimizer.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", ...
     role: Role
-    depth: int | None = None  # index of the layer it is in; None outside any layer list
+    depth: int | None = None  # index of its layer; None outside of layer lists
     group: int = 0  # index of the user's parameter group
     aliases: tuple[str, ...] = ()
     transposed: bool = False  # stored (in, out), as GPT-2's Conv1D
@@ -52,9 +52,9 @@ class ParamInfo:
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:
-        """(fan_out, fan_in) as rules by row and column see it; None where there is no matrix. See `matrix_shape`.
+        """(fan_out, fan_in) as rules by row and column see it; None if it is no matrix (see the function).
 
-        Some rows of a sharded matrix are a matrix, though it be a single one.
+        A shard of a matrix is a matrix, even if it has one row.
         """
         shape = matrix_shape(self.shape if self.whole is None else self.whole)
         if shape is not None and self.whole is not None:
@@ -63,19 +63,19 @@ class ParamInfo:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
-    """The (rows, columns) of a tensor seen as a matrix: dimensions of size 1 dropped, then the first against the rest.
+    """(rows, columns) of a tensor as a matrix: dimensions of size 1 are dropped, all but the first are merged.
 
-    None for what is a vector, a scalar or empty after that, so (1, 1, d) is a vector and (d, 3, 16, 16) is (d, 768).
+    None for a vector, a scalar or an empty tensor. So (1, 1, d) is a vector and (d, 3, 16, 16) is (d, 768).
     """
-    kept = [size for size in shape if size != 1]
-    if len(kept) < 2 or 0 in kept:
+    sizes = [size for size in shape if size != 1]
+    if len(sizes) < 2 or 0 in sizes:
         return None
-    return kept[0], prod(kept[1:])
+    return sizes[0], prod(sizes[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A named set of parameters sharing one optimizer spec. `part` is that of all of them, None if they differ."""
+    """A named set of parameters that share one optimizer spec. `depth` and `part` are None where they differ."""
 
     name: str
     params: tuple[ParamInfo, ...]
@@ -107,11 +107,11 @@ class ImageDataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDataSpec:
-    """Properties of a set of token sequences, each `sequence_length` tokens to predict.
+    """Properties of a set of token sequences, each of `sequence_length` tokens to predict.
 
-    `num_train` (0 for a stream, which has no end) and `num_val` count sequences; `bytes_per_token` of the validation
-    text turns a loss into bits per byte. `sha256` of all text, where it lies in files: compare runs at equal text only.
-    `mask_token`: the one that stands for a hidden token, where the tokenizer has such.
+    `num_train` (0 for a stream, which has no end) and `num_val` count sequences. `bytes_per_token`, of the validation
+    text, turns a loss into bits per byte. `sha256`: of all text that lies in files; runs are comparable at equal text.
+    `mask_token`: the token that stands for a hidden one, if the tokenizer has it.
     """
 
     dataset: str
@@ -131,7 +131,7 @@ class TextDataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDataSpec:
-    """Properties of samples that the user's own code gives. `num_classes` is None where none were given."""
+    """Properties of a data set made by the user's own code. `num_classes` is None if that names none."""
 
     dataset: str
     num_train: int

@@ -1,4 +1,4 @@
-"""One way to run a global batch within a budget: a row of the table that a decision is taken from."""
+"""One way to run the global batch within a budget: micro-batch, recomputed layers, gradient release."""
 
 import math
 from dataclasses import dataclass
@@ -6,39 +6,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """`peak_bytes`, `samples_per_s` and `step_s` (of a whole step) are predicted; NaN where nothing was timed or fits.
-
-    `recomputed`: how many of the network's `num_layers` layers compute their activations again in backward, the first
-    ones. `risk`: of the best allocation within the budget (`prior`); None where none fits or none was planned, and
-    `why` says so; `peak_bytes` is 0 without a plan.
-    `release`: gradients are dropped in backward. `weights`: formats that the allocation keeps weights in.
-    `weights` to `risk` keep their defaults until a plan is known.
-    `fastest_s`: where only seconds are missing, those of its fastest allocation; `reference_s`: of a step with fused
-    AdamW, to which step_time is a ratio. `least_host_bytes`: where pinned memory of the host is missing, how much
-    would do. `compared`: two of its own steps were timed; `tried`: its bytes and whole steps were measured as in
-    training; else both follow from other options. `chosen` marks the row that is run. `compiled`: layers run by
-    torch.compile.
-    """
+    """A row of options.csv. Bytes and seconds are predicted; NaN seconds were not timed, or no plan fits."""
 
     micro_batch: int
     accumulation: int
-    recomputed: int
-    num_layers: int
-    release: bool
-    weights: str = ""
-    peak_bytes: int = 0
+    recomputed: int  # number of layers, the first ones, whose activations are computed again in backward
+    num_layers: int  # of the network
+    release: bool  # gradient release
+    weights: str = ""  # formats that the plan keeps weights in; this and all fields to `risk` are set by a plan
+    peak_bytes: int = 0  # 0 without a plan
     state_bytes: int = 0
     samples_per_s: float = math.nan
-    risk: float | None = None
-    step_s: float = math.nan
-    fastest_s: float = math.nan
-    reference_s: float = math.nan
-    least_host_bytes: int | None = None
-    why: str = ""
-    compared: bool = False
-    tried: bool = False
-    chosen: bool = False
-    compiled: bool = False
+    risk: float | None = None  # of the best allocation within the budget; None: none fits or none was planned
+    step_s: float = math.nan  # of a whole step
+    fastest_s: float = math.nan  # of the fastest allocation, if it holds the memory and not the step time
+    reference_s: float = math.nan  # of a step with fused AdamW, the unit of a budget's step_time
+    least_host_bytes: int | None = None  # pinned host memory that would be enough, if it is too little
+    why: str = ""  # why no plan fits
+    compared: bool = False  # two of its own steps were timed
+    tried: bool = False  # its bytes and its steps were measured as in training
+    chosen: bool = False  # it is the one to run
+    compiled: bool = False  # layers are run by torch.compile
 
     @property
     def name(self) -> str:
@@ -50,7 +38,7 @@ class Option:
 
     @property
     def key(self) -> tuple[int, int, bool]:
-        """Micro-batch, recomputed layers and release: what tells an option from the others."""
+        """(micro-batch, recomputed layers, gradient release): what identifies an option."""
         return self.micro_batch, self.recomputed, self.release
 
     @property

@@ -1,4 +1,4 @@
-"""Results: moves of a reallocation, the result of a run, points of a frontier."""
+"""Results: a reallocation and its migrations, the result of a run, points of a frontier."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class BlockMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reallocation:
-    """One decision."""
+    """One decision about another allocation, and the migrations that it led to."""
 
     step: int
     trigger: str
@@ -48,13 +48,8 @@ class Quality:
 class RunResult:
     """`result.json`. Bytes and seconds are measured unless the name ends in `_predicted`.
 
-    `step_s_predicted`: of a whole step of the plan that was in force last; NaN where nothing was timed.
-    `peak_by_stretch`: the most that each tracked stretch held in this attempt (training, decision, checkpoint, ...);
-    empty on CUDA, where `peak_bytes` is of all stretches together. `num_ranks` processes trained, each on a device of
-    its own, of which `peak_bytes` is the fullest's; `peak_by_rank` is the most that each held in this attempt, empty
-    for one process. States are the same on each.
-    `dataset`, `data_sha256`: what the data call themselves, and a hash of their content and settings. `code_sha256`: of
-    the user's own code, by setting.
+    `num_ranks` processes trained, each on a device of its own; `peak_bytes` is of the fullest one, states are the same
+    on each.
     """
 
     schema: int
@@ -86,14 +81,14 @@ class RunResult:
     commit: str
     versions: Mapping[str, str]
     command: str
-    step_s_predicted: float = math.nan
-    peak_by_stretch: Mapping[str, int] = field(default_factory=dict[str, int])
+    step_s_predicted: float = math.nan  # of a whole step of the last plan in force; NaN: not timed
+    peak_by_stretch: Mapping[str, int] = field(default_factory=dict[str, int])  # training, decision, ...; empty on CUDA
     num_ranks: int = 1
-    peak_by_rank: tuple[int, ...] = ()
-    dataset: str = ""
-    data_sha256: str = ""
-    code_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
-    recomputed_layers: int = 0  # whose activations were computed again in backward, the first of `num_layers`
+    peak_by_rank: tuple[int, ...] = ()  # of each rank in this attempt; empty for one process
+    dataset: str = ""  # the name that the data give themselves
+    data_sha256: str = ""  # of their content and settings
+    code_sha256: Mapping[str, str] = field(default_factory=dict[str, str])  # of the user's own code, by setting
+    recomputed_layers: int = 0  # the first of `num_layers`, whose activations were computed again in backward
     num_layers: int = 0
 
 
@@ -117,9 +112,9 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """A job of a multirun that left no result or ended badly: a row of the frontier table with its reason.
+    """A job of a multirun that left no result or failed: a row of the frontier table with its reason.
 
-    `exit_code` is None for a job that has not ended, or was killed.
+    `exit_code` is None for a job that has not ended or was killed.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""Converts these values to what JSON can hold, and back."""
+"""Converts values of `baoc.types` to plain ones, which JSON can hold, and back."""
 
 import collections.abc
 import types
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def to_plain(value: Any) -> Any:
-    """A value of `baoc.types` as dicts, lists, strings and numbers; NaN and infinities become None (no JSON)."""
+    """A value of `baoc.types` as dicts, lists, strings and numbers. NaN and infinity become None, as JSON lacks them."""
     if type(value) in _PLAIN:  # most of a table, so it comes first
         return value
     if isinstance(value, StrEnum):
@@ -31,11 +31,13 @@ def to_plain(value: Any) -> Any:
 
 
 def read_plain(kind: type[_T], data: object, *, partial: bool = False) -> _T:
-    """The inverse of `to_plain` for a dataclass of plain values, tuples, mappings and such dataclasses.
+    """The inverse of `to_plain`, for a dataclass of plain values, tuples, mappings and such dataclasses.
 
-    None is NaN where a float is due, and unknown keys are left out. `partial`: keys that have a default may be absent,
-    as in what earlier versions wrote. Raises ValueError, which says what is of another type, for anything else: a file
-    may hold whatever JSON can.
+    None is read as NaN where the type is float. Unknown keys are ignored. `partial`: keys with a default may be absent,
+    as in files of earlier versions.
+
+    Raises:
+        ValueError: a value has another type or a key is absent; the message names it.
     """
     return _read(kind, data, path="it", partial=partial)
 
@@ -46,40 +48,40 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _read(kind: Any, data: Any, *, path: str, partial: bool) -> Any:
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    """`data` as a value of type `kind`; `path` names it in messages."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind) and isinstance(data, Mapping):
         return _read_fields(cast(type[Any], kind), cast(Mapping[str, Any], data), path=path, partial=partial)
     if origin in (types.UnionType, typing.Union):
-        (some,) = (part for part in parts if part is not type(None))
+        (some,) = (arg for arg in args if arg is not type(None))
         absent = data is None or (is_dataclass(some) and data == {})
         return None if absent else _read(some, data, path=path, partial=partial)
     if origin is collections.abc.Mapping and isinstance(data, Mapping):
-        given = cast(Mapping[Any, Any], data)
-        if all(isinstance(key, str) for key in given):
-            return {key: _read(parts[1], value, path=f"{path}.{key}", partial=partial) for key, value in given.items()}
+        mapping = cast(Mapping[Any, Any], data)
+        if all(isinstance(key, str) for key in mapping):
+            return {key: _read(args[1], value, path=f"{path}.{key}", partial=partial) for key, value in mapping.items()}
     if origin is tuple and isinstance(data, list | tuple):
-        given = cast(list[Any], data)
-        each = [parts[0]] * len(given) if parts[-1] is ... else parts
-        if len(each) == len(given):
-            places = (f"{path}.{i}" for i in range(len(given)))
-            found = zip(each, given, places, strict=True)
-            return tuple(_read(part, value, path=place, partial=partial) for part, value, place in found)
-    one = cast(Any, data)
-    if kind is float and (one is None or type(one) in (int, float)):
-        return float("nan") if one is None else float(one)
-    if kind is Any or type(one) is kind:
-        return one
-    words = kind.__name__ if isinstance(kind, type) and not parts else str(kind)
-    raise ValueError(f"{path.removeprefix('it.')} is {one!r:.40}, not {words}")
+        values = cast(list[Any], data)
+        kinds = [args[0]] * len(values) if args[-1] is ... else args
+        if len(kinds) == len(values):
+            pairs = enumerate(zip(kinds, values, strict=True))
+            return tuple(_read(kind, value, path=f"{path}.{i}", partial=partial) for i, (kind, value) in pairs)
+    value = cast(Any, data)
+    if kind is float and (value is None or type(value) in (int, float)):
+        return float("nan") if value is None else float(value)
+    if kind is Any or type(value) is kind:
+        return value
+    expected = kind.__name__ if isinstance(kind, type) and not args else str(kind)
+    raise ValueError(f"{path.removeprefix('it.')} is {value!r:.40}, not {expected}")
 
 
 def _read_fields(kind: type[Any], data: Mapping[str, Any], *, path: str, partial: bool) -> Any:
-    hints, found, lacking = _hints(kind), dict[str, Any](), list[str]()
+    hints, values, missing = _hints(kind), dict[str, Any](), list[str]()
     for f in fields(kind):
         if f.name in data:
-            found[f.name] = _read(hints[f.name], data[f.name], path=f"{path}.{f.name}", partial=partial)
+            values[f.name] = _read(hints[f.name], data[f.name], path=f"{path}.{f.name}", partial=partial)
         elif not partial or (f.default is MISSING and f.default_factory is MISSING):
-            lacking.append(f.name)
-    if lacking:
-        raise ValueError(f"{path.removeprefix('it.')} lacks {', '.join(lacking)}")
-    return kind(**found)
+            missing.append(f.name)
+    if missing:
+        raise ValueError(f"{path.removeprefix('it.')} lacks {', '.join(missing)}")
+    return kind(**values)

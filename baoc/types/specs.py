@@ -1,4 +1,4 @@
-"""Specs and their parts: the tags of state tensors, rules, codecs, storage schemes, and the specs that join them."""
+"""Optimizer specs and their parts: rules with the tags of their states, codecs, storage schemes, weights formats."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -6,18 +6,18 @@ from math import prod
 
 from baoc.types.network import ParamInfo
 
-NUM_ROW_PARTS = 32  # of a sharded tensor, by rows: what a rank has is some of them where the number of ranks divides it
+NUM_ROW_PARTS = 32  # equal row ranges of a sharded tensor: a shard is some of them if the number of ranks divides this
 
 
 class StateKind(StrEnum):
-    """Tag of a state tensor: what it averages. Ledger, migration and risk terms derive from it."""
+    """Tag of a state tensor: what it averages. Bytes, migration and risk terms are derived from it."""
 
     M = "m"  # average of the gradient
     V = "v"  # average of the squared gradient
 
 
 class StateLayout(StrEnum):
-    """Tag of a state tensor: which numbers of its (rows, columns) matrix it keeps."""
+    """Tag of a state tensor: the numbers that it keeps of a (rows, columns) matrix."""
 
     FULL = "full"  # one per element
     PER_ROW = "per_row"  # shared along fan-in: one per row
@@ -31,25 +31,25 @@ class Axis(StrEnum):
 
 
 class Scaling(StrEnum):
-    """Tag of a rule: what evens out the sizes of its update where no v does."""
+    """Tag of a rule: how it equalises its update, in place of v."""
 
-    NONE = "none"  # every element for itself (sign), or v
-    COLUMN = "column"  # columns of the gradient are made of one length
-    SPECTRAL = "spectral"  # singular values are made alike
+    NONE = "none"  # element by element (sign), or by v
+    COLUMN = "column"  # columns of the gradient get one norm
+    SPECTRAL = "spectral"  # singular values become equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDecl:
-    """One state tensor of a rule, as its tags. `level` is read for FOLDED only, along fan-in."""
+    """One state tensor of a rule, as its tags. FOLDED states average 2^`level` neighbours along fan-in."""
 
     name: str
     kind: StateKind
     layout: StateLayout = StateLayout.FULL
     level: int = 0
-    bias_corrected: bool = True  # averages from 0, so its reader divides by 1 - beta^step
+    bias_corrected: bool = True  # the average starts at 0, so it is read divided by 1 - beta^step
 
     def shape(self, param: ParamInfo) -> tuple[int, ...]:
-        """Shape of the decoded state for `param`; a vector knows FULL only."""
+        """Shape of the decoded state for `param`. Layouts other than FULL need a matrix."""
         if self.layout is StateLayout.FULL:
             return param.shape
         matrix = param.matrix_shape
@@ -66,9 +66,9 @@ class StateDecl:
 class RuleInfo:
     """The tags of an update rule that planning reads.
 
-    `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update is scaled to AdamW's size, for which it
-    keeps 8 bytes per block; a rule that divides averaged gradients by the root of averaged squares has that size by
-    itself. `needs_matrix`: applies only to parameters that have a `matrix_shape`.
+    `counts_steps`: keeps a 4-byte step count per tensor. `matched`: its update is scaled to the RMS of AdamW's, which
+    takes 8 bytes per block; a rule that divides m by the root of v needs no scaling. `needs_matrix`: applies only to
+    parameters that have a `matrix_shape`.
     """
 
     name: str
@@ -83,9 +83,9 @@ class RuleInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecInfo:
-    """How a codec spends bytes: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: none).
+    """The bytes of a codec: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: no scales).
 
-    `phased`: it rounds by the phase of the step whatever it keeps; others do so for averages of the square only.
+    `phased`: it rounds every state by the phase of the step; other codecs do so for V states only.
     """
 
     name: str
@@ -96,7 +96,7 @@ class CodecInfo:
     phased: bool = False
 
     def tensor_bytes(self, numel: int) -> tuple[int, ...]:
-        """Bytes of each tensor that keeps `numel` numbers: the payload, then the scales where there are any."""
+        """Bytes of each tensor that stores `numel` numbers: the payload, then the scales if there are any."""
         payload = -(-numel * self.bits // 8)
         return (payload, -(-numel // self.group) * self.scale_bytes) if self.group else (payload,)
 
@@ -121,12 +121,12 @@ class StorageScheme:
     alignment: int = 1
 
     def codec(self, decl: StateDecl, *, param: ParamInfo | None = None) -> str:
-        """Name of the codec of a state of `param`; of a large one where that is not said."""
+        """Name of the codec of a state of `param`, or of any large parameter if it is None."""
         if decl.layout in (StateLayout.PER_ROW, StateLayout.PER_COLUMN):
             return "fp32"
         if param is not None:
-            whole = param if param.whole is None else replace(param, shape=param.whole)
-            numel = prod(decl.shape(whole))
+            unsharded = param if param.whole is None else replace(param, shape=param.whole)
+            numel = prod(decl.shape(unsharded))
             if numel < self.min_numel or (param.whole and not self._in_whole_groups(numel, rows=param.whole[0])):
                 return "fp32"
         return self.m if decl.kind is StateKind.M else self.v
@@ -138,9 +138,9 @@ class StorageScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsInfo:
-    """How the weights themselves are kept: bytes per element of the parameter, and of the correction beside it.
+    """A weights format: bytes per element of the parameter, and of the correction, which is optimizer state.
 
-    `param_bytes` None: the parameter keeps the type that it has. Corrections are optimizer state.
+    `param_bytes` None: the parameter keeps its own type.
     """
 
     name: str
@@ -150,15 +150,15 @@ class WeightsInfo:
 
 
 class Placement(StrEnum):
-    """Where a block's states are kept, and where its step is computed."""
+    """Where a block's states are kept. Its step is always computed on the device."""
 
     DEVICE = "device"
-    HOST_STREAMED = "host_streamed"  # kept on the host, stepped on the device: states go in and out at every step
+    HOST_STREAMED = "host_streamed"  # on the host: states go to the device and back at every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """A spec that a block may run: one catalogue row = rule x storage x weights x placement."""
+    """A spec that a block may run: rule x storage x weights format x placement."""
 
     name: str
     description: str

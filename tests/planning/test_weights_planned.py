@@ -124,7 +124,7 @@ def test_no_level_of_room_that_16_bit_weights_bring_within_the_budget_is_left_ou
 
     within = risks()
     monkeypatch.setattr(
-        "baoc.planning.attempts.levels",
+        "baoc.planning.attempts.temporaries_levels",
         lambda footprint, *, specs, memory, most_saved: temporaries_levels(footprint, specs=specs, memory=None),
     )
     assert inf in within and within == risks()
