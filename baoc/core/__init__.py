@@ -1,1 +1,1 @@
-"""Values that all decisions use, free of torch: the catalogue with its rules' tags, blocks, and budgets."""
+"""The torch-free core of all decisions: catalogue, tags of rules, recipes, blocks, budgets and statistics."""

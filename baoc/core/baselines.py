@@ -1,20 +1,20 @@
 """Uniform baselines: one spec everywhere, as its authors publish it. `allocator=uniform_NAME` runs one.
 
-Each has a twin `uniform_NAME_matched`, whose updates are scaled to the RMS of AdamW's, so that AdamW's learning rate
-serves it.
+Each has a twin `uniform_NAME_matched`: its updates are scaled to the RMS of AdamW's, so that it can run at AdamW's
+learning rate.
 """
 
 from dataclasses import dataclass, replace
 
 from baoc.types import Role
 
-FALLBACK = "adamw"  # of blocks to which the spec does not apply
+FALLBACK = "adamw"  # spec of blocks to which the baseline's spec does not apply
 _OUTER = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformBaseline:
-    """`spec` on every block where it applies, fp32 AdamW on the others and on `kept` roles."""
+    """`spec` on every block to which it applies, fp32 AdamW on the others and on `adamw_roles`."""
 
     name: str
     spec: str
@@ -51,8 +51,10 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("sign", "sign", frozenset()),
     ("column_norm", "column_norm", frozenset()),
 )
-_ROWS = tuple(UniformBaseline(name=f"uniform_{name}", spec=spec, adamw_roles=kept) for name, spec, kept in _PUBLISHED)
+_AS_PUBLISHED = tuple(
+    UniformBaseline(name=f"uniform_{name}", spec=spec, adamw_roles=kept) for name, spec, kept in _PUBLISHED
+)
 UNIFORM_BASELINES: tuple[UniformBaseline, ...] = (
-    *_ROWS,
-    *(replace(row, name=f"{row.name}_matched", matching=True) for row in _ROWS),
+    *_AS_PUBLISHED,
+    *(replace(baseline, name=f"{baseline.name}_matched", matching=True) for baseline in _AS_PUBLISHED),
 )

@@ -1,6 +1,6 @@
-"""Parameters -> roles and blocks: the model is asked first, then the user's patterns, then layer and role.
+"""Roles of parameters, and their partition into blocks: by the user's patterns, the model's declaration, or a rule.
 
-Decided from names, shapes and module types alone, so a plan can be made of a model that was never allocated.
+Only names, shapes and module types are read, so a model can be planned for without allocating it.
 """
 
 import re
@@ -21,7 +21,7 @@ _MLP = re.compile(
     r"mlp|ffn|feed_?forward|experts?$|^(ff|fc\d|w[123]|linear[12]|intermediate|(gate|up|down|gate_up)_proj)$",
     re.IGNORECASE,
 )
-# Parts of attention and mlp by the name of the layer that holds them; query, key and value in one tensor have no part.
+# Parts of attention and mlp, by the name of the innermost module; a tensor of query, key and value has no part.
 _FUSED = re.compile(r"qkv|kv_|c_attn|in_proj|query_key_value|key_value|to_kv", re.IGNORECASE)
 _QK = re.compile(r"^((to_|add_)?[qk](_proj|_lin|_[ab]_proj)?|query|key|w[qk])$", re.IGNORECASE)
 _VO = re.compile(
@@ -34,9 +34,9 @@ _OUT = re.compile(r"^(down_proj|fc2|c_proj|w2|wo|lin(ear)?2|output|fc_out|dense_
 
 
 def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
-    """Role of the parameter `name`, held by a module of class `module_type`, from type, shape and enclosing names.
+    """Role of the parameter `name` of a module of class `module_type`, from type, shape and names of outer modules.
 
-    The innermost name that says attention or mlp wins: a feed-forward inside a module called attentions is an mlp.
+    The innermost name that matches attention or mlp wins: a feed-forward inside a module `attentions` is an mlp.
     """
     if len(shape) < 2 or module_type.lower().endswith("norm"):
         return Role.NORM
@@ -45,8 +45,8 @@ def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
         return Role.MODULATION  # the second is diffusers' AdaLayerNorm: a linear layer inside a norm
     if module_type == "Embedding" or any(_EMBEDDING.search(part) for part in parts):
         return Role.EMBEDDING
-    outside = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
-    if any(_HEAD.match(part) for part in outside):
+    outside_layers = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
+    if any(_HEAD.match(part) for part in outside_layers):
         return Role.HEAD  # a proj_out inside a numbered layer is not the network's
     for part in reversed(parts):
         if _ATTENTION.search(part):
@@ -57,13 +57,13 @@ def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
         return Role.CONV
     if module_type == "MultiheadAttention":
         return Role.ATTENTION
-    return Role.MLP if "output" in parts and outside != parts else Role.OTHER  # BERT's layer.N.output.dense
+    return Role.MLP if "output" in parts and outside_layers != parts else Role.OTHER  # BERT's layer.N.output.dense
 
 
 def part_of(param: ParamInfo) -> Part | None:
-    """Which part of attention or mlp a matrix is, by its name, else by its shape; None where neither tells.
+    """The part of attention or mlp that a matrix is, by its name, else by its shape; None if neither tells.
 
-    An mlp widens on its way in and narrows on its way out. Attention's matrices are of one shape, so only names tell.
+    An mlp's input matrix has more rows than columns, its output matrix fewer. Attention's matrices have one shape.
     """
     layers = param.name.split(".")[:-1] or [param.name]
     if param.matrix_shape is None:
@@ -78,9 +78,9 @@ def part_of(param: ParamInfo) -> Part | None:
 
 
 def _first_match(layers: Sequence[str], patterns: Mapping[Part, re.Pattern[str]]) -> Part | None:
-    """The part that the innermost layer with a telling name has."""
-    found = (part for layer in reversed(layers) for part, pattern in patterns.items() if pattern.match(layer))
-    return next(found, None)
+    """The part of the innermost layer whose name matches a pattern."""
+    matches = (part for layer in reversed(layers) for part, pattern in patterns.items() if pattern.match(layer))
+    return next(matches, None)
 
 
 def partition(
@@ -90,13 +90,19 @@ def partition(
     patterns: Sequence[tuple[str, str]] = (),
     by: By | str = "layer_role",
 ) -> tuple[Block, ...]:
-    """Every parameter into exactly one block, in order of first appearance.
+    """Puts every parameter into exactly one block, in order of first appearance.
 
-    `declared` is the model's own answer (block -> parameter names). `patterns` are the user's (block name, glob or
-    regular expression) pairs: they override the model, the first match wins, and the block name may hold groups of the
-    expression (`layer\\1.attn`). What is left goes by `by`. Raises BadInputError for a pattern that decides nothing, a
-    parameter declared twice, an unknown `by`, and for no parameters at all. With `by="layer_part"` parts of attention
-    and mlp are apart, in blocks that the model declares too.
+    Args:
+        params: Parameters of the network.
+        declared: The model's own partition, block -> parameter names.
+        patterns: The user's (block name, glob or regular expression) pairs. They override the model, and the first
+            match wins. The block name may refer to groups of the expression (`layer\\1.attn`).
+        by: The rule for all other parameters. "layer_part" also splits the model's blocks by parts of attention and
+            mlp, but not those of patterns.
+
+    Raises:
+        BadInputError: A pattern matches no parameter, a parameter is declared twice, `by` is unknown, or there are no
+            parameters.
     """
     if not params:
         raise BadInputError(
@@ -105,21 +111,21 @@ def partition(
     if by not in _BY:
         raise BadInputError(f"unknown blocks.by {by!r}: choose one of {', '.join(_BY)}")
     assigned = _by_pattern(params, patterns=patterns)
-    whole = set(assigned)
+    by_pattern = set(assigned)
     for name, block in _by_declaration(params, declared=declared or {}).items():
         assigned.setdefault(name, block)
     members: dict[str, list[ParamInfo]] = {}
     for param in params:
         name = assigned.get(param.name) or _BY[by](param)
-        part = part_of(param) if by == "layer_part" and param.name not in whole else None
+        part = part_of(param) if by == "layer_part" and param.name not in by_pattern else None
         members.setdefault(name if part is None else f"{name}.{part.value}", []).append(param)
-    blocks = tuple(_block(name, tuple(held)) for name, held in members.items())
+    blocks = tuple(_block(name, tuple(in_block)) for name, in_block in members.items())
     _check(params, blocks=blocks)
     return blocks
 
 
 def _layer_role(param: ParamInfo) -> str:
-    """Key by layer and role; of a parameter with neither, as in a plain Sequential, by the module that holds it."""
+    """Name by layer and role; for a parameter with neither, as in a plain Sequential, by its module."""
     if param.depth is not None:
         return f"layer{param.depth}.{param.role.value}"
     if param.role is Role.OTHER:
@@ -142,7 +148,7 @@ _BY: dict[str, Callable[[ParamInfo], str]] = {
 
 
 def _by_pattern(params: Sequence[ParamInfo], *, patterns: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Parameter name -> block name for those that a pattern decides."""
+    """Parameter name -> block name, of parameters that a pattern matches."""
     assigned: dict[str, str] = {}
     for block, pattern in patterns:
         before = len(assigned)
@@ -161,7 +167,7 @@ def _by_pattern(params: Sequence[ParamInfo], *, patterns: Sequence[tuple[str, st
 
 
 def _match(name: str, block: str, pattern: str) -> str | None:
-    """The block name if `pattern` matches all of `name`, as a regular expression (groups expanded) or as a glob."""
+    """The block name if `pattern` matches the whole of `name`, as a regular expression (groups expanded) or a glob."""
     try:
         match = re.fullmatch(pattern, name)
         if match is not None:
@@ -172,15 +178,15 @@ def _match(name: str, block: str, pattern: str) -> str | None:
 
 
 def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Parameter name -> block name by the model. Names of frozen parameters are passed over; a tied one counts once."""
+    """Parameter name -> block name by the model. Frozen parameters are ignored; a tied one counts once."""
     owner = {name: param.name for param in params for name in (param.name, *param.aliases)}
     assigned: dict[str, str] = {}
-    spelled: dict[str, str] = {}
+    block_of: dict[str, str] = {}
     for block, names in declared.items():
         for name in names:
-            if spelled.setdefault(name, block) != block:
+            if block_of.setdefault(name, block) != block:
                 raise BadInputError(
-                    f"the model declares parameter {name!r} in two blocks, {spelled[name]!r} and {block!r}: "
+                    f"the model declares parameter {name!r} in two blocks, {block_of[name]!r} and {block!r}: "
                     "parameter_blocks() must hold every parameter exactly once"
                 )
             if name in owner:
@@ -189,7 +195,7 @@ def _by_declaration(params: Sequence[ParamInfo], *, declared: Mapping[str, Seque
 
 
 def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
-    """Makes a block: its role is that of most of its elements, its depth and part those that all parameters share."""
+    """A block with the role of most of its elements, and with the depth and part that all its parameters share."""
     sizes: dict[Role, int] = {}
     for param in params:
         sizes[param.role] = sizes.get(param.role, 0) + param.numel
@@ -205,8 +211,8 @@ def _block(name: str, params: tuple[ParamInfo, ...]) -> Block:
 
 
 def _check(params: Sequence[ParamInfo], *, blocks: Sequence[Block]) -> None:
-    placed = [param.name for block in blocks for param in block.params]
-    twice = sorted({name for name in placed if placed.count(name) > 1}) if len(set(placed)) < len(placed) else []
+    names = [param.name for block in blocks for param in block.params]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise BadInputError(f"parameters given twice: {', '.join(twice)}: give every parameter once")
-    assert set(placed) == {param.name for param in params}, "a parameter is in no block"
+    assert set(names) == {param.name for param in params}, "a parameter is in no block"

@@ -1,7 +1,7 @@
-"""What `budget=` accepts, on the command line and in Python alike, and the only place where presets are defined.
+"""Parses `budget=`, of the command line and of Python alike, and defines the presets.
 
 A budget is a preset's name, a size (`7.5gb`), a state fraction (`state_25`, any percentage), a number (whole bytes, or
-a fraction of fp32 AdamW's state), a mapping with limits of one's own, or a Budget.
+a fraction of fp32 AdamW's state), a mapping of limits, or a Budget.
 """
 
 import math
@@ -16,7 +16,7 @@ from baoc.errors import BadInputError
 from baoc.types import Budget
 from baoc.units import GIB, KIB, MIB, is_size, parse_size
 
-AUTO = "auto"  # what is free on the device; a limit only once `resolve_auto` has seen the device
+AUTO = "auto"  # the device's free memory; no limit until `resolve_auto` gets it
 UNLIMITED = "unlimited"
 
 _CARDS_GB = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 80)  # as on cards' labels, in GiB
@@ -30,7 +30,7 @@ PRESETS: Mapping[str, Budget] = {
 }
 
 MAX_BYTES = 2**63
-MIN_TEXT_BYTES = MIB  # of a number as text, as a shell variable has it; a smaller one lacks its unit
+MIN_TEXT_BYTES = MIB  # a smaller whole number given as text, such as a shell variable, probably lacks its unit
 _SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
@@ -38,34 +38,37 @@ _LIMITS = (*_MEMORY_KEYS, "state_fraction")
 _KEYS = ("name", *_LIMITS, "step_time", "host_memory")
 
 
-def parse_budget(given: str | int | float | Budget | Mapping[str, Any]) -> Budget:
-    """Any spelling of a budget -> Budget; BadInputError, which lists the spellings, on anything else.
+def parse_budget(spelling: str | int | float | Budget | Mapping[str, Any]) -> Budget:
+    """Any spelling of a budget as a Budget.
 
-    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1], both as text too.
-    A mapping may hold `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
-    `host_memory` (a size or bytes, too: pinned host memory for states that may be kept there).
+    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1]; both may be text. A
+    mapping may have `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
+    `host_memory` (a size or bytes of pinned host memory for states).
+
+    Raises:
+        BadInputError: For anything else; the message lists the spellings.
     """
-    if isinstance(given, Budget):
-        return _checked(given)
-    if isinstance(given, str):
-        return _parse_text(given)
-    if isinstance(given, bool):
-        raise _refusal(given)
-    if isinstance(given, Integral):  # numpy's too
-        return replace(_checked(Budget(name="", memory_bytes=int(given))), name=_memory_name(int(given)))
-    if isinstance(given, Real):
-        return _checked(Budget(name=_state_name(float(given)), state_fraction=float(given)))
-    return _parse_mapping(given)
+    if isinstance(spelling, Budget):
+        return _checked(spelling)
+    if isinstance(spelling, str):
+        return _parse_text(spelling)
+    if isinstance(spelling, bool):
+        raise _refusal(spelling)
+    if isinstance(spelling, Integral):  # numpy's too
+        return replace(_checked(Budget(name="", memory_bytes=int(spelling))), name=_memory_name(int(spelling)))
+    if isinstance(spelling, Real):
+        return _checked(Budget(name=_state_name(float(spelling)), state_fraction=float(spelling)))
+    return _parse_mapping(spelling)
 
 
 def resolve_auto(budget: Budget, *, free_bytes: int) -> Budget:
-    """`auto` -> a memory budget of `free_bytes`; any other budget as it is."""
+    """`auto` as a memory budget of `free_bytes`; any other budget unchanged."""
     is_open = budget.name == AUTO and budget.kind == "none"
     return replace(budget, memory_bytes=free_bytes) if is_open else budget
 
 
 def spellings() -> str:
-    """One line that says what `budget=` takes, for messages and help."""
+    """The spellings of `budget=` in one line, for messages and help."""
     sizes = "a size such as 7.5gb or 300mb, whole bytes"
     return f"a preset ({', '.join(PRESETS)}), {sizes}, or state_N for N % of AdamW's state"
 
@@ -89,27 +92,26 @@ def _parse_text(text: str) -> Budget:
 def _parse_mapping(mapping: object) -> Budget:
     if not isinstance(mapping, Mapping):
         raise _refusal(mapping)
-    given = cast(Mapping[str, Any], mapping)
-    if unknown := [str(key) for key in given if key not in _KEYS]:
+    node = cast(Mapping[str, Any], mapping)
+    if unknown := [str(key) for key in node if key not in _KEYS]:
         close = get_close_matches(unknown[0], _KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise BadInputError(f"budget has no key {unknown[0]!r}{hint} It takes {', '.join(_KEYS)}")
-    sizes = [given[key] for key in _MEMORY_KEYS if given.get(key) is not None]
+    sizes = [node[key] for key in _MEMORY_KEYS if node.get(key) is not None]
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
     memory_bytes = _size(sizes[0], key="memory") if sizes else None
-    host, name = given.get("host_memory"), given.get("name")
+    host, name = node.get("host_memory"), node.get("name")
     if name is not None and not isinstance(name, str):
         raise BadInputError(f"budget.name={name!r} is not allowed: it must be text, or null")
-    fraction, step_time = (_number(given, key) for key in ("state_fraction", "step_time"))
     budget = Budget(
         name=name or "",
         memory_bytes=memory_bytes,
-        state_fraction=fraction,
-        step_time=step_time,
+        state_fraction=_number(node, "state_fraction"),
+        step_time=_number(node, "step_time"),
         host_memory_bytes=None if host is None else _size(host, key="host_memory"),
     )
-    return replace(_checked(budget), name=_name(budget, limited=any(key in given for key in _LIMITS)))
+    return replace(_checked(budget), name=_name(budget, limited=any(key in node for key in _LIMITS)))
 
 
 def _size(value: object, *, key: str) -> int:
@@ -122,13 +124,16 @@ def _size(value: object, *, key: str) -> int:
 
 
 def _whole_bytes(text: str) -> int | None:
-    """Bytes as text; of a number with more digits than any limit its first ones, as Python reads no thousands."""
+    """The number of bytes that `text` writes; None if it is no whole number or too small to be meant as bytes.
+
+    Only its first 40 digits are read, more than any limit has, as Python refuses to parse thousands of digits.
+    """
     num_bytes = int(text[:40]) if text.isdecimal() else 0
     return num_bytes if num_bytes >= MIN_TEXT_BYTES else None
 
 
-def _number(given: Mapping[str, Any], key: str) -> float | None:
-    value = given.get(key)
+def _number(node: Mapping[str, Any], key: str) -> float | None:
+    value = node.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -142,8 +147,10 @@ def _number(given: Mapping[str, Any], key: str) -> float | None:
 
 
 def _name(budget: Budget, *, limited: bool) -> str:
-    """The name given, unless it is a preset's or a size's and says another limit than the budget has. Raises
-    BadInputError where it says one and the mapping is not `limited` at all."""
+    """The budget's name. A name that spells another limit than the budget has is replaced by the limit's own.
+
+    Raises BadInputError if it spells a limit and the mapping sets none (`limited`).
+    """
     if not budget.name:
         return _derived_name(budget)
     try:
@@ -207,19 +214,18 @@ def _checked(budget: Budget) -> Budget:
     return budget
 
 
-def _refusal(given: object) -> BadInputError:
-    shown = cast(Any, given)
-    text = f"cannot read budget={shown}: it takes {spellings()}"
-    if isinstance(given, str) and (meant := _meant(given.strip().lower())):
-        text += f"; did you mean {meant}?"
+def _refusal(spelling: object) -> BadInputError:
+    text = f"cannot read budget={cast(Any, spelling)}: it takes {spellings()}"
+    if isinstance(spelling, str) and (suggestion := _suggestion(spelling.strip().lower())):
+        text += f"; did you mean {suggestion}?"
     return BadInputError(text)
 
 
-def _meant(text: str) -> str:
-    """The spelling that `text` was probably meant to be, with its number; "" if none is near."""
+def _suggestion(text: str) -> str:
+    """The allowed spelling that is nearest to `text`, with the same number; "" if none is near."""
     number = re.search(r"\d+(?:\.\d+)?", text)
-    spelled = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
-    allowed = [name for name in spelled if _is_allowed(name)]
+    names = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
+    allowed = [name for name in names if _is_allowed(name)]
     if number and number[0] == text:
         return " or ".join(name for name in allowed if not name.endswith("mb"))
     return next(iter(get_close_matches(text, allowed, n=1)), "")

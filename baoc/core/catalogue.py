@@ -1,6 +1,6 @@
-"""The frozen rows that a run may choose from: codecs, storage schemes and optimizer specs, each with one line of text.
+"""The catalogue: codecs, storage schemes, weights formats and optimizer specs, each with a one-line description.
 
-A row only names what the rule and codec files implement; tests build and step every one of them.
+A spec only names what the rule and codec files implement; tests build and step every one of them.
 """
 
 import re
@@ -16,8 +16,8 @@ from baoc.types import CodecInfo, OptimizerSpec, Placement, StorageScheme, Weigh
 
 GROUP = 32  # elements that share one scale; its two bytes cost 1/16 byte per element
 PACKED_GROUP = 64  # of the 4-bit codecs
-LEAST_PACKED = 4096  # states of fewer numbers stay fp32 under int4: they are biases and norms, and cost next to nothing
-_SCALE_BYTES = 2  # bf16, which has the range of fp32: fp16 scales lose the state below 1e-6
+LEAST_PACKED = 4096  # smaller states stay fp32 under int4: they are of biases and norms, and cost next to nothing
+_SCALE_BYTES = 2  # a scale is bf16, which has fp32's range: fp16 scales lose states below 1e-6
 
 
 def _codec(name: str, description: str, *, bits: int, group: int = 0) -> CodecInfo:
@@ -63,7 +63,7 @@ STORAGES: dict[str, StorageScheme] = {
     )
 }
 
-# rule, its text, the storages it is offered in; (numbers kept per element) opens each text
+# rule, its description, storages it is offered in; a description begins with the states (numbers kept per element)
 _ALL = ("fp32", "bf16", "int8", "int8_root", "int4")
 _FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}
 
@@ -98,16 +98,19 @@ WEIGHTS: dict[str, WeightsInfo] = {
         WeightsInfo(name="bf16", description="bf16, rounded to nearest: small steps are lost", param_bytes=2),
     )
 }
-WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that take other weights than native
-NEAREST = "bf16"  # these weights stand still at a low learning rate, so no glob ever selects them
+WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that may have weights other than native
+NEAREST = "bf16"  # these weights lose small steps, so a glob never selects them
 
 
-STREAMED, STREAMED_TEXT = "@streamed", "states on the host, stepped on the device"  # ends of a row's name and text
-_STATELESS = frozenset({"sign", "column_norm"})  # without corrections nothing of theirs could be placed
+STREAMED, STREAMED_TEXT = (
+    "@streamed",
+    "states on the host, stepped on the device",
+)  # endings of a spec's name and description
+_STATELESS = frozenset({"sign", "column_norm"})  # without corrections they have nothing to keep on the host
 
 
 def removal_message(name: str) -> str:
-    """The message for a row, rule or option that earlier versions had; empty where there never was one."""
+    """The message for a spec, allocator, risk or option that was removed; empty for any other name."""
     if name == "shadow":
         return (
             "risk=shadow was removed: it measured likeness to fp32 AdamW, which is no measure of quality: choose "
@@ -160,9 +163,9 @@ def removal_message(name: str) -> str:
 
 
 def unknown_spec_error(name: str, *, what: str = "called", also: str = "") -> BadInputError:
-    """The error for a name that no row has: what was removed and what is in its place, or the nearest rows."""
-    if told := removal_message(name):
-        return BadInputError(told)
+    """The error for an unknown spec: the replacement of a removed one, else the nearest names."""
+    if message := removal_message(name):
+        return BadInputError(message)
     close = ", ".join(get_close_matches(name, SPECS, n=3)) or "none is close"
     return BadInputError(
         f"no optimizer spec is {what} {name!r} (close: {close}): `python run.py --list specs` shows every row{also}"
@@ -170,17 +173,17 @@ def unknown_spec_error(name: str, *, what: str = "called", also: str = "") -> Ba
 
 
 def device_spec_name(name: str) -> str:
-    """The name of the row that keeps the same states on the device."""
+    """The name of the spec that keeps the same states on the device: `name` without its placement."""
     return name.partition("@")[0]
 
 
 def base_name(name: str) -> str:
-    """A row's name without its weights and placement: its rule and storage."""
+    """A spec's name without weights and placement: its rule and storage."""
     return device_spec_name(name).partition("+")[0]
 
 
-def _row(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
-    """The native device row `base` with these weights, in this place."""
+def _spec(base: OptimizerSpec, *, weights: str, placement: str) -> OptimizerSpec:
+    """The spec `base`, with native weights on the device, as one with other weights and placement."""
     name, description = base.name, base.description
     if weights != "native":
         name, description = f"{name}+{weights}", f"{description}; weights {WEIGHTS[weights].description}"
@@ -195,21 +198,22 @@ def _base(spec: OptimizerSpec) -> OptimizerSpec:
 
 
 def with_weights(spec: OptimizerSpec, weights: str) -> OptimizerSpec:
-    """The row with other weights, in the same place; it is called what the catalogue calls it."""
-    return _row(_base(spec), weights=weights, placement=spec.placement)
+    """The spec with another weights format, under its name in the catalogue."""
+    return _spec(_base(spec), weights=weights, placement=spec.placement)
 
 
 def with_placement(spec: OptimizerSpec, placement: str) -> OptimizerSpec:
-    """The row with its states elsewhere; it is called what the catalogue calls it."""
-    return _row(_base(spec), weights=spec.weights, placement=placement)
+    """The spec with another placement, under its name in the catalogue."""
+    return _spec(_base(spec), weights=spec.weights, placement=placement)
 
 
 def device_specs(specs: Iterable[OptimizerSpec]) -> list[OptimizerSpec]:
-    """The rows that step on a device as these do, each once: where states are kept makes no difference to a kernel."""
-    return list({row.name: row for row in (with_placement(spec, Placement.DEVICE) for spec in specs)}.values())
+    """These specs placed on the device, each once: kernels step states of either placement alike."""
+    placed = [with_placement(spec, Placement.DEVICE) for spec in specs]
+    return list({spec.name: spec for spec in placed}.values())
 
 
-NATIVE: dict[str, OptimizerSpec] = {  # the rows that leave the weights as they are, on the device
+NATIVE: dict[str, OptimizerSpec] = {  # specs with native weights, on the device
     (name := rule if storage == "fp32" else f"{rule}_{storage}"): OptimizerSpec(
         name=name, description=f"{text}, {storage}", rule=rule, storage=storage
     )
@@ -217,51 +221,50 @@ NATIVE: dict[str, OptimizerSpec] = {  # the rows that leave the weights as they 
     for storage in storages
 }
 ON_DEVICE: dict[str, OptimizerSpec] = {
-    row.name: row
+    (spec := _spec(native, weights=weights, placement=Placement.DEVICE)).name: spec
     for weights in WEIGHTS
-    for spec in NATIVE.values()
-    for row in (_row(spec, weights=weights, placement=Placement.DEVICE),)
+    for native in NATIVE.values()
 }
 ON_HOST: dict[str, OptimizerSpec] = {
-    row.name: row
+    (spec := _spec(native, weights=weights.name, placement=Placement.HOST_STREAMED)).name: spec
     for weights in WEIGHTS.values()
-    for spec in NATIVE.values()
-    if spec.rule not in _STATELESS or weights.correction_bytes
-    for row in (_row(spec, weights=weights.name, placement=Placement.HOST_STREAMED),)
+    for native in NATIVE.values()
+    if native.rule not in _STATELESS or weights.correction_bytes
 }
 SPECS: dict[str, OptimizerSpec] = {**ON_DEVICE, **ON_HOST}
 
 
 def _selects(pattern: str, name: str) -> bool:
-    """True if the pattern is or matches the row's name part by part: rule and storage, "+" weights, "@" placement."""
+    """True if the pattern is the spec's name or matches its parts: rule and storage, "+" weights, "@" placement."""
     if pattern == name:
         return True
-    (wanted, at, wanted_place), (name, placed, place) = pattern.partition("@"), name.partition("@")
-    if at != placed or not fnmatchcase(place, wanted_place):
+    pattern, pattern_at, placement_pattern = pattern.partition("@")
+    name, name_at, placement = name.partition("@")
+    if pattern_at != name_at or not fnmatchcase(placement, placement_pattern):
         return False
-    wanted, plus, wanted_weights = wanted.partition("+")
-    base, weighted, weights = name.partition("+")
-    if plus != weighted or (weights == NEAREST and wanted_weights != NEAREST):
+    base_pattern, pattern_plus, weights_pattern = pattern.partition("+")
+    base, name_plus, weights = name.partition("+")
+    if pattern_plus != name_plus or (weights == NEAREST and weights_pattern != NEAREST):
         return False
-    return fnmatchcase(base, wanted) and fnmatchcase(weights, wanted_weights)
+    return fnmatchcase(base, base_pattern) and fnmatchcase(weights, weights_pattern)
 
 
 def select(patterns: Sequence[str]) -> dict[str, OptimizerSpec]:
-    """Rows whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order.
+    """Specs whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order.
 
-    Weights and host placement are asked for: without a "+" a pattern selects native rows only, `*_int8+split8` or `*+*`
-    others, and without an "@" those on the device, `*@streamed` or `*+*@*` others; plain bf16 weights only where they
-    are named (`adamw*+bf16`). Raises BadInputError for a pattern that matches no row.
+    A pattern without "+" selects native weights only, one without "@" specs on the device only: `*_int8+split8`,
+    `*+*`, `*@streamed` and `*+*@*` select others. Plain bf16 weights have to be named (`adamw*+bf16`). Raises
+    BadInputError for a pattern that matches no spec.
     """
     return dict(_selected(tuple(patterns)))
 
 
 @lru_cache(maxsize=64)
 def _selected(patterns: tuple[str, ...]) -> Mapping[str, OptimizerSpec]:
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         matched = {name for name in (ON_HOST if "@" in pattern else ON_DEVICE) if _selects(pattern, name)}
         if not matched:
             raise unknown_spec_error(pattern, what="called or matches", also="; globs such as foam_* are allowed")
-        found |= matched
-    return {name: spec for name, spec in SPECS.items() if name in found}
+        names |= matched
+    return {name: spec for name, spec in SPECS.items() if name in names}

@@ -1,6 +1,6 @@
-"""How a command ends: what the system or the user did to it, as one message and one exit code.
+"""How a command ends: one message and one exit code for each error that the user or the system can cause.
 
-Here is what needs no Hydra, for the `python -m baoc.FOLDER.NAME` commands; `baoc.cli.failures` has the rest.
+Used by the `python -m baoc.FOLDER.NAME` commands, which run without Hydra; `baoc.cli.failures` adds Hydra's errors.
 """
 
 import errno
@@ -22,7 +22,7 @@ from baoc.errors import (
 Arguments = Sequence[str] | None  # None: sys.argv[1:]
 INTERRUPTED = 130
 
-_EXTRAS = {  # package that an extra of the installation brings -> that extra
+_EXTRAS = {  # package -> the extra of this package that installs it
     "omegaconf": "all", "plotly": "all", "pydantic": "all", "safetensors": "all", "transformers": "all",
     "optuna": "studies", "wandb": "wandb", "accelerate": "hf", "datasets": "data", "PIL": "data",
     "pyarrow": "data", "diffusers": "diffusion", "peft": "lora",
@@ -38,8 +38,10 @@ _OUT_OF_MEMORY = (
 
 
 def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
-    """Decorates `main(argv)`: its exit code or 0; after what a user can cause or meet one line and that error's code.
-    An OSError that `system_error` does not know counts as a path that is not there (2)."""
+    """Decorates `main(argv)` to return an exit code: its own or 0, or that of an expected error, which it prints.
+
+    An OSError that `system_error` does not know counts as bad input (2). Other errors are raised.
+    """
 
     @wraps(main)
     def run(argv: Arguments = None) -> int:
@@ -64,17 +66,20 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
 
 
 def open_missing_streams() -> None:
-    """Puts the null device in the place of a standard stream that the process was started without: the next file that
-    is opened would get its number, and what compilers and workers print would go into that file."""
+    """Opens the null device for each standard stream that the process was started without.
+
+    Otherwise the next opened file would get the stream's descriptor, and output of compilers and workers would go into
+    that file.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # of the lowest number that is free
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
+            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # gets the lowest free descriptor
+            os.set_inheritable(null.fileno(), True)
+            setattr(sys, name, null)
 
 
 def silence_broken_pipe(error: BaseException) -> bool:
-    """Whether the reader of stdout has gone, as in `--list specs | head`. What is left to write then goes nowhere."""
+    """Whether stdout's reader has closed it, as in `--list specs | head`. Then stdout becomes the null device."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return True
@@ -82,7 +87,10 @@ def silence_broken_pipe(error: BaseException) -> bool:
 
 
 def system_error(error: BaseException) -> BaocError | None:
-    """A full disk, an unwritable folder, exhausted memory or a package of an extra, anywhere in the chain of causes."""
+    """The BaocError for a cause outside of this package, searched in the chain of causes; None if there is none.
+
+    Such causes are a full disk, an unwritable folder, exhausted memory and a missing package of an extra.
+    """
     for cause in exception_chain(error):
         missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if missing in _EXTRAS:

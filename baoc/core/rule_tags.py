@@ -1,7 +1,6 @@
-"""The states of every update rule, as tags: ledger, risk terms, migration and allocation derive from these.
+"""The tags of every update rule, from which bytes, risk terms, migration and allocation are derived.
 
-Planning knows a rule by its row here and never imports its arithmetic, which is in `baoc.optim.rules` under the same
-name.
+Planning reads only these. A rule's arithmetic is in `baoc.optim.rules`, under the same name.
 """
 
 from baoc.core import own_code
@@ -92,7 +91,7 @@ RULE_INFOS: dict[str, RuleInfo] = {
     )
 }
 
-# Of other packages, with the module that has each one's arithmetic
+# Rules of other packages, each with the module of its arithmetic
 OWN_RULES: dict[str, own_code.OwnRule] = {
     rule.info.name: rule
     for rule in own_code.load_entry_points("baoc.rules", kind=own_code.OwnRule).values()

@@ -1,8 +1,7 @@
-"""Intervals and paired differences: the one place that decides whether data tell two things apart.
+"""Student intervals and paired differences, for frontier pages, races and benchmarks.
 
-Frontier pages, races and benchmarks take their intervals from here. All intervals are two-sided unless
-the name says otherwise, and assume what the docstring says; with one value, or where nothing is known of the spread,
-they are infinite, so nothing follows from them.
+Intervals are two-sided unless the name says otherwise. The interval of a single value is infinite, so nothing follows
+from it.
 """
 
 import importlib
@@ -13,14 +12,14 @@ from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
-DEFAULT_LEVEL = 0.9  # of an interval where nothing is said
+DEFAULT_LEVEL = 0.9  # of confidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """A mean with its Student interval, `mean` +- `half`, from `n` values of standard deviation `sd`.
 
-    `half` is infinite for one value, and 0 for several that are equal.
+    `half` is infinite for one value, and 0 for several equal ones.
     """
 
     mean: float
@@ -39,7 +38,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside of the interval, so that the sign of the mean is known at this level."""
+        """Whether 0 lies outside of the interval: the sign of the mean is known at this level."""
         return abs(self.mean) > self.half
 
     def __str__(self) -> str:
@@ -48,10 +47,10 @@ class Interval:
 
 @cache
 def student_quantile(probability: float, *, degrees: int) -> float:
-    """The quantile of Student's t distribution; infinite for no degree of freedom."""
+    """The quantile of Student's t distribution; infinite without a degree of freedom."""
     if degrees < 1:
         return math.inf
-    stats: Any = importlib.import_module("scipy.stats")  # which has no types and takes .3 s
+    stats: Any = importlib.import_module("scipy.stats")  # imported late, as it takes .3 s; it has no types
     return float(stats.t.ppf(probability, degrees))
 
 
@@ -60,10 +59,10 @@ def mean_interval(values: Sequence[float], *, level: float = DEFAULT_LEVEL) -> I
 
     Args:
         values: at least one finite number.
-        level: probability that intervals like this one hold the true mean, for normal values.
+        level: probability that such an interval contains the true mean, for normal values.
 
     Raises:
-        ValueError: for no value, for one that is not finite, or for a level outside of (0, 1).
+        ValueError: there is no value, one is not finite, or the level is outside of (0, 1).
     """
     check_values(values, level)
     n = len(values)
@@ -82,7 +81,7 @@ def paired_difference(
     """The mean of `ours` - `theirs` over the seeds that both have.
 
     Raises:
-        ValueError: where they share no seed.
+        ValueError: they share no seed.
     """
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
@@ -93,14 +92,14 @@ def paired_difference(
 
 
 def upper_bound(interval: Interval, *, level: float) -> float:
-    """The one-sided bound that the true mean stays below at `level`; infinite for one value."""
+    """The one-sided upper bound of the true mean at `level`; infinite for one value."""
     if interval.n < 2:
         return math.inf
     return interval.mean + student_quantile(level, degrees=interval.n - 1) * interval.sd / math.sqrt(interval.n)
 
 
 def check_values(values: Sequence[float], level: float) -> None:
-    """Raises ValueError for values of which nothing can be told."""
+    """Raises ValueError for no values, for values that are not finite, and for a level outside of (0, 1)."""
     if not len(values):
         raise ValueError("no values were given: a mean needs one, an interval two")
     if not all(math.isfinite(value) for value in values):

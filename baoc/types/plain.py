@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def to_plain(value: Any) -> Any:
-    """A value of `baoc.types` as dicts, lists, strings and numbers. NaN and infinity become None, as JSON lacks them."""
+    """A value of `baoc.types` as dicts, lists, strings and numbers. NaN and infinity become None (JSON has none)."""
     if type(value) in _PLAIN:  # most of a table, so it comes first
         return value
     if isinstance(value, StrEnum):

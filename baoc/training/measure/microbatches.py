@@ -280,7 +280,11 @@ class MicroBatchRunner:
 
 
 def grow(
-    run: Callable[[int], MicroBatchMeasurement], *, sizes: Sequence[int], max_s: float, fits: Callable[[Footprint], bool]
+    run: Callable[[int], MicroBatchMeasurement],
+    *,
+    sizes: Sequence[int],
+    max_s: float,
+    fits: Callable[[Footprint], bool],
 ) -> list[MicroBatchMeasurement]:
     """Measures the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
 
