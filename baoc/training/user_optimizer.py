@@ -165,7 +165,7 @@ def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> Sessio
     """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
     see. Raises BadInputError where a recipe or an allocator asks for such."""
     planner = settings.planner
-    all_specs, narrow = planner.all_specs, [spec.name for spec in bf16_weight_specs(planner)]
+    rows, narrow = planner.all_specs, [spec.name for spec in bf16_weight_specs(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec
     if not narrow:
         return settings

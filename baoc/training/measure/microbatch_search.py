@@ -193,7 +193,7 @@ def decide(
             least = least_confirmed_bytes(
                 refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given)
             )
-            raise refusal if least is None else no_option_fits(options, least_feasible_bytes=least, **told_by)
+            raise refusal if least is None else no_option_fits(options, least_bytes=least, **told_by)
     chosen = made.chosen
     if confirm:
         take_option(chosen, task=task, data=data, name=config.model.name)
