@@ -362,7 +362,7 @@ class Session:
                 return self.plan.allocation.risk <= max_risk
             return False
 
-        number = 0 if risk_of_none <= max_risk else 1 + fewest(lambda n: is_enough(n + 1), most=num_layers - 1)
+        number = 0 if risk_of_none <= max_risk else 1 + smallest_number(lambda n: is_enough(n + 1), most=num_layers - 1)
         assert self.module is not None
         if count_recomputed_layers(self.module) != number:
             clear_cache(self.device)
@@ -700,7 +700,8 @@ def params_that_may_be_bf16(
     def may_be_bf16(block: Block) -> bool:
         keep = planner.keep_fp32_roles
         return any(
-            applies(block, spec=spec, rule=RULE_INFOS[spec.rule], keep_fp32_roles=keep) is None for spec in specs
+            why_inapplicable(block, spec=spec, rule=RULE_INFOS[spec.rule], keep_fp32_roles=keep) is None
+            for spec in specs
         )
 
     names = [param.name for block in blocks if may_be_bf16(block) for param in block.params]
@@ -846,4 +847,4 @@ def least_confirmed_bytes(least: int, *, plan_at: Callable[[int], int]) -> int |
 
 def _about_equal_risk(risk: float) -> float:
     """The largest risk that counts as equal to `risk`."""
-    return risk * (1 + ALIKE) + 1e-9
+    return risk * (1 + RATE_TOLERANCE) + 1e-9
