@@ -681,13 +681,13 @@ def without_scratch_measurements(
 
 def bf16_weight_specs(planner: PlannerSettings) -> list[OptimizerSpec]:
     """The catalogue's specs that keep weights in bf16."""
-    return [spec for spec in planner.rows.values() if spec.weights != "native"]
+    return [spec for spec in planner.all_specs.values() if spec.weights != "native"]
 
 
 def all_specs_use_bf16_weights(planner: PlannerSettings) -> bool:
     """True if no plan of these settings keeps native weights where bf16 ones are possible."""
     only = ALLOCATORS[planner.allocator].traits.only_spec  # of an allocator without a choice
-    return all(spec.weights != "native" for spec in planner.rows.values() if only in (None, spec.name))
+    return all(spec.weights != "native" for spec in planner.all_specs.values() if only in (None, spec.name))
 
 
 def params_that_may_be_bf16(
