@@ -271,7 +271,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
         for slot in live.slots:
             adamw = slot_with_spec(slot, spec=SPECS["adamw"])
             (new,) = allocate([adamw])
-            with registry.states_on_device(live, keep=False):
+            with registry.states_on_device(live, write_back=False):
                 state = registry.state[slot.param]
                 unknown = migration.convert(
                     *migration.gather_if_needed(slot, state, spec=live.spec, into=adamw.rule.info),

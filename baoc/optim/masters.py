@@ -21,7 +21,7 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
     registry.drop_stale_corrections()
     values: dict[Tensor, Tensor] = {}
     for live in registry.live.values():
-        with registry.states_on_device(live, keep=False):
+        with registry.states_on_device(live, write_back=False):
             for slot in live.slots:
                 master = weights.master(slot.param, registry.state[slot.param])
                 values[slot.group_param] = _copy(master if slot.shard is None else slot.shard.all_gather(master))

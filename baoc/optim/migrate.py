@@ -273,7 +273,7 @@ def move(
     unlike = registry.has_own_target(held)  # its RMS says nothing of AdamW's
     rms = held.match[0].item() if held.match is not None and not unlike else None
     report = ConversionReport()
-    with registry.states_on_device(held, keep=False):
+    with registry.states_on_device(held, write_back=False):
         if rms is None and target.matched and not unlike:
             rms = last_update_rms(held, state=registry.state, param_groups=param_groups)
         news = allocate(target.slots, at_home=False)

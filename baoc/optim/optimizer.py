@@ -322,7 +322,7 @@ class BlockwiseOptimizer(Optimizer):
         return self.overlap.last_backward()
 
     def options(self) -> list[Options]:
-        """Settings of a step: one row per parameter group, then `BlockRegistry.rows`. Raises BadInputError for a value
+        """Settings of a step: one row per parameter group, then `BlockRegistry.tuned_options`. Raises BadInputError for a value
         outside AdamW's range, which a schedule may have set."""
         plain = []
         for group in self.param_groups:
@@ -444,14 +444,14 @@ class BlockwiseOptimizer(Optimizer):
         `moments` (by parameter name) initialize v where a block had none. Nothing changes if any of `specs` is refused.
         Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most.
         """
-        live, targets, where = self.registry.live, [], groups.named_params(self.param_groups)
+        live, targets, params = self.registry.live, [], groups.named_params(self.param_groups)
         for name, given in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
             spec = groups.resolve_spec(given)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
-                targets.append(self.registry.make_block(live[name].block, spec=spec, where=where))
+                targets.append(self.registry.make_block(live[name].block, spec=spec, params=params))
         self._check_between_steps("migrate was called")
         check_new_blocks(targets)
         self.registry.checksum_weights()  # in mid-run: until the next step the bits of all corrected weights are known

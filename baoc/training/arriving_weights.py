@@ -172,7 +172,7 @@ class WeightsBetweenFits:
         for optimizer, versions in left:
             registry = optimizer.registry
             for live in registry.live.values():
-                with registry.states_on_device(live, keep=False):
+                with registry.states_on_device(live, write_back=False):
                     for slot in live.slots:
                         dtype = getattr(torch, slot.info.dtype)
                         if slot.param in mine and slot.param.dtype is not dtype:

@@ -24,7 +24,7 @@ class StepInputs:
     """One step; nobody changes it. `masks`: parameters with non-finite gradients; `phase` counts steps, for codecs."""
 
     state: Mapping[Tensor, State]
-    options: Sequence[Options]  # by parameter group, then of blocks with settings of their own: `Slot.row`
+    options: Sequence[Options]  # by parameter group, then of blocks with settings of their own: `Slot.options_index`
     masks: Mapping[Tensor, Tensor]
     phase: int
     matching: bool

@@ -339,7 +339,7 @@ class _Unit:
             has_gradient = any(slot.param.grad is not None for slot in block.slots if slot.param.numel())
             (now if has_gradient else later).append((block, tables))
         for block, _ in now:
-            block.fresh = False
+            block.rms_unmeasured = False
         self._fresh = later
         return list({id(table): table for _, tables in now for table in tables}.values())
 
