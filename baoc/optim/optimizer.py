@@ -322,8 +322,10 @@ class BlockwiseOptimizer(Optimizer):
         return self.overlap.last_backward()
 
     def options(self) -> list[Options]:
-        """Settings of a step: one row per parameter group, then `BlockRegistry.tuned_options`. Raises BadInputError for a value
-        outside AdamW's range, which a schedule may have set."""
+        """Settings of a step: one `Options` per parameter group, then one per entry of `BlockRegistry.tuned_options`.
+
+        Raises BadInputError for a value outside AdamW's range, which a schedule may have set.
+        """
         plain = []
         for group in self.param_groups:
             lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
