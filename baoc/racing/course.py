@@ -1,8 +1,8 @@
-"""The course of a race as a generator: it yields runs, is sent their scores, and returns what the race found.
+"""Which runs a race trains: a generator that yields runs, is sent how they ended, and returns the race's outcome.
 
-It trains nothing, so one course serves the command (`baoc.sweep.race` trains each run as a trial), the replay of
-recorded runs (`experiments.analysis.race_replay`) and simulations. It depends on the scores alone: sent the same ones
-again, as after a kill, it asks for the same runs in the same order.
+It trains nothing, so that the command (`baoc.sweep.race` trains each run as a trial), the replay of recorded runs
+(`experiments.analysis.race_replay`) and simulations share it. It depends on the scores alone: sent the same ones again
+after a kill, it yields the same runs in the same order.
 """
 
 import math
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.racing.rules import Entrant, Verdict, best_rate, challenger, clearly_behind, incumbent, verdict
 
-FRESH = "fresh"  # the stage on seeds that chose nothing
+FRESH = "fresh"  # the last stage, on seeds by which no entrant was dropped
 DONE, DIVERGED, NO_FIT, FAILED = "done", "diverged", "does not fit", "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run. `rate` is a multiple of the learning rate; `stage` a rung's share of the last one, or FRESH."""
+    """One run. `rate`: multiple of the learning rate. `stage`: a rung, as a share of the last one's steps, or FRESH."""
 
     entrant: str
     rate: float
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended. `score`: lower is better, infinite where it diverged, NaN where there is none."""
+    """How a run ended. `score`: lower is better; infinite if the run diverged, NaN if it did not fit or failed."""
 
     status: str
     score: float = math.nan
@@ -38,7 +38,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceSettings:
-    """What a race is made of. `steps` of the last rung by entrant: the same for all, or those of equal seconds."""
+    """Settings of a race. `steps` of the last rung by entrant: the same for all, or those that take equal seconds."""
 
     rates: tuple[float, ...]
     rungs: tuple[float, ...]
@@ -51,13 +51,13 @@ class RaceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceOutcome:
-    """What a race found.
+    """The verdict of a race, and the scores that led to it.
 
     Args:
         verdict: by the scores of the last stage that ended.
-        rung: of that stage's steps, as a share of the last rung's.
-        rates: each entrant's best multiple of the learning rate.
-        dropped: why each entrant that is no longer in the race has left.
+        rung: the last rung that ended.
+        rates: the best rate of each entrant.
+        dropped: entrant -> why it left the race.
         scores: by stage, entrant and seed, at the entrant's best rate.
         ran_out_of_time: the race ended before its last stage, because its time was over.
     """
@@ -71,7 +71,7 @@ class RaceOutcome:
 
 
 class OutOfTimeError(Exception):
-    """Thrown into a course instead of scores: the runs that it asked for are too expensive."""
+    """Thrown into a course instead of scores: the runs that it yielded would take too long."""
 
 
 Course = Generator[list[Run], Mapping[Run, RunEnd], RaceOutcome]
@@ -88,13 +88,13 @@ class _State:
     )
 
     @property
-    def racing(self) -> list[Entrant]:
+    def remaining(self) -> list[Entrant]:
         return [entrant for entrant in self.entrants if entrant.name not in self.dropped]
 
     def runs(
         self, names: Sequence[str], *, rates: Sequence[float], seeds: Sequence[int], stage: float | str
     ) -> list[Run]:
-        """Seed by seed, so that a stage that is watched fills evenly. No `rates`: each entrant's own."""
+        """The runs of a stage, seed by seed. Without `rates`, each entrant runs at its best entrant."""
         share = 1.0 if isinstance(stage, str) else stage
         return [
             Run(entrant=name, rate=rate, seed=seed, stage=stage, steps=max(round(share * self.settings.steps[name]), 1))
@@ -104,32 +104,33 @@ class _State:
         ]
 
     def drop_unfit(self, ended: Mapping[Run, RunEnd]) -> None:
-        """Entrants with a run that has no score leave: it did not fit the budget, or failed."""
+        """Drops entrants with a run that did not fit the budget or failed."""
         for run, end in ended.items():
             if end.status in (NO_FIT, FAILED) and run.entrant not in self.dropped:
                 text = f" ({end.message.splitlines()[0]})" if end.message else ""
                 self.dropped[run.entrant] = f"{end.status}{text}"
 
     def check(self) -> None:
-        """Raises unless a uniform is still in the race."""
-        if any(entrant.uniform for entrant in self.racing):
+        """Raises BadInputError or TrainingFailedError unless a uniform is still in the race."""
+        if any(entrant.uniform for entrant in self.remaining):
             return
-        told = "; ".join(f"{name}: {why}" for name, why in self.dropped.items()) or "there is none"
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.dropped.items()) or "there is none"
         if self.dropped and all(why.startswith(NO_FIT) for why in self.dropped.values()):
-            raise BadInputError(f"no candidate fits the budget ({told}): give a larger one, or other race.recipes")
+            raise BadInputError(f"no candidate fits the budget ({reasons}): give a larger one, or other race.recipes")
         raise TrainingFailedError(
-            f"no uniform recipe is left in the race, which its choice is held against ({told}): lower race.rates, or "
-            "name uniform recipes in race.recipes"
+            f"no uniform recipe is left in the race, which its choice is held against ({reasons}): lower race.rates, "
+            "or name uniform recipes in race.recipes"
         )
 
     def drop_behind(self, stage: float) -> None:
+        """Drops the entrants that are clearly behind at a rung."""
         scores = self.scores[stage]
-        best = incumbent(self.racing, scores)
+        best = incumbent(self.remaining, scores)
         if not math.isfinite(sum(scores[best].values())):
-            self.dropped |= {entrant.name: "it diverged" for entrant in self.racing if entrant.uniform}
+            self.dropped |= {entrant.name: "it diverged" for entrant in self.remaining if entrant.uniform}
             self.check()
         self.dropped |= clearly_behind(
-            self.racing, scores, last_rung=stage == self.settings.rungs[-1], level=self.settings.level
+            self.remaining, scores, last_rung=stage == self.settings.rungs[-1], level=self.settings.level
         )
 
 
@@ -145,10 +146,10 @@ def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
     state.check()
     reached, ran_out_of_time = 0.0, False
     for rung in settings.rungs:
-        names = [one.name for one in state.racing]
-        asked = state.runs(names, rates=() if state.rates else settings.rates, seeds=settings.seeds, stage=rung)
+        names = [entrant.name for entrant in state.remaining]
+        runs = state.runs(names, rates=() if state.rates else settings.rates, seeds=settings.seeds, stage=rung)
         try:
-            ended = yield asked
+            ended = yield runs
         except OutOfTimeError:
             if not reached:
                 raise
@@ -156,28 +157,22 @@ def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
             break
         state.drop_unfit(ended)
         state.check()
-        names = [one.name for one in state.racing]
+        names = [entrant.name for entrant in state.remaining]
+        scores: dict[str, dict[float, dict[int, float]]] = {name: {} for name in names}  # by entrant, rate and seed
+        for run, end in ended.items():
+            if run.entrant in scores:
+                scores[run.entrant].setdefault(run.rate, {})[run.seed] = end.score
         if not state.rates:
-            by_rate: dict[str, dict[float, dict[int, float]]] = {name: {} for name in names}
-            for run, end in ended.items():
-                by_rate.setdefault(run.entrant, {}).setdefault(run.rate, {})[run.seed] = end.score
-            state.rates = {name: best_rate(by_rate[name]) for name in names}
-        state.scores[rung] = {
-            name: {
-                run.seed: end.score
-                for run, end in ended.items()
-                if (run.entrant, run.rate) == (name, state.rates[name])
-            }
-            for name in names
-        }
+            state.rates = {name: best_rate(scores[name]) for name in names}
+        state.scores[rung] = {name: scores[name].get(state.rates[name], {}) for name in names}
         state.drop_behind(rung)
         reached = rung
-        if len([one for one in state.racing if not one.control]) == 1:
-            break  # nothing is left to tell
+        if len([entrant for entrant in state.remaining if not entrant.control]) == 1:
+            break  # there is nothing to compare any more
     pilot = state.scores[reached]
     if not ran_out_of_time and settings.fresh_seeds:
-        mixed = challenger(state.racing, pilot)
-        names = [one.name for one in state.racing if one.uniform or one.name == mixed]
+        mixed = challenger(state.remaining, pilot)
+        names = [entrant.name for entrant in state.remaining if entrant.uniform or entrant.name == mixed]
         if len(names) > 1:
             try:
                 ended = yield state.runs(names, rates=(), seeds=settings.fresh_seeds, stage=FRESH)
@@ -191,7 +186,7 @@ def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
             except OutOfTimeError:
                 ran_out_of_time = True
     fresh = state.scores.get(FRESH, {})
-    found = verdict(state.racing, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level)
+    found = verdict(state.remaining, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level)
     return RaceOutcome(
         verdict=found,
         rung=reached,

@@ -1,7 +1,8 @@
-"""Who races at a budget, as values in a file: `mode=plan race=auto` leaves them beside the plan, a race reads them.
+"""The entrants of a race in a file: `mode=plan race=auto` writes them beside the plan, and the race reads them.
 
-They are found on the device that trains, where a step was measured: recipes that fit the whole budget, the allocator's
-plan, and its permutation as a control (`baoc.planning.proposals`). Each is a recipe, a plan one by block.
+The plan is made on the device that trains, after a step was measured there. Entrants are the recipes that fit the
+budget, the allocator's plan, and its permutation as a control (`baoc.planning.proposals`). A plan becomes a recipe that
+names its blocks.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from baoc.units import format_bytes
 
 ENTRANTS_FILE = "entrants.json"
 SCHEMA = 1
-_ENTRANT = tuple(field.name for field in fields(Entrant))
+_ENTRANT_KEYS = tuple(field.name for field in fields(Entrant))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +39,14 @@ class Racer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceTarget:
-    """The entrants at a budget, and what a race needs to know of the network and its data.
+    """The run that a race chooses a recipe for: its entrants, network, data and length.
 
     Args:
-        num_params: of the network, trained or not.
-        state_bytes_adamw: of fp32 AdamW, which shares of state are told by.
-        num_train: examples of the training part; 0 for a stream.
+        num_params: all parameters of the network, frozen ones too.
+        state_bytes_adamw: state of fp32 AdamW, of which shares of state are taken.
+        num_train: training examples; 0 for a stream.
         steps: of the run.
-        lr: learning rate of fp32 AdamW, which an entrant's rates are multiples of.
+        lr: learning rate of fp32 AdamW; an entrant's rates are multiples of it.
     """
 
     racers: tuple[Racer, ...]
@@ -64,22 +65,23 @@ class RaceTarget:
 def write_entrants(
     planner: Planner, *, config: RunConfig, data: DataSpec, num_params: int, quality: tuple[str, bool], run_dir: Path
 ) -> None:
-    """Writes the entrants at the planner's budget into the run folder, and says who they are.
+    """Writes the entrants at the planner's budget into `run_dir`, and prints their names.
 
     Raises:
-        BadInputError: a recipe of race.recipes does not exist, or the run has no end to take shares of.
+        BadInputError: a recipe of race.recipes does not exist, or the run has no known number of steps.
         InfeasibleBudgetError: none of them fits the budget.
     """
-    asked = [find_recipe(name) for name in config.race.recipes] or None
-    found = proposals(planner, recipes=asked, seed=config.seed)
-    found = [one for one in found if asked is None or one.recipe is not None]
-    missing = [recipe.name for recipe in asked or () if recipe.name not in {one.name for one in found}]
-    if missing:
-        console.say(
-            f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(missing)}"
-        )
-    if not any(one.uniform for one in found):
-        raise _nothing_fits(planner, asked=asked or list(RECIPES.values()))
+    requested = [find_recipe(name) for name in config.race.recipes] or None
+    entrants = proposals(planner, recipes=requested, seed=config.seed)
+    if requested is not None:
+        entrants = [entrant for entrant in entrants if entrant.recipe is not None]
+        missing = [recipe.name for recipe in requested if recipe.name not in {entrant.name for entrant in entrants}]
+        if missing:
+            console.say(
+                f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(missing)}"
+            )
+    if not any(entrant.uniform for entrant in entrants):
+        raise _nothing_fits(planner, recipes=requested or list(RECIPES.values()))
     steps = config.trainer.max_steps
     if steps < 1 and config.trainer.max_epochs and data.num_train:
         steps = config.trainer.max_epochs * max(data.num_train // config.batch_size, 1)
@@ -89,7 +91,8 @@ def write_entrants(
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "racers": [
-            {key: getattr(one, key) for key in _ENTRANT} | {"recipe": recipe_node(recipe_of(one))} for one in found
+            {key: getattr(entrant, key) for key in _ENTRANT_KEYS} | {"recipe": recipe_node(recipe_of(entrant))}
+            for entrant in entrants
         ],
         "size": config.model.size,
         "num_params": num_params,
@@ -103,18 +106,18 @@ def write_entrants(
         "higher_is_better": quality[1],
     }
     files.write_json(run_dir / ENTRANTS_FILE, content)
-    console.say(f"a race would try {', '.join(one.name for one in found)}")
+    console.say(f"a race would try {', '.join(entrant.name for entrant in entrants)}")
 
 
 def recipe_of(proposal: Proposal) -> Recipe:
-    """What a proposal runs, as one value; a plan by block is a recipe that names its blocks."""
+    """The recipe of a proposal; a plan becomes one that names its blocks."""
     tuning = proposal.tuning or Tuning()
     if proposal.recipe is not None:
         return replace(proposal.recipe, lr=tuning.lr, betas=tuning.betas)
-    told = "the allocator's plan with its specs permuted" if proposal.control else "the allocator's plan"
+    description = "the allocator's plan with its specs permuted" if proposal.control else "the allocator's plan"
     return Recipe(
         name=proposal.name,
-        description=told,
+        description=description,
         blocks=dict(proposal.choices),
         lr=tuning.lr,
         betas=tuning.betas,
@@ -123,11 +126,11 @@ def recipe_of(proposal: Proposal) -> Recipe:
     )
 
 
-def _nothing_fits(planner: Planner, *, asked: Sequence[Recipe]) -> InfeasibleBudgetError:
-    """No uniform recipe fits: the smallest one, and what it would need."""
+def _nothing_fits(planner: Planner, *, recipes: Sequence[Recipe]) -> InfeasibleBudgetError:
+    """The error that names the smallest uniform recipe and the state that it needs."""
     from baoc.planning.allocators.recipe import recipe_bytes
 
-    sizes = {recipe.name: recipe_bytes(planner.blocks, recipe=recipe) for recipe in asked}
+    sizes = {recipe.name: recipe_bytes(planner.blocks, recipe=recipe) for recipe in recipes}
     least = min(sizes, key=lambda name: sizes[name])
     share = sizes[least] / planner.state_bytes_adamw
     return InfeasibleBudgetError(
@@ -146,7 +149,7 @@ def read_target(path: Path) -> RaceTarget:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
     racers = []
     for row in content["racers"]:
-        entrant = Entrant(**{key: row[key] for key in _ENTRANT})
+        entrant = Entrant(**{key: row[key] for key in _ENTRANT_KEYS})
         racers.append(Racer(entrant=entrant, recipe=recipe_from_node(row["recipe"])))
-    own = [field.name for field in fields(RaceTarget) if field.name != "racers"]
-    return RaceTarget(racers=tuple(racers), **{key: content[key] for key in own})
+    keys = [field.name for field in fields(RaceTarget) if field.name != "racers"]
+    return RaceTarget(racers=tuple(racers), **{key: content[key] for key in keys})

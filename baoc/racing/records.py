@@ -1,4 +1,4 @@
-"""What a race leaves: `race.csv` (one row a run) and `race.json` (the verdict), kept in a library for recipe=raced."""
+"""The record of a race: race.json with its verdict and claim, in its folder and in the library of recipe=raced."""
 
 import math
 import sys
@@ -25,46 +25,43 @@ from baoc.types import Budget, to_plain
 
 RACE_FILE, RUNS_FILE = "race.json", "race.csv"
 SCHEMA = 1
-EPOCHS_APART = 2.0  # a run that sees its data so many times more often than the race is outside of what was measured
+MAX_EPOCH_RATIO = 2.0  # a run with more epochs than so many times the race's is not covered by the race
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceScale:
-    """The network and the horizon that a race was run at; `field` is that of the target."""
+    """The network and number of steps that a race runs at, which may be smaller than those of its target."""
 
     size: str
     num_params: int
     steps: int
     equal_seconds: bool = False
-    one_rate: bool = False  # for all entrants
+    one_rate: bool = False  # all entrants run at one learning rate
 
 
-def epochs(steps: int, field: RaceTarget) -> float:
-    """How often a run of these steps sees its data; 0 for a stream."""
-    return steps * field.batch_size / field.num_train if field.num_train else 0.0
+def num_epochs(steps: int, target: RaceTarget) -> float:
+    """Epochs of a run of `steps` steps; 0 for a stream."""
+    return steps * target.batch_size / target.num_train if target.num_train else 0.0
 
 
 def is_raced_recipe(recipe: Recipe | None) -> bool:
-    """Whether `recipe=raced` was given: the name alone, which a file of that name would not be."""
+    """Whether `recipe=raced` was given: the bare name. A recipe file of that name has specs or blocks."""
     return recipe is not None and recipe.name == RACED and not recipe.specs and not recipe.blocks
 
 
 def race_family(config: RunConfig, *, size: str) -> dict[str, Any]:
-    """What a race's result holds for: the network up to its seed, its data, the user's own code, and the budget.
-
-    The data set that is made of the interpreter's own library differs between versions of Python.
-    """
+    """What two races must agree in to stand for each other: task, network, data, the user's own code, and budget."""
     model: dict[str, Any] = to_plain(config.model)
     model["size"] = size
     dataset: dict[str, Any] = to_plain(config.dataset)
-    if config.dataset.name == "pysource":
+    if config.dataset.name == "pysource":  # made of the interpreter's own library
         dataset["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
     own = {"code": code} if (code := hash_own_code(config)) else {}
     return {"task": config.task.name, "model": model, "dataset": dataset, "budget": _limits_of(config.budget), **own}
 
 
 def _limits_of(budget: Budget) -> dict[str, Any]:
-    """What a budget limits, under whatever name; `auto` is what is free on a device and no limit of its own."""
+    """The limits of a budget without its name. `auto` has no memory limit: it is what is free on a device."""
     if budget.name == AUTO:
         return to_plain(replace(budget, memory_bytes=None))
     limits: dict[str, Any] = to_plain(budget)
@@ -72,110 +69,114 @@ def _limits_of(budget: Budget) -> dict[str, Any]:
     return limits
 
 
-def claim(outcome: RaceOutcome, *, field: RaceTarget, measured: RaceScale) -> str:
-    """What may be said of the choice, in one sentence, with probability, size and horizon."""
-    found = outcome.verdict
-    steps = round(outcome.rung * measured.steps)
-    where = f"{measured.num_params:,} parameters and {steps:,} steps"
-    if field.num_train:
-        where += f" ({epochs(steps, field):.1f} epochs)"
-    where += ", each at one learning rate" if measured.one_rate else ""
+def claim_text(outcome: RaceOutcome, *, target: RaceTarget, scale: RaceScale) -> str:
+    """What is claimed of the choice, in one sentence, with probability, size and number of steps."""
+    verdict = outcome.verdict
+    steps = round(outcome.rung * scale.steps)
+    where = f"{scale.num_params:,} parameters and {steps:,} steps"
+    if target.num_train:
+        where += f" ({num_epochs(steps, target):.1f} epochs)"
+    where += ", each at one learning rate" if scale.one_rate else ""
     beyond = ""
-    if (measured.size, steps) != (field.size, field.steps):
-        seen = f" ({epochs(field.steps, field):.1f} epochs)" if field.num_train else ""
-        beyond = f"; not measured at {field.num_params:,} parameters and {field.steps:,} steps{seen}, which the run has"
-    gone = {found.choice, *outcome.dropped, *(one.name for one in field.racers if one.entrant.control)}
-    beside = [name for name in outcome.scores.get(outcome.rung, {}) if name not in gone]
-    if found.rival is None and beside:
-        return (
-            f"{found.choice} was the only uniform left at {where}, and {', '.join(beside)} is not shown to beat it on "
-            f"fresh seeds; nothing more is claimed{beyond}"
+    if (scale.size, steps) != (target.size, target.steps):
+        epochs = f" ({num_epochs(target.steps, target):.1f} epochs)" if target.num_train else ""
+        beyond = (
+            f"; not measured at {target.num_params:,} parameters and {target.steps:,} steps{epochs}, which the run has"
         )
-    if found.rival is None and outcome.dropped:
+    excluded = {verdict.choice, *outcome.dropped, *(racer.name for racer in target.racers if racer.entrant.control)}
+    rivals = [name for name in outcome.scores.get(outcome.rung, {}) if name not in excluded]
+    if verdict.rival is None and rivals:
         return (
-            f"{found.choice} alone was left at {where}: the others were clearly behind, diverged or did not fit{beyond}"
+            f"{verdict.choice} was the only uniform left at {where}, and {', '.join(rivals)} is not shown to beat it "
+            f"on fresh seeds; nothing more is claimed{beyond}"
         )
-    if found.rival is None:
-        return f"nothing is claimed of {found.choice}, the only recipe of the race"
-    if not math.isfinite(found.margin_held):
-        return f"nothing is claimed of {found.choice} at {where}: it was compared on too few seeds{beyond}"
-    held = max(found.margin_held, found.margin if found.is_certain else 0.0)
-    more = "" if found.is_certain else f", which is more than the margin of {found.margin:.3g} that was asked for"
+    if verdict.rival is None and outcome.dropped:
+        return (
+            f"{verdict.choice} alone was left at {where}: the others were clearly behind, diverged or did not fit"
+            f"{beyond}"
+        )
+    if verdict.rival is None:
+        return f"nothing is claimed of {verdict.choice}, the only recipe of the race"
+    if not math.isfinite(verdict.margin_held):
+        return f"nothing is claimed of {verdict.choice} at {where}: it was compared on too few seeds{beyond}"
+    bound = max(verdict.margin_held, verdict.margin if verdict.is_certain else 0.0)
+    more = "" if verdict.is_certain else f", which is more than the margin of {verdict.margin:.3g} that was asked for"
     return (
-        f"P({found.choice} is worse than the best uniform tried by more than {held:.3g} of {field.quality}) <= "
-        f"{1 - found.level:.2g} at {where}{more}{beyond}"
+        f"P({verdict.choice} is worse than the best uniform tried by more than {bound:.3g} of {target.quality}) <= "
+        f"{1 - verdict.level:.2g} at {where}{more}{beyond}"
     )
 
 
-def told(outcome: RaceOutcome, *, field: RaceTarget) -> str:
-    """The choice beside the best other uniform: share of state, means, difference, n."""
-    found = outcome.verdict
+def summary_text(outcome: RaceOutcome, *, target: RaceTarget) -> str:
+    """The choice against the best other uniform: share of state, means, difference, n."""
+    verdict = outcome.verdict
     stages = [outcome.scores.get(stage, {}) for stage in (outcome.rung, FRESH)]  # the last rung's seeds, and fresh ones
     means = {
         name: [score for scores in stages for score in scores.get(name, {}).values()]
-        for name in (found.choice, found.rival)
+        for name in (verdict.choice, verdict.rival)
         if name is not None
     }
-    sign = -1 if field.higher_is_better else 1
-    state = next(one.entrant.state_bytes for one in field.racers if one.name == found.choice)
-    own = means[found.choice]
+    sign = -1 if target.higher_is_better else 1
+    state = next(racer.entrant.state_bytes for racer in target.racers if racer.name == verdict.choice)
+    own = means[verdict.choice]
     spread = f" ({stdev(own):.2g})" if len(own) > 1 else ""
-    text = f"{found.choice}: {state / field.state_bytes_adamw:.1%} of AdamW's state; {sign * fmean(own):.4g}{spread}"
-    if found.rival is None or found.difference is None:
+    text = f"{verdict.choice}: {state / target.state_bytes_adamw:.1%} of AdamW's state; {sign * fmean(own):.4g}{spread}"
+    if verdict.rival is None or verdict.difference is None:
         return text
-    return f"{text} against {found.rival} {sign * fmean(means[found.rival]):.4g}: {found.difference}"
+    return f"{text} against {verdict.rival} {sign * fmean(means[verdict.rival]):.4g}: {verdict.difference}"
 
 
-def record(
-    outcome: RaceOutcome, *, config: RunConfig, field: RaceTarget, measured: RaceScale, seconds: float, command: str
+def race_content(
+    outcome: RaceOutcome, *, config: RunConfig, target: RaceTarget, scale: RaceScale, seconds: float, command: str
 ) -> dict[str, Any]:
     """The content of race.json."""
-    found, racers = outcome.verdict, {one.name: one for one in field.racers}
-    rate = outcome.rates[found.choice]
-    recipe = racers[found.choice].recipe
-    same = measured.size == field.size
-    sign = -1 if field.higher_is_better else 1
-    said, claimed = told(outcome, field=field), claim(outcome, field=field, measured=measured)
-    recipe = replace(recipe, source=f"{BY_RACE}{said}; {claimed}")  # which plans that run it tell
+    verdict = outcome.verdict
+    rate = outcome.rates[verdict.choice]
+    recipe = next(racer.recipe for racer in target.racers if racer.name == verdict.choice)
+    same = scale.size == target.size
+    sign = -1 if target.higher_is_better else 1
+    summary = summary_text(outcome, target=target)
+    claim = claim_text(outcome, target=target, scale=scale)
+    recipe = replace(recipe, source=f"{BY_RACE}{summary}; {claim}")  # shown by plans that run it
     return {
         "schema": SCHEMA,
-        "choice": found.choice,
+        "choice": verdict.choice,
         "rate": rate,
-        "lr": rate * field.lr,
-        # a plan by block is of one network; on another size its run allocates anew
+        "lr": rate * target.lr,
+        # a recipe that names blocks suits one size only; on another size the run allocates
         "recipe": recipe_node(recipe) if same or not recipe.blocks else None,
-        "told": said,
-        "claim": claimed,
-        "verdict": to_plain(found) | {"is_certain": found.is_certain},
+        "told": summary,
+        "claim": claim,
+        "verdict": to_plain(verdict) | {"is_certain": verdict.is_certain},
         "cut": outcome.ran_out_of_time,
-        "family": race_family(config, size=field.size),
+        "family": race_family(config, size=target.size),
         "budget": config.budget.name,
-        "quality": field.quality,
-        "higher_is_better": field.higher_is_better,
+        "quality": target.quality,
+        "higher_is_better": target.higher_is_better,
         "measured": {
-            "size": measured.size,
-            "num_params": measured.num_params,
-            "steps": round(outcome.rung * measured.steps),
-            "epochs": epochs(round(outcome.rung * measured.steps), field),
-            "equal_seconds": measured.equal_seconds,
+            "size": scale.size,
+            "num_params": scale.num_params,
+            "steps": round(outcome.rung * scale.steps),
+            "epochs": num_epochs(round(outcome.rung * scale.steps), target),
+            "equal_seconds": scale.equal_seconds,
         },
-        "target": {"size": field.size, "num_params": field.num_params, "steps": field.steps, "data": field.data},
+        "target": {"size": target.size, "num_params": target.num_params, "steps": target.steps, "data": target.data},
         "entrants": [
             {
-                "name": one.name,
-                "state_bytes": one.entrant.state_bytes,
-                "state_share": one.entrant.state_bytes / field.state_bytes_adamw,
-                "uniform": one.entrant.uniform,
-                "control": one.entrant.control,
-                "rate": outcome.rates.get(one.name),
-                "left": outcome.dropped.get(one.name, ""),
+                "name": racer.name,
+                "state_bytes": racer.entrant.state_bytes,
+                "state_share": racer.entrant.state_bytes / target.state_bytes_adamw,
+                "uniform": racer.entrant.uniform,
+                "control": racer.entrant.control,
+                "rate": outcome.rates.get(racer.name),
+                "left": outcome.dropped.get(racer.name, ""),
                 "stages": {
-                    stage_name(stage): _summary(scores[one.name].values(), sign=sign)
+                    stage_name(stage): _summary(scores[racer.name].values(), sign=sign)
                     for stage, scores in outcome.scores.items()
-                    if one.name in scores
+                    if racer.name in scores
                 },
             }
-            for one in field.racers
+            for racer in target.racers
         ],
         "seconds": seconds,
         "commit": commit(),
@@ -198,7 +199,7 @@ def _summary(scores: Iterable[float], *, sign: int) -> dict[str, Any]:
     }
 
 
-def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
+def write_race(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
     """Writes race.json into the race's folder and into the library."""
     files.write_json(folder / RACE_FILE, content)
     family = content["family"]
@@ -208,14 +209,14 @@ def keep(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
 
 
 def find_race(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
-    """The newest race of this family at this budget. Raises BadInputError, which names what there is."""
-    wanted = to_plain(race_family(config, size=size))
+    """The newest race of this family in the library. Raises BadInputError that names the races there are."""
+    family = to_plain(race_family(config, size=size))
     newest_last = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
-    kept = [content for file in newest_last if (content := files.read_json(file)).get("schema") == SCHEMA]
-    found = [content for content in kept if content["family"] == wanted]
-    if found:
-        return found[-1]
-    others = list(dict.fromkeys(_told_family(content, wanted=wanted) for content in kept))
+    races = [race for file in newest_last if (race := files.read_json(file)).get("schema") == SCHEMA]
+    matching = [race for race in races if race["family"] == family]
+    if matching:
+        return matching[-1]
+    others = list(dict.fromkeys(_family_text(race, wanted=family) for race in races))
     there = f"; there are races of {'; '.join(others[:5])}" if others else "; there is none yet"
     raise BadInputError(
         f"recipe=raced: no race in {library} is of {config.model.name} {size} on {config.dataset.name} at budget "
@@ -224,8 +225,8 @@ def find_race(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
     )
 
 
-def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:
-    """What a race was of, and settings in which it differs from what is `wanted`."""
+def _family_text(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:
+    """The model, data set and budget of a race, and settings in which its family differs from the `wanted` one."""
     family: Mapping[str, Any] = content["family"]
     name = f"{family['model']['name']} {family['model']['size']} on {family['dataset']['name']} at {content['budget']}"
     differs = [
@@ -238,7 +239,7 @@ def _told_family(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> st
 
 
 def apply_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
-    """`config` with what a race chose: its recipe, and its learning rate unless one was given. It races no more."""
+    """`config` with the recipe that a race chose, its learning rate unless one was given, and race=off."""
     config, lr = replace(config, race=RaceConfig()), config.optim.lr
     if lr is None:
         config = replace(config, optim=replace(config.optim, lr=float(content["lr"])))
@@ -251,7 +252,7 @@ def apply_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
 
 
 def resolve_raced_recipe(config: RunConfig) -> RunConfig:
-    """`config` with the recipe of an earlier race where recipe=raced was given. Raises BadInputError if none fits."""
+    """`config`, with the choice of an earlier race in place of recipe=raced. Raises BadInputError if there is none."""
     if not is_raced_recipe(config.recipe):
         return config
     size = choose_size(config.model.name, size=config.model.size, device=choose_device(config.device)).size.name

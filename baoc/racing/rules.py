@@ -1,4 +1,4 @@
-"""Who leaves a race, what it chooses, and what may be claimed of the choice: functions of scores, without any training.
+"""Which entrants leave a race, which one is chosen, and what is claimed of the choice: functions of scores alone.
 
 A race compares *entrants* (recipes) on runs that share their seeds. Scores are lower-is-better values at one rung, by
 entrant and seed. How a race goes:
@@ -7,15 +7,15 @@ entrant and seed. How a race goes:
 2. At each rung the *incumbent* is the best uniform so far. An entrant leaves where it is clearly behind
    (`clearly_behind`): by three pooled standard deviations before the last rung, as scores of short runs still change
    places, and by an interval that excludes 0 at the last one. The incumbent never leaves.
-3. The best mixed entrant and the uniforms that are left run once more on fresh seeds, which chose nothing.
+3. The best mixed entrant and the remaining uniforms run once more on fresh seeds, by which no entrant was dropped.
 4. `verdict` takes the mixed entrant only if it beats every uniform on the fresh seeds. Otherwise it takes the uniform
    of fewest bytes that is within the margin of the best one.
 
 What is claimed. Let c be the choice and u the best uniform of the race. For each comparison the one-sided bound of the
 mean of c - u is taken at level 1 - (1 - level) / K over all K comparisons, so that all bounds hold together with
 probability `level` at least (Bonferroni). The claim is that c is worse than the best uniform by no more than
-`Verdict.margin_held`. It equals the margin that was asked for where the data can exclude more than that; with few or
-noisy seeds it is larger, and then the verdict says so. Nothing is claimed about other sizes or horizons.
+`Verdict.margin_held`. With few or noisy seeds that exceeds the margin that was asked for, and the verdict says so.
+Nothing is claimed about other sizes or horizons.
 """
 
 import math
@@ -25,10 +25,10 @@ from statistics import fmean
 
 from baoc.core.statistics import DEFAULT_LEVEL, Interval, paired_difference, upper_bound
 
-MARGIN = 0.01  # of the incumbent's score, within which fewer bytes decide
-POOLED_SDS = 3.0
-LEAST_DEGREES = 3  # of a pooled standard deviation: of fewer it is small by chance too often to send anyone home
-Scores = Mapping[str, Mapping[int, float]]
+MARGIN = 0.01  # share of the incumbent's score within which fewer bytes decide
+POOLED_SDS = 3.0  # an entrant that is farther behind leaves before the last rung
+MIN_DEGREES = 3  # degrees of freedom of a pooled standard deviation; of fewer it is too often small by chance
+Scores = Mapping[str, Mapping[int, float]]  # entrant -> seed -> score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Entrant:
         state_bytes: of its plan.
         uniform: one rule and storage for all hidden matrices, which needs no allocation. Only uniforms can be the
             incumbent that a choice is never worse than.
-        control: it runs beside the others and is never chosen, such as a permutation of a plan over its blocks.
+        control: never chosen, such as a plan whose specs are permuted over its blocks.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Verdict:
     """What a race chose.
 
     Args:
-        choice: name of the entrant.
+        choice: name of the chosen entrant.
         reason: one sentence with the figures.
-        rival: the uniform that the choice is compared with: the best other one.
-        difference: choice - rival over the seeds that count; None where there was no rival.
-        margin: what was asked for, in the scores' unit.
+        rival: the best other uniform; None where there was none.
+        difference: choice - rival, paired by seed; None without a rival.
+        margin: the one that was asked for, in the scores' unit.
         margin_held: the choice is worse than the best uniform by no more than this, with probability `level`.
         level: probability of the claim.
     """
@@ -93,7 +93,7 @@ def incumbent(entrants: Sequence[Entrant], scores: Scores) -> str:
     uniforms = [entrant for entrant in entrants if entrant.uniform and scores.get(entrant.name)]
     if not uniforms:
         raise ValueError("a race needs a uniform entrant with a score, as its choice is held against the best of them")
-    return min(uniforms, key=lambda one: (_mean(scores[one.name]), one.state_bytes)).name
+    return min(uniforms, key=lambda entrant: (_mean(scores[entrant.name]), entrant.state_bytes)).name
 
 
 def clearly_behind(
@@ -124,9 +124,11 @@ def clearly_behind(
 
 
 def challenger(entrants: Sequence[Entrant], scores: Scores) -> str | None:
-    """The mixed entrant of least mean score, which is to be confirmed on fresh seeds; None where there is none."""
-    mixed = [one for one in entrants if not one.uniform and not one.control and scores.get(one.name)]
-    return min(mixed, key=lambda one: (_mean(scores[one.name]), one.state_bytes)).name if mixed else None
+    """The mixed entrant of least mean score, which runs on fresh seeds next; None where there is no mixed entrant."""
+    mixed = [
+        entrant for entrant in entrants if not entrant.uniform and not entrant.control and scores.get(entrant.name)
+    ]
+    return min(mixed, key=lambda entrant: (_mean(scores[entrant.name]), entrant.state_bytes)).name if mixed else None
 
 
 def verdict(
@@ -135,9 +137,9 @@ def verdict(
     """The choice among the entrants that reached the last rung.
 
     Args:
-        entrants: those that are left, with at least one uniform.
-        pilot: scores on the seeds by which entrants left; they choose between uniforms too.
-        fresh: scores on seeds that chose nothing, of the challenger and of the uniforms.
+        entrants: the remaining ones, with at least one uniform.
+        pilot: scores on the seeds by which entrants were dropped; they choose between uniforms too.
+        fresh: scores of the challenger and the uniforms on seeds by which none was dropped.
         margin: share of the incumbent's score within which fewer bytes decide.
         level: probability of the claim.
     """
@@ -150,7 +152,9 @@ def verdict(
     each = 1 - (1 - level) / comparisons
     if mixed is not None and fresh.get(mixed):
         against = {
-            one.name: paired_difference(fresh[mixed], fresh[one.name]) for one in uniforms if fresh.get(one.name)
+            entrant.name: paired_difference(fresh[mixed], fresh[entrant.name])
+            for entrant in uniforms
+            if fresh.get(entrant.name)
         }
         bounds = {name: upper_bound(difference, level=each) for name, difference in against.items()}
         if len(against) == len(uniforms) and max(bounds.values()) < 0:
@@ -164,10 +168,12 @@ def verdict(
                 margin_held=0.0,
                 level=level,
             )
-    held = {one.name: _margin_held(one.name, uniforms=uniforms, scores=both, level=each) for one in uniforms}
-    within = [one for one in uniforms if held[one.name] <= allowed]
-    choice = min(within, key=lambda one: (one.state_bytes, _mean(both[one.name]))).name if within else best
-    rivals = [one.name for one in uniforms if one.name != choice]
+    held = {
+        entrant.name: _margin_held(entrant.name, uniforms=uniforms, scores=both, level=each) for entrant in uniforms
+    }
+    within = [entrant for entrant in uniforms if held[entrant.name] <= allowed]
+    choice = min(within, key=lambda entrant: (entrant.state_bytes, _mean(both[entrant.name]))).name if within else best
+    rivals = [entrant.name for entrant in uniforms if entrant.name != choice]
     rival = min(rivals, key=lambda name: _mean(both[name]), default=None)
     difference = paired_difference(both[choice], both[rival]) if rival is not None else None
     return Verdict(
@@ -193,18 +199,20 @@ def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | No
 
 
 def _margin_held(name: str, *, uniforms: Iterable[Entrant], scores: Scores, level: float) -> float:
-    """By how much a uniform may be worse than another one at most; 0 where it has no rival."""
-    rivals = [one.name for one in uniforms if one.name != name]
+    """The most by which a uniform may be worse than another one, at `level` for each; 0 without a rival."""
+    rivals = [entrant.name for entrant in uniforms if entrant.name != name]
     return max(
         (upper_bound(paired_difference(scores[name], scores[rival]), level=level) for rival in rivals), default=0.0
     )
 
 
 def _pooled_sd(differences: Iterable[Interval]) -> float:
-    """The standard deviation of paired differences, pooled over entrants; infinite where too few pairs tell it."""
-    known = [one for one in differences if one.n > 1]
-    degrees = sum(one.n - 1 for one in known)
-    return math.sqrt(sum(one.sd**2 * (one.n - 1) for one in known) / degrees) if degrees >= LEAST_DEGREES else math.inf
+    """The standard deviation of paired differences, pooled over entrants; infinite for too few pairs."""
+    pooled = [difference for difference in differences if difference.n > 1]
+    degrees = sum(difference.n - 1 for difference in pooled)
+    if degrees < MIN_DEGREES:
+        return math.inf
+    return math.sqrt(sum(difference.sd**2 * (difference.n - 1) for difference in pooled) / degrees)
 
 
 def _mean(scores: Mapping[int, float]) -> float:

@@ -119,7 +119,7 @@ def describe_budget(budget: Budget) -> str:
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
     names = Column("block", overflow="fold", max_width=28), Column("spec", overflow="fold", max_width=24)
-    table = make_table(title, *names, *figures("bytes", "risk"), Column("why", overflow="fold", ratio=1))
+    table = make_table(title, *names, *number_columns("bytes", "risk"), Column("why", overflow="fold", ratio=1))
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
@@ -139,7 +139,7 @@ def summary_text(plan: Plan, *, title: str) -> str:
     """The allocation as a table with one row per role and spec, then its totals, as text."""
     console = PipeSafeConsole(file=StringIO(), width=PLAIN_WIDTH, no_color=True, color_system=None, highlight=False)
     names = Column("role", overflow="fold"), Column("spec", overflow="fold")
-    columns = (*names, *figures("blocks", "parameters", "state", "risk"))
+    columns = (*names, *number_columns("blocks", "parameters", "state", "risk"))
     table = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for row in role_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
@@ -216,7 +216,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
     # Only words wrap, so that every figure is readable in full.
     words = Column("", no_wrap=True), Column("option", ratio=1), Column("weights", min_width=7)
     title = f"Options by objective={objective} (predicted)"
-    table = make_table(title, *words, *figures("peak", "ms/step", "samples/s", "risk"))
+    table = make_table(title, *words, *number_columns("peak", "ms/step", "samples/s", "risk"))
     for option in options:
         rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
@@ -231,7 +231,7 @@ def print_options(options: Sequence[Option], *, objective: str) -> None:
 def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
     """Prints the plans of a multirun; a * marks those that no other one dominates."""
     names = [Column(header, no_wrap=True) for header in ("", "budget", "device")]
-    numbers = figures("micro-batch", "peak", "state", "samples/s", "risk")
+    numbers = number_columns("micro-batch", "peak", "state", "samples/s", "risk")
     table = make_table("Planned frontier", *names, *numbers, Column("differs in"))
     for plan in plans:
         rate, size = plan["samples_per_s"], plan["micro_batch"]
@@ -338,7 +338,7 @@ def print_frontier(
     console = make_console()
     if points:
         several = any(point.num_ranks > 1 for point in points)
-        numbers = figures(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
+        numbers = number_columns(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
         table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
         for point in points:
             spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
@@ -369,6 +369,6 @@ def make_table(title: str, *columns: Column) -> Table:
     return Table(*columns, box=SIMPLE_HEAD, title=title, **style)
 
 
-def figures(*headers: str) -> list[Column]:
+def number_columns(*headers: str) -> list[Column]:
     """Columns of numbers."""
     return [Column(header, justify="right", no_wrap=True) for header in headers]

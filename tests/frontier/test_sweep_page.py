@@ -15,7 +15,7 @@ from baoc.frontier.comparable_runs import allocator_family
 from baoc.frontier.page import MAX_CURVE_POINTS, page_data, race_table
 from baoc.frontier.report import main
 from baoc.frontier.runs import find_runs
-from baoc.sweep.race import show
+from baoc.sweep.race import print_race
 from baoc.tracking.files import write_json
 from tests.support.paths import ROOT
 from tests.support.sweep_jobs import error, job, three_families
@@ -238,7 +238,7 @@ def test_a_race_s_best_entrant_stands_first_on_page_and_terminal(
     told = {"choice": order[0], "told": "a", "verdict": {"reason": "b"}, "claim": "c", "quality": "q", "seconds": 1}
     race = {**told, "entrants": rows, "higher_is_better": higher}
     assert [row[0] for row in race_table(race)["rows"]] == order
-    show(race)
+    print_race(race)
     shown = capsys.readouterr().out
     assert sorted(order, key=shown.index) == order
 

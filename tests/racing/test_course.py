@@ -22,7 +22,7 @@ from baoc.racing.course import (
     course,
 )
 from baoc.racing.entrants import Racer, RaceTarget
-from baoc.racing.records import RaceScale, claim
+from baoc.racing.records import RaceScale, claim_text
 from baoc.racing.rules import Entrant
 
 ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
@@ -30,7 +30,7 @@ FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)
 PLAN = Entrant(name="plan", state_bytes=10, uniform=False)
 CONTROL = Entrant(name="permuted", state_bytes=10, uniform=False, control=True)
 EVERY = (ADAMW, FOAM, PLAN, CONTROL)
-FIELD = RaceTarget(
+TARGET = RaceTarget(
     racers=(), size="tiny", num_params=9, state_bytes_adamw=100, data="some", num_train=0, batch_size=1, steps=400,
     lr=1e-3, quality="val/loss", higher_is_better=False,
 )  # fmt: skip
@@ -141,7 +141,9 @@ def test_a_race_out_of_time_decides_by_the_stages_that_ended(stages: int):
 def test_the_claim_of_the_only_uniform_names_the_plan_that_nothing_confirmed():
     outcome, _ = race((ADAMW, PLAN), settings=replace_settings(fresh_seeds=()))
     racers = tuple(Racer(entrant=one, recipe=Recipe(name=one.name)) for one in (ADAMW, PLAN))
-    told = claim(outcome, field=replace(FIELD, racers=racers), measured=RaceScale(size="tiny", num_params=9, steps=400))
+    told = claim_text(
+        outcome, target=replace(TARGET, racers=racers), scale=RaceScale(size="tiny", num_params=9, steps=400)
+    )
     assert told.startswith(
         "adamw was the only uniform left at 9 parameters and 400 steps, and plan is not shown to beat"
     )

@@ -26,7 +26,7 @@ from baoc.racing.records import RACE_FILE, RaceScale, find_race, race_family, re
 from baoc.racing.rules import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
-from baoc.sweep.race import inherited_overrides, predict_seconds, race_before_run, race_command, run_race
+from baoc.sweep.race import Pace, inherited_overrides, predict_seconds, race_before_run, race_command, run_race
 from baoc.tracking.files import read_json
 from tests.support.paths import ROOT
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, write_target
@@ -103,11 +103,11 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
         given = (*words, *more)
         race = race_module.RaceRun(config(tmp_path, *given), overrides=given, folder=tmp_path, command="c", code="")
         race.study = SimpleNamespace(get_trials=lambda **_: [])  # pyright: ignore[reportAttributeAccessIssue]
-        race.began -= 30.0
+        race.started -= 30.0
         race.check_setup()
         return race
 
-    assert 30.0 <= begun().spent_s() < 40.0
+    assert 30.0 <= begun().elapsed_s() < 40.0
     file = tmp_path / RACE_SETUP_FILE
     kept = json.loads(file.read_text())
     settings = kept["settings"]
@@ -117,7 +117,7 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     settings["budget"]["relaxation"] = {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}
     settings["budget"]["schedule"][0]["batch"] = None
     file.write_text(json.dumps(kept | {"plan_s": 60.0}))
-    assert 90.0 <= begun().spent_s() < 100.0
+    assert 90.0 <= begun().elapsed_s() < 100.0
     with pytest.raises(BadInputError, match=r"holds a race with model.dropout=0.0, and runs"):
         begun("model.dropout=0.1")
     with pytest.raises(BadInputError, match=r"holds a race with budget.host_memory=none, and runs"):
@@ -134,15 +134,15 @@ def test_no_sibling_is_timed_where_the_plan_has_taken_a_quarter_of_the_cap(
     write_target(tmp_path, names=("muon8_lean", "foam8_lean"), size="small")
     stub_timing(monkeypatch)
     race = race_module.RaceRun(config(tmp_path), overrides=[], folder=tmp_path, command="c", code="")
-    race.field = read_target(tmp_path / ENTRANTS_FILE)
+    race.target = read_target(tmp_path / ENTRANTS_FILE)
     timed: list[str] = []
-    sibling = race.sibling_of
-    monkeypatch.setattr(race, "sibling_of", lambda size: (timed.append(size), sibling(size))[1])
+    sibling = race.scale_of_size
+    monkeypatch.setattr(race, "scale_of_size", lambda size: (timed.append(size), sibling(size))[1])
     race.plan_s = 60.0
-    assert race.within(61.0) is None and not timed
+    assert race.fit_cap(61.0) is None and not timed
     assert "nothing is raced within 61 s: planning and timing took 60 s, and the smallest" in capsys.readouterr().out
     race.plan_s = 0.0
-    assert race.within(1.0) is None and timed == ["mini", "tiny"]
+    assert race.fit_cap(1.0) is None and timed == ["mini", "tiny"]
 
 
 SCRIPT = """
@@ -224,9 +224,9 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
 
 
 def test_a_stage_is_predicted_by_starts_and_steps_apart():
-    assert predict_seconds([100, 100], pace=(0.01, 5.0), ran=[]) == 12.0
-    assert predict_seconds([100, 100], pace=(0.01, 5.0), ran=[(100, 12.0)]) == 24.0
-    assert predict_seconds([100] * 6, pace=(0.01, 5.0), workers=4) == 12.0, "two waves"
+    assert predict_seconds([100, 100], pace=Pace(0.01, 5.0), measured=[]) == 12.0
+    assert predict_seconds([100, 100], pace=Pace(0.01, 5.0), measured=[(100, 12.0)]) == 24.0
+    assert predict_seconds([100] * 6, pace=Pace(0.01, 5.0), workers=4) == 12.0, "two waves"
 
 
 @pytest.mark.parametrize("mode", ["race", "train"])
@@ -237,8 +237,8 @@ def test_a_recipe_that_alone_fits_is_raced_for_its_rate_only_where_a_race_was_as
     stub_timing(monkeypatch)
     words = [f"mode={mode}", "race=1000", "race.workers=1"]
     race = race_module.RaceRun(config(tmp_path, *words), overrides=words, folder=tmp_path, command="c", code="")
-    race.field = read_target(tmp_path / ENTRANTS_FILE)
-    planned = race.within(1000.0)
+    race.target = read_target(tmp_path / ENTRANTS_FILE)
+    planned = race.fit_cap(1000.0)
     said = "nothing is raced: muon8_lean alone fits the budget" in capsys.readouterr().out
     assert (planned is None) == said == (mode == "train")
     if planned is not None:
@@ -264,7 +264,11 @@ def test_a_race_under_a_cap_that_races_nothing_says_why(
 
 def stub_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a timed run had taken 0.5 s, with 10 ms a step."""
-    for name, value in {"_timed": (0, {"step_ms": 10.0, "num_params": 1000}), "_seconds": 0.5, "_ran_s": 0.0}.items():
+    for name, value in {
+        "_time_size": (0, {"step_ms": 10.0, "num_params": 1000}),
+        "_trial_s": 0.5,
+        "_training_s": 0.0,
+    }.items():
         monkeypatch.setattr(race_module.RaceRun, name, lambda *_, value=value, **__: value)
 
 
@@ -454,21 +458,21 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
         race = race_module.RaceRun(
             config(tmp_path, "race.workers=1"), overrides=[], folder=tmp_path, command="c", code=""
         )
-        race.field = read_target(tmp_path / ENTRANTS_FILE)
+        race.target = read_target(tmp_path / ENTRANTS_FILE)
 
         def ended(number: int) -> RunEnd:
-            run = race.asked[number][0]
+            run = race.runs[number][0]
             if run.entrant in failing:
                 return RunEnd(status=FAILED, message="crashed")
             return RunEnd(status=DONE, score=1.0 + names.index(run.entrant) + 0.001 * run.seed)
 
-        trials = SimpleNamespace(get_trials=lambda **_: list(range(len(race.asked))))
+        trials = SimpleNamespace(get_trials=lambda **_: list(range(len(race.runs))))
         monkeypatch.setattr(race_module, "run_study", lambda *_, **__: trials)
-        for name, stub in {"_ended": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
+        for name, stub in {"_run_end": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
             monkeypatch.setattr(race, name, stub)
-        monkeypatch.setattr(race, "words_of", lambda *_: ())
+        monkeypatch.setattr(race, "overrides_of", lambda *_: ())
         measured = RaceScale(size="tiny", num_params=1000, steps=100)
-        return race.drive(course(entrants, settings=settings), measured, racers, cap_s)
+        return race.run_course(course(entrants, settings=settings), measured, racers, cap_s)
 
     found = outcome({"e4"})
     assert found.verdict.choice == "e0" and found.dropped["e4"] == "failed (crashed)"
