@@ -1,9 +1,11 @@
 """Changes the specs of blocks during training; their states are converted, not lost.
 
-1. What asks for a new plan: statistics of gradients, once, after `reallocation.warmup_steps` (`decide`); another budget
-   (`rebudget`); parameters that came after the plan and take more memory than it has left for them (`_learn_late`).
-2. `Planner.propose` makes the plan. By statistics it is taken where it lowers the risk, else whatever its risk.
-3. `_fit_of` checks that the move itself stays within the memory budget (`planning/reallocation/migration_cost.py`).
+1. Three events ask for a new plan: gradient statistics, once, after `reallocation.warmup_steps` (`decide`); another
+   budget (`rebudget`); parameters that came after the plan and take more memory than it left for them
+   (`_finish_late_step`).
+2. `Planner.propose` makes the plan. Of a decision by statistics it is taken if it lowers the risk, else in any case.
+3. `_migration_fit` checks that the migration itself stays within the memory budget
+   (`planning/reallocation/migration_cost.py`).
 4. `BlockwiseOptimizer.migrate` converts the states of one block after the other.
 
 `Reallocator` hooks into the optimizer's step (`attach`), so it serves Lightning and plain loops alike.
@@ -47,16 +49,16 @@ Listener = Callable[[Reallocation, Plan, Profile | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MoveFit:
-    """How a move fits: after gradients are dropped, or not at all, for the reason in `blocked`."""
+class _MigrationFit:
+    """Whether a migration fits into memory: as it is, only after gradients are dropped, or not, for `blocked_by`."""
 
-    blocked: str = ""
+    blocked_by: str = ""
     drops_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """What one decision found, and what is to be done."""
+class _Decision:
+    """A decision by gradient statistics, before anything is changed."""
 
     profile: Profile
     proposal: Plan
@@ -68,7 +70,7 @@ class _Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """What a checkpoint keeps of a reallocator. Those of earlier versions lack what has a default."""
+    """The checkpoint of a reallocator. Fields with a default are missing in those of earlier versions."""
 
     step: int
     last_decision: int
@@ -80,27 +82,34 @@ class _Saved:
     watched_from: int = 0
     tuning: Tuning | None = None
     budget: Budget | None = None
-    planned: bool | None = None  # None, before 2026-11-30: as if it was of least state to be measured
+    # False for a provisional plan. None in checkpoints from before 2026-11-30: provisional if its choices are those of
+    # `planner.least_state_plan()`.
+    planned: bool | None = None
     late: Mapping[str, str] = field(default_factory=dict[str, str])
     state_bytes: int | None = None
-    profiler: Mapping[str, Any]  # as GradientProfiler has it
-
-
-def _brief(plan: Plan) -> Plan:
-    """The plan with the chosen candidates alone, for ranks that only carry it out: all of them are megabytes."""
-    chosen = plan.allocation.choices
-    kept = {block: tuple(c for c in held if c.spec == chosen[block]) for block, held in plan.candidates.items()}
-    return replace(plan, candidates=kept)
+    profiler: Mapping[str, Any]  # GradientProfiler's state
 
 
 class Reallocator:
-    """Holds the plan in force and moves the optimizer to later ones.
+    """Holds the plan in force and migrates the optimizer to later ones.
 
-    `plan` is the plan in force, `profile` the statistics of gradients it rests on, None before there are any.
-    `profiler` samples gradients until the decision by them, and is None afterwards. `listeners` are called after each
-    decision, accepted or not. `tracked` wraps decisions and migrations, each under its name, so that whoever measures
-    memory can include them. `moving` wraps migrations too, and is told whether weights change their type. Of several
-    `ranks` the first proposes, from its own profile, and all of them move.
+    Attributes:
+        plan: The plan in force.
+        profile: The gradient statistics that it rests on; None before there are any.
+        profiler: Samples gradients until the decision by them; None afterwards.
+        listeners: Called after each decision, accepted or not.
+        peak_listeners: Called with each new `late_peak_bytes`.
+        memory_phase: Wraps decisions and migrations, with their name, for whoever measures memory.
+        around_migration: Wraps migrations; its argument is True if weights change their type.
+        ranks: Rank 0 proposes, from its own profile; all ranks migrate.
+        siblings: The reallocators of the other optimizers of the loop, on the same device.
+        deferred_budget: A memory budget that is planned for once the first step has been measured.
+        continues_saved_plan: The plan is a checkpoint's, under the same budget.
+        profiled_since_step: The step after which the profiler began; above 0 if a resumed run starts it anew.
+        late: Parameters that came after the plan was made, by name.
+        late_specs: Their specs, and those of late parameters of a checkpoint that are still to come.
+        late_bytes: Bytes of their states, which the plan does not include.
+        late_peak_bytes: The most that a step held while late parameters were measured; on CUDA also before it.
     """
 
     def __init__(
@@ -115,14 +124,6 @@ class Reallocator:
         network: Callable[[], nn.Module | None] | None = None,
     ):
         self.ranks, self.network = ranks, network
-        self.late: dict[str, ParamInfo] = {}  # parameters that came after the plan was made
-        self.late_bytes = 0  # of their state, which the plan does not have
-        self.late_peak_bytes = 0  # the most held by a step that was measured as they came; on CUDA before it, too
-        self._late_step: LateStep | None = None  # which is measured now
-        self._late_came = False  # in the step that runs, so that the next one is measured
-        self.late_specs: dict[str, str] = {}  # of these, and of those that a checkpoint had and that are still to come
-        self.deferred_budget: Budget | None = None  # of memory, to be planned for once a first step has been measured
-        self.continues_saved_plan = False  # with the allocation of a checkpoint under the same budget
         self.planner = planner
         self.optimizer = optimizer
         self.plan = plan
@@ -130,152 +131,51 @@ class Reallocator:
         self.profiler = profiler
         self.profile: Profile | None = None
         self.listeners: list[Listener] = []
-        self.peak_listeners: list[Callable[[int], object]] = []  # told of `late_peak_bytes` as it comes
-        self.siblings: Sequence[Reallocator] = ()  # of the other optimizers of one loop, on the same device
+        self.peak_listeners: list[Callable[[int], object]] = []
+        self.siblings: Sequence[Reallocator] = ()
         self.memory_phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        self.around_migration: Callable[[bool], AbstractContextManager[Any]] = (
-            nullcontext  # True where weights change type
-        )
-        self._saved_bytes: int | None = None  # of states in the checkpoint that was loaded
+        self.around_migration: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+        self.deferred_budget: Budget | None = None
+        self.continues_saved_plan = False
         self.step = 0
         self.last_decision = 0
-        self.profiled_since_step = (
-            0  # the step after which the profiler began; later than 0 where a resumed run starts it anew
-        )
+        self.profiled_since_step = 0
         self.num_accepted = 0
+        self._saved_state_bytes: int | None = None  # of the checkpoint that was loaded
+        self.late: dict[str, ParamInfo] = {}
+        self.late_specs: dict[str, str] = {}
+        self.late_bytes = 0
+        self.late_peak_bytes = 0
+        self._late_arrived = False  # during the present step, so the next one is measured
+        self._late_step: LateStep | None = None  # the measurement that is running
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the profiler, whose buffers are views of each other, without who listens, and without the
-        optimizer: whoever copies tells it of the copy's."""
-        listening: dict[str, Any] = {"listeners": [], "peak_listeners": []}
-        listening |= {"memory_phase": nullcontext, "around_migration": nullcontext}
-        listening |= {"network": None, "_late_step": None, "siblings": ()}
-        return {**self.__dict__, "profiler": None, "optimizer": None, **listening}
+        """For copies: without the profiler, whose buffers are views of each other, without listeners, and without the
+        optimizer, which whoever copies replaces by its copy."""
+        left_out: dict[str, Any] = {"profiler": None, "optimizer": None, "network": None, "_late_step": None}
+        left_out |= {"listeners": [], "peak_listeners": [], "siblings": ()}
+        left_out |= {"memory_phase": nullcontext, "around_migration": nullcontext}
+        return {**self.__dict__, **left_out}
 
-    # -- what the training loop calls -----------------------------------------------------------------------------
+    # -- hooks into the optimizer's step --------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Hooks into the optimizer's step: gradients are seen when they are final, decisions come after the update."""
+        """Registers with the optimizer: `observe` runs on the final gradients, `after_step` after the update."""
         if self.optimizer.releaser is None:
             self.optimizer.before_step.append(BeforeStep(call=self.observe, wanted=lambda: self.profiler is not None))
         elif self.profiler is not None:
             self.optimizer.releaser.observer = self
         self.optimizer.after_step.append(self.after_step)
-        self.optimizer.register_load_state_dict_post_hook(lambda _: self._measure_late(again=True))
+        self.optimizer.register_load_state_dict_post_hook(lambda _: self._restart_late_measurement())
         self.optimizer.late_planner = self.plan_late
 
-    def plan_late(self, infos: Sequence[ParamInfo]) -> Mapping[str, str]:
-        """Parameter -> spec of those that come late, within what the budget leaves for them; see `late_params`."""
-        network = None if self.network is None else self.network()
-        if network is not None:
-            known = {info.name: info for info in describe(network)}
-            infos = [replace(known.get(info.name, info), group=info.group) for info in infos]
-        params = named_params(self.optimizer.param_groups)
-        if any(info.whole not in (None, info.shape) for block in self.planner.blocks for info in block.params):
-            infos = [largest_shard(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
-        late = self._late_plan(infos)
-        self.late.update((info.name, info) for info in infos)
-        self.late_bytes += late.state_bytes
-        self._count_late(late.added_bytes)
-        if self.planner.budget.memory_bytes is not None and self.deferred_budget is None:
-            self._late_came = True
-            if all(params[info.name][0].grad is None for info in infos):  # else in the very step that brought them
-                self._measure_late()
-        return late.specs
-
-    def _measure_late(self, *, again: bool = False) -> None:
-        """Measures the coming step; `again`: from now on, where one is measured already."""
-        self._note_peak(
-            device_peak_bytes(self._device)
-        )  # which begins anew, as the step before ends and the next one begins
-        if self._late_step is not None:
-            self._late_step.close(self.optimizer)
-        elif again:
-            return
-        network = None if self.network is None else self.network()
-        self._late_came = False
-        others = [one.optimizer.state for one in self.siblings]
-        self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget, others=others)
-
-    def _learn_late(self) -> None:
-        """After the first whole step with late parameters: what it held more than was predicted is counted, and where
-        that passes the budget all states make room. Raises InfeasibleBudgetError where they cannot."""
-        assert self._late_step is not None
-        (step, self._late_step), held = (self._late_step, None), self.optimizer.state_bytes()
-        self._note_peak(step.peak_bytes)
-        footprint = step.finish(self.optimizer, budget=self.planner.budget)
-        (seen,) = self.ranks.all_reduce_max(footprint.peak_bytes(state_bytes=held))
-        self._count_late(max(int(seen) - self.plan.peak_bytes, 0))
-        limit = self.planner.budget.memory_bytes  # None: lifted while the step ran
-        if limit is None or self.plan.peak_bytes <= limit:
-            return
-        room = limit - self.plan.peak_bytes + self.plan.allocation.state_bytes + self.late_bytes
-        if room <= 0:
-            raise InfeasibleBudgetError(
-                f"{len(self.late)} parameters came after the plan was made, and a step with them takes "
-                f"{format_bytes(limit - room)} without any optimizer state, of {format_bytes(limit)} in budget "
-                f"{self.planner.budget.name}: take fewer samples per forward, unfreeze fewer, or give a larger budget",
-                budget_bytes=limit,
-                least_feasible_bytes=limit - room,
-            )
-        self.replan_late(share=min(1.0, room / (self.planner.state_bytes_adamw + self.late_bytes_adamw)))
-        self.replan(why=f"a step with {len(self.late)} parameters that came late took {format_bytes(int(seen))}")
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.optimizer.registry.names)).device
-
-    def _note_peak(self, num_bytes: int) -> None:
-        """Keeps what was held at most before a peak begins anew, for each verdict on this device."""
-        for one in (self, *self.siblings):
-            one.late_peak_bytes = max(one.late_peak_bytes, num_bytes)
-            for listener in one.peak_listeners:
-                listener(num_bytes)
-
-    def replan_late(self, *, share: float | None = None) -> None:
-        """Moves late parameters to the specs of their checkpoint, or within a share of AdamW's state."""
-        counted = self.late_bytes + FP32_BYTES * sum(info.numel for info in self.late.values())
-        late = self._late_plan(list(self.late.values()), share=share, counted=counted)
-        self.late_bytes = late.state_bytes
-        self._count_late(late.added_bytes - counted)
-        blocks = {name: [slot.name for slot in live.slots] for name, live in self.optimizer.registry.live.items()}
-        own = {name: late.specs[names[0]] for name, names in blocks.items() if names[0] in late.specs}
-        self._moved(own, moments={})
-
-    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0) -> LatePlan:
-        """`counted`: bytes of theirs that the predicted peak has already."""
-        settings, least = self.planner.settings, self.deferred_budget is not None
-        saved = self.late_specs if share is None else {}
-        plan = replace(self.plan, peak_bytes=self.plan.peak_bytes - counted)
-        late = plan_late(infos, plan=plan, settings=settings, saved=saved, least=least, share=share)
-        self.late_specs.update(late.specs)
-        return late
-
-    def _count_late(self, num_bytes: int) -> None:
-        """Puts bytes of late parameters into the predicted peak, whose footprint is from before they came."""
-        if self.planner.footprint is not None:
-            others = self.planner.footprint.others_bytes + num_bytes
-            self.planner.footprint = replace(self.planner.footprint, others_bytes=others)
-            self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + num_bytes)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass came before this step; without one it tells nothing of memory."""
-        if self.optimizer.releaser is not None:
-            return self.optimizer.releaser.any_released
-        return any(param.grad is not None for param in self.optimizer.registry.names)
-
-    @property
-    def late_bytes_adamw(self) -> int:
-        return ADAMW_BYTES * sum(info.numel for info in self.late.values())
-
     def observe(self) -> None:
-        """Samples the final gradients of the coming step; to be called after clipping, before the update."""
+        """Samples the final gradients of the coming step, after clipping and before the update."""
         if self.profiler is not None:
             self.profiler.observe(step=self.step)
 
     def begin_step(self) -> None:
-        """As `observe`, where gradients are released: they come by parts, between this and `end_step`."""
+        """In place of `observe` under gradient release: gradients follow in parts, until `end_step`."""
         if self.profiler is not None:
             self.profiler.begin_step(step=self.step)
 
@@ -285,9 +185,8 @@ class Reallocator:
 
     def end_step(self) -> None:
         if self.profiler is not None:
-            if (
-                self.profiler.samples_this_step
-            ):  # whose temporaries are charged in place of gradients, which have to be gone
+            if self.profiler.samples_this_step:
+                # The plan charges the profiler's temporaries in place of gradients, which have to be gone.
                 self.optimizer.registry.pipelines.drain()
             self.profiler.end_step()
 
@@ -304,53 +203,61 @@ class Reallocator:
             refuse_several_processes("decision")
         self.step += 1
         if self._late_step is not None and self.has_gradients:
-            self._learn_late()
-        if self._late_came:
-            self._measure_late()
+            self._finish_late_step()
+        if self._late_arrived:
+            self._start_late_measurement()
         if self.profiler is not None and self.step - self.profiled_since_step >= self.settings.warmup_steps:
             with self.memory_phase("decision"):
                 self.decide()
 
-    # -- a decision by gradients ----------------------------------------------------------------------------------
+    @property
+    def has_gradients(self) -> bool:
+        """True if a backward pass came before this step; otherwise the step says nothing of memory."""
+        if self.optimizer.releaser is not None:
+            return self.optimizer.releaser.any_released
+        return any(param.grad is not None for param in self.optimizer.registry.names)
+
+    # -- a decision by gradient statistics ------------------------------------------------------------------------
 
     def decide(self) -> Reallocation:
-        """Proposes by the statistics of gradients and moves if that lowers the risk. They take the place of priors: the
-        rest of the run has the gain, and all that is lost is young states, so any gain counts."""
-        verdict = self.ranks.broadcast_result(
-            self._verdict, for_others=lambda v: replace(v, proposal=_brief(v.proposal))
+        """Proposes by the gradient statistics, and migrates if that lowers the risk.
+
+        Any lower risk is accepted: the states are young, so migrating costs little, and the rest of the run gains.
+        """
+        decision = self.ranks.broadcast_result(
+            self._decide_by_profile, for_others=lambda d: replace(d, proposal=_with_chosen_candidates(d.proposal))
         )
-        self.last_decision, self.profile = self.step, verdict.profile
-        if verdict.drops_gradients:
+        self.last_decision, self.profile = self.step, decision.profile
+        if decision.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
-        event = self._move_or_stay(
-            verdict.proposal,
+        event = self._apply(
+            decision.proposal,
             trigger=self.settings.mode,
-            accepted=verdict.accepted,
-            why=verdict.why,
-            risk_before=verdict.risk_before,
+            accepted=decision.accepted,
+            why=decision.why,
+            risk_before=decision.risk_before,
         )
         self._stop_observing()
-        self._tell(event)
+        self._notify(event)
         return event
 
-    def _verdict(self) -> _Verdict:
-        """A proposal from the profile, and whether to move: it saves risk, and fits on the way. Nothing is changed
-        yet."""
+    def _decide_by_profile(self) -> _Decision:
+        """Proposes from the profile. Accepts a proposal of lower risk whose migration fits; changes nothing yet."""
         assert self.profiler is not None
         profile = self.profiler.profile()
         proposal = self.planner.propose(profile=profile)
         risk_before = self.planner.total_risk(self.plan.allocation.choices, risk=proposal.risk_model, profile=profile)
         risk, after = self.planner.settings.risk, proposal.allocation.risk
         change = f"{risk} risk {risk_before:.4g} -> {after:.4g}"
-        fit = _MoveFit()
+        fit = _MigrationFit()
         if dict(proposal.allocation.choices) == dict(self.plan.allocation.choices):
             accepted, why = False, f"{risk} risk confirms the allocation in use"
         elif risk_before <= after:
             accepted, why = False, f"{change} saves nothing"
         else:
-            fit = self._fit_of(proposal, memory=self.planner.budget.memory_bytes)
-            accepted, why = not fit.blocked, fit.blocked or change
-        return _Verdict(
+            fit = self._migration_fit(proposal, memory=self.planner.budget.memory_bytes)
+            accepted, why = not fit.blocked_by, fit.blocked_by or change
+        return _Decision(
             profile=profile,
             proposal=proposal,
             accepted=accepted,
@@ -362,10 +269,9 @@ class Reallocator:
     # -- limits that change ---------------------------------------------------------------------------------------
 
     def rebudget(self, budget: Budget, *, why: str) -> Reallocation:
-        """Puts another budget in force and moves to the allocation that meets it.
+        """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps.
 
-        To be called between two steps. Raises InfeasibleBudgetError or BadInputError where it cannot be met; budget and
-        plan then stay as they are.
+        Raises InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are.
         """
         planner, before = self.planner, self.planner.budget
         if budget.memory_bytes is not None and planner.footprint is None:
@@ -375,9 +281,9 @@ class Reallocator:
             )
         planner.budget = budget
         try:
-            # A move down starts from what the budget before allowed.
-            memory = [limit for limit in (before.memory_bytes, budget.memory_bytes) if limit is not None]
-            return self.replan(why=why, trigger="budget", limit=max(memory) if len(memory) == 2 else None)
+            # A migration to a smaller budget starts from what the old one allowed.
+            limits = [limit for limit in (before.memory_bytes, budget.memory_bytes) if limit is not None]
+            return self.replan(why=why, trigger="budget", limit=max(limits) if len(limits) == 2 else None)
         except BaseException:
             planner.budget = before
             raise
@@ -385,67 +291,78 @@ class Reallocator:
     def replan(
         self, *, why: str, trigger: str = "limits", limit: int | None = None, stays: bool = False
     ) -> Reallocation:
-        """Proposes anew because the budget or the footprint changed, and moves whatever the risk: limits come first.
+        """Proposes anew because the budget or the footprint changed, and migrates whatever the risk.
 
-        `limit`: bytes that the move itself may not pass, if any. `stays`: at the allocation in force, which was seen
-        to fit. Raises InfeasibleBudgetError where nothing meets them; the plan in force then stays.
+        Args:
+            limit: Bytes that the migration itself may not exceed, if any.
+            stays: Keep the allocation in force, which was seen to fit.
+
+        Raises:
+            InfeasibleBudgetError: Nothing meets the limits; the plan in force then stays.
         """
         plan = self.plan
 
-        def proposed() -> Plan:
+        def propose() -> Plan:
             if not stays:
                 return self.planner.propose(profile=self.profile)
-            held = plan.allocation
-            given = {"risk": plan.risk_model, "profile": self.profile, "gap": held.gap}
-            kept = self.planner.resume_plan(held.choices, seen_to_fit=True, **given)
-            same = dict(kept.allocation.choices) == dict(held.choices)
+            kept = self.planner.resume_plan(
+                plan.allocation.choices,
+                seen_to_fit=True,
+                risk=plan.risk_model,
+                profile=self.profile,
+                gap=plan.allocation.gap,
+            )
+            same = dict(kept.allocation.choices) == dict(plan.allocation.choices)
             return replace(kept, basis=plan.basis) if same else kept
 
-        proposal = self.ranks.broadcast_result(proposed, for_others=_brief)
+        proposal = self.ranks.broadcast_result(propose, for_others=_with_chosen_candidates)
         risk_before = self.planner.total_risk(
             self.plan.allocation.choices, risk=proposal.risk_model, profile=self.profile
         )
-        fit = self._fit_of(proposal, memory=limit)
-        if fit.blocked:
+        fit = self._migration_fit(proposal, memory=limit)
+        if fit.blocked_by:
             raise InfeasibleBudgetError(
-                f"budget {self.planner.budget.name} would hold, but {fit.blocked}",
+                f"budget {self.planner.budget.name} would hold, but {fit.blocked_by}",
                 budget_bytes=self.planner.budget.memory_bytes or 0,
                 least_feasible_bytes=proposal.least_feasible_bytes,
             )
         if fit.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
-        event = self._move_or_stay(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
-        self._tell(event)
+        event = self._apply(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
+        self._notify(event)
         return event
 
-    # -- the move -------------------------------------------------------------------------------------------------
+    # -- migration ------------------------------------------------------------------------------------------------
 
-    def _fit_of(self, proposal: Plan, *, memory: int | None) -> _MoveFit:
-        """How nothing passes `memory` bytes while blocks move. Where room is short, gradients go first: they have been
-        used, and the next backward pass makes new ones."""
+    def _migration_fit(self, proposal: Plan, *, memory: int | None) -> _MigrationFit:
+        """Whether the device stays within `memory` bytes while blocks migrate.
+
+        If room is short, gradients go first: they have been used, and the next backward pass makes new ones.
+        """
         predicted = migration_peak(self.planner, now=self.plan, then=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
-            return _MoveFit()
+            return _MigrationFit()
         if predicted.without_gradients_bytes <= memory:
-            return _MoveFit(drops_gradients=True)
-        return _MoveFit(
-            blocked=f"moving to it would hold {format_bytes(predicted.without_gradients_bytes)} for a moment, of "
+            return _MigrationFit(drops_gradients=True)
+        return _MigrationFit(
+            blocked_by=f"moving to it would hold {format_bytes(predicted.without_gradients_bytes)} for a moment, of "
             f"{format_bytes(memory)} allowed"
         )
 
-    def _move_or_stay(
-        self, proposal: Plan, *, trigger: str, accepted: bool, why: str, risk_before: float
-    ) -> Reallocation:
-        """Puts `proposal` in force if it was accepted, else prices the plan in force anew; tells which, as an event."""
+    def _apply(self, proposal: Plan, *, trigger: str, accepted: bool, why: str, risk_before: float) -> Reallocation:
+        """Puts `proposal` in force if it was accepted, else prices the plan in force anew; returns the event."""
         bytes_before = self.optimizer.state_bytes()
         moves = self._migrate(proposal) if accepted else ()
         if accepted:
             self.num_accepted += 1
             self.plan = proposal
         else:
-            allocation = replace(self.plan.allocation, risk=risk_before)
-            risk_model, candidates = proposal.risk_model, proposal.candidates
-            self.plan = replace(self.plan, risk_model=risk_model, candidates=candidates, allocation=allocation)
+            self.plan = replace(
+                self.plan,
+                risk_model=proposal.risk_model,
+                candidates=proposal.candidates,
+                allocation=replace(self.plan.allocation, risk=risk_before),
+            )
         return Reallocation(
             step=self.step,
             trigger=trigger,
@@ -459,52 +376,142 @@ class Reallocator:
         )
 
     def _migrate(self, proposal: Plan) -> tuple[BlockMove, ...]:
-        """Moves the optimizer, block by block."""
-        texts = {reason.block: reason.text for reason in proposal.reasons}
+        """Migrates the optimizer to the proposal's specs, rates and betas."""
+        reasons = {reason.block: reason.text for reason in proposal.reasons}
         with self.memory_phase("migration"):
             moments = self.profiler.second_moments() if self.profiler is not None else {}
             self.optimizer.retune(tuning_of(proposal))
-            done = self._moved(proposal.allocation.choices, moments=moments)
-        return tuple(replace(move, why=texts.get(move.block, "")) for move in done)
+            moves = self._migrate_blocks(proposal.allocation.choices, moments=moments)
+        return tuple(replace(move, why=reasons.get(move.block, "")) for move in moves)
 
-    def _moved(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
+    def _migrate_blocks(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
         live = self.optimizer.registry.live
-        cast = any(live[block].spec.weights != resolve_spec(spec).weights for block, spec in choices.items())
-        with self.around_migration(cast):
+        casts = any(live[block].spec.weights != resolve_spec(spec).weights for block, spec in choices.items())
+        with self.around_migration(casts):
             return tuple(self.optimizer.migrate(choices, moments=moments))
 
-    # -- who listens ----------------------------------------------------------------------------------------------
-
-    def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
-        """After a resume that was no mere continuation: an event that says what changed and what became of each block.
-
-        `moves`: what the optimizer's loading converted, its states by now those of the plan in force.
-        """
-        if not moves and not notes:
-            return
-        held = self.optimizer.state_bytes()
-        before = self._saved_bytes if self._saved_bytes is not None else held
-        event = Reallocation(
-            step=self.step,
-            trigger="resume",
-            accepted=bool(moves),
-            why="; ".join(notes) or "the checkpoint was made for another plan",
-            moves=tuple(moves),
-            state_bytes_before=before,
-            state_bytes_after=held,
-            risk_before=self.plan.allocation.risk,
-            risk_after=self.plan.allocation.risk,
-        )
-        self._tell(event)
-
-    def _tell(self, event: Reallocation) -> None:
+    def _notify(self, event: Reallocation) -> None:
         for listener in self.listeners:
             listener(event, self.plan, self.profile)
+
+    # -- late parameters ------------------------------------------------------------------------------------------
+    #
+    # Parameters that a loop adds or unfreezes after the plan was made have activations that no plan counts. The step
+    # that brings them calls `plan_late` for their specs. `LateStep` measures the next whole step. After that,
+    # `_finish_late_step` counts what it held beyond the prediction and, if that exceeds the budget, replans.
+
+    def plan_late(self, infos: Sequence[ParamInfo]) -> Mapping[str, str]:
+        """Parameter -> spec for late parameters, within what the budget leaves for them; see `late_params`."""
+        network = None if self.network is None else self.network()
+        if network is not None:
+            described = {info.name: info for info in describe(network)}
+            infos = [replace(described.get(info.name, info), group=info.group) for info in infos]
+        params = named_params(self.optimizer.param_groups)
+        if any(info.whole not in (None, info.shape) for block in self.planner.blocks for info in block.params):
+            infos = [largest_shard(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
+        late = self._late_plan(infos)
+        self.late.update((info.name, info) for info in infos)
+        self.late_bytes += late.state_bytes
+        self._count_late(late.added_bytes)
+        if self.planner.budget.memory_bytes is not None and self.deferred_budget is None:
+            self._late_arrived = True
+            if all(params[info.name][0].grad is None for info in infos):  # else they came in mid-step
+                self._start_late_measurement()
+        return late.specs
+
+    def _start_late_measurement(self) -> None:
+        """Measures the coming step, in place of a measurement that is running."""
+        self._record_peak(device_peak_bytes(self._device))  # the measurement resets it
+        if self._late_step is not None:
+            self._late_step.close(self.optimizer)
+        network = None if self.network is None else self.network()
+        self._late_arrived = False
+        others = [sibling.optimizer.state for sibling in self.siblings]
+        self._late_step = LateStep(self.optimizer, network=network, budget=self.planner.budget, others=others)
+
+    def _restart_late_measurement(self) -> None:
+        """After states were loaded: a measurement that is running begins anew."""
+        if self._late_step is not None:
+            self._start_late_measurement()
+        else:
+            self._record_peak(device_peak_bytes(self._device))
+
+    def _finish_late_step(self) -> None:
+        """After the first whole step with late parameters: counts what it held beyond the prediction. If that exceeds
+        the budget, all states make room; raises InfeasibleBudgetError if they cannot."""
+        assert self._late_step is not None
+        step, self._late_step = self._late_step, None
+        state_bytes = self.optimizer.state_bytes()
+        self._record_peak(step.peak_bytes)
+        footprint = step.finish(self.optimizer, budget=self.planner.budget)
+        (peak_bytes,) = self.ranks.all_reduce_max(footprint.peak_bytes(state_bytes=state_bytes))
+        self._count_late(max(int(peak_bytes) - self.plan.peak_bytes, 0))
+        limit = self.planner.budget.memory_bytes  # None: lifted while the step ran
+        if limit is None or self.plan.peak_bytes <= limit:
+            return
+        room = limit - self.plan.peak_bytes + self.plan.allocation.state_bytes + self.late_bytes
+        if room <= 0:
+            raise InfeasibleBudgetError(
+                f"{len(self.late)} parameters came after the plan was made, and a step with them takes "
+                f"{format_bytes(limit - room)} without any optimizer state, of {format_bytes(limit)} in budget "
+                f"{self.planner.budget.name}: take fewer samples per forward, unfreeze fewer, or give a larger budget",
+                budget_bytes=limit,
+                least_feasible_bytes=limit - room,
+            )
+        self.replan_late(share=min(1.0, room / (self.planner.state_bytes_adamw + self.late_bytes_adamw)))
+        self.replan(why=f"a step with {len(self.late)} parameters that came late took {format_bytes(int(peak_bytes))}")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.optimizer.registry.names)).device
+
+    @property
+    def late_bytes_adamw(self) -> int:
+        return ADAMW_BYTES * sum(info.numel for info in self.late.values())
+
+    def _record_peak(self, num_bytes: int) -> None:
+        """Records the device's peak before it is reset, for all reallocators of this device."""
+        for reallocator in (self, *self.siblings):
+            reallocator.late_peak_bytes = max(reallocator.late_peak_bytes, num_bytes)
+            for listener in reallocator.peak_listeners:
+                listener(num_bytes)
+
+    def replan_late(self, *, share: float | None = None) -> None:
+        """Migrates late parameters: to the specs of their checkpoint, or within a share of fp32 AdamW's state."""
+        counted = self.late_bytes + FP32_BYTES * sum(info.numel for info in self.late.values())
+        late = self._late_plan(list(self.late.values()), share=share, counted=counted)
+        self.late_bytes = late.state_bytes
+        self._count_late(late.added_bytes - counted)
+        params_of_blocks = {
+            name: [slot.name for slot in live.slots] for name, live in self.optimizer.registry.live.items()
+        }
+        choices = {name: late.specs[params[0]] for name, params in params_of_blocks.items() if params[0] in late.specs}
+        self._migrate_blocks(choices, moments={})
+
+    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0) -> LatePlan:
+        """Chooses specs for late parameters. `counted`: their bytes that the predicted peak already includes."""
+        late = plan_late(
+            infos,
+            plan=replace(self.plan, peak_bytes=self.plan.peak_bytes - counted),
+            settings=self.planner.settings,
+            saved=self.late_specs if share is None else {},
+            least=self.deferred_budget is not None,
+            share=share,
+        )
+        self.late_specs.update(late.specs)
+        return late
+
+    def _count_late(self, num_bytes: int) -> None:
+        """Adds bytes of late parameters to the footprint, which is from before they came, and to the predicted peak."""
+        if self.planner.footprint is not None:
+            others = self.planner.footprint.others_bytes + num_bytes
+            self.planner.footprint = replace(self.planner.footprint, others_bytes=others)
+            self.plan = replace(self.plan, peak_bytes=self.plan.peak_bytes + num_bytes)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts only, so `weights_only` loading takes it. `copies`: see
+        """Tensors, numbers, strings, lists and dicts, as `weights_only` loading needs. `copies`: see
         `GradientProfiler.state_dict`."""
         saved = _Saved(
             step=self.step,
@@ -525,61 +532,99 @@ class Reallocator:
         return {**to_plain(saved), "profiler": self.profiler.state_dict(copies=copies) if self.profiler else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Goes on where `state` was taken: the saved allocation is taken over if budget, catalogue and blocks are the
-        same. What changed is planned for anew, statistics that mean nothing here start anew, and both are returned, to
-        be said.
+        """Continues a run; returns notes for the user on what could not be continued.
 
-        The optimizer's states are loaded by the optimizer, after this. Raises CheckpointError where `state` is damaged,
-        and InfeasibleBudgetError where neither the saved allocation nor any other fits, both with nothing changed.
+        The saved allocation is adopted if budget, catalogue and blocks are the same, else planned anew. Gradient
+        statistics of other blocks or specs start anew. Load the optimizer's states after this, into the optimizer.
+
+        Raises:
+            CheckpointError: `state` is damaged; nothing has changed.
+            InfeasibleBudgetError: Neither the saved allocation nor another one fits; nothing has changed.
         """
         saved = _read(state)
-        profile = saved.profile
+        profile, profile_dropped = saved.profile, False
         notes: list[str] = []
         if profile is not None and not has_all_blocks(profile, planner=self.planner):
-            profile = None
+            profile, profile_dropped = None, True
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
         footprint = self.planner.footprint
         if saved.last_decision and self.profiler is not None:
             self.planner.count_profile(0, temporary_bytes=0)
-        known = {
-            "saved": saved.budget,
-            "risk_model": saved.risk_model,
-            "gap": saved.gap,
-            "awaited": self.deferred_budget,
-        }
-        try:
-            plan, changed = self.ranks.broadcast_result(
-                lambda: restore_plan(self.planner, saved.choices, profile=profile, **known)
+
+        def adopt() -> tuple[Plan, list[str]]:
+            return restore_plan(
+                self.planner,
+                saved.choices,
+                profile=profile,
+                saved=saved.budget,
+                risk_model=saved.risk_model,
+                gap=saved.gap,
+                awaited=self.deferred_budget,
             )
+
+        try:
+            plan, changes = self.ranks.broadcast_result(adopt)
         except BaseException:
             self.planner.footprint = footprint
             raise
         self.step, self.num_accepted = saved.step, saved.num_accepted
         self.profile, self.last_decision = profile, saved.last_decision
         self.profiled_since_step = saved.watched_from if saved.profiler else self.step
-        self._saved_bytes = saved.state_bytes
+        self._saved_state_bytes = saved.state_bytes
         if saved.last_decision:
             self._stop_observing()
         planned = saved.planned
         if planned is None:
             planned = saved.choices != dict(self.planner.least_state_plan().allocation.choices)
-        self.continues_saved_plan = self.step > 0 and planned and not changed
+        self.continues_saved_plan = self.step > 0 and planned and not changes
         if saved.profiler and self.profiler is None and self.settings.mode == "once":
             notes.append("statistics of gradients are left out, as this optimizer has decided already")
-        notes = changed + notes
-        self.plan = _as_tuned(plan, saved)
-        self.late_specs = dict(saved.late) if not changed else {}
+        self.plan = _with_saved_tuning(plan, saved)
+        self.late_specs = dict(saved.late) if not changes else {}
         if self.late and self.late_specs:
             self.replan_late()
         self.optimizer.retune(tuning_of(self.plan))
-        self._moved(self.plan.allocation.choices, moments={})
+        self._migrate_blocks(self.plan.allocation.choices, moments={})
         if self.profiler is not None and saved.profiler:
             try:
                 self.profiler.load_state_dict(saved.profiler)
             except CheckpointError:
                 self.profiled_since_step = self.step
-                notes += [] if any("start anew" in note for note in notes) else ["statistics of gradients start anew"]
-        return notes
+                if not profile_dropped:
+                    notes.append("statistics of gradients start anew")
+        return changes + notes
+
+    def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
+        """Notifies listeners of a resume that changed something.
+
+        `moves`: conversions that loading the optimizer made, to the plan in force. `notes`: see `load_state_dict`.
+        """
+        if not moves and not notes:
+            return
+        state_bytes = self.optimizer.state_bytes()
+        self._notify(
+            Reallocation(
+                step=self.step,
+                trigger="resume",
+                accepted=bool(moves),
+                why="; ".join(notes) or "the checkpoint was made for another plan",
+                moves=tuple(moves),
+                state_bytes_before=state_bytes if self._saved_state_bytes is None else self._saved_state_bytes,
+                state_bytes_after=state_bytes,
+                risk_before=self.plan.allocation.risk,
+                risk_after=self.plan.allocation.risk,
+            )
+        )
+
+
+def _with_chosen_candidates(plan: Plan) -> Plan:
+    """The plan without candidates that were not chosen, for other ranks: all candidates are megabytes."""
+    choices = plan.allocation.choices
+    chosen = {
+        block: tuple(candidate for candidate in candidates if candidate.spec == choices[block])
+        for block, candidates in plan.candidates.items()
+    }
+    return replace(plan, candidates=chosen)
 
 
 def _read(state: object) -> _Saved:
@@ -595,9 +640,9 @@ def _read(state: object) -> _Saved:
     return saved
 
 
-def _as_tuned(plan: Plan, saved: _Saved) -> Plan:
-    """A plan that goes on with the saved choices keeps their rates and betas, whatever a newer table gives."""
-    tuning = saved.tuning  # None in a checkpoint of before there were any
+def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:
+    """The plan with the saved rates and betas, if it has the saved choices, whatever a newer table gives."""
+    tuning = saved.tuning  # None in checkpoints of earlier versions
     if tuning is None or plan.basis is None or dict(plan.allocation.choices) != saved.choices:
         return plan
     return replace(plan, basis=replace(plan.basis, lr=tuning.lr, betas=tuning.betas))
