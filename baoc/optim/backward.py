@@ -2,18 +2,23 @@
 
 `BackwardStepper` is the common part. It has two policies. `DropGradients` (release) drops gradients as soon as they are
 used, so a step never holds all of them. `KeepGradients` (overlap) copies host-placed states while the device computes.
-A step with either is:
+Both step a unit as soon as all of its gradients are final. A unit is a block (release), or a piece: the blocks that
+pass through a host buffer together (overlap). A step is:
 
-1. Hooks. `attach` puts a post-accumulate hook on each parameter; autograd calls it when the gradient is final.
-2. Counting. `ready` counts the gradients that a unit still lacks. A unit is a block (release) or a piece, the blocks
-   that pass through a host buffer together (overlap). A second gradient before `step` is refused.
-3. The step of a complete unit. A backend of its own steps it at once, with masks from the finite check and without the
-   backward's autocast. Options are read once, at the first gradient. On a GPU, from the second step on, blocks are
-   stepped in groups that hold at most `grouped_bytes` more (`planning.cost.together`), because the host, which has to
-   stay ahead of the device, takes as long for a group as for a block.
-4. `increment_version` tells autograd that weights changed, because kernels write where it does not see it.
-5. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient, and
-   keeps the norm. Overlap checks that gradients it used are unchanged; `step` then steps the other pieces.
+1. Hooks. `_register_hooks` puts a post-accumulate hook on each parameter. Autograd runs it when the gradient is final;
+   it calls `ready`, which calls the policy's `_on_final_gradient`.
+2. The first gradient of a step. Release calls `_begin`, which reads the optimizer's settings once for all blocks;
+   `last_backward` does so for overlap (`_prepare`).
+3. Counting. Each gradient is subtracted from those that its unit still lacks. A second one before `step` is refused.
+4. The step of a complete unit: `DropGradients.step_with` or `KeepGradients._step`. The finite check gives masks, and the
+   unit's backend steps without the backward's autocast. `increment_version` then tells autograd that weights changed,
+   because kernels write where it does not see it.
+5. Groups (release on a GPU, from the second step on). `_group_blocks` puts blocks together whose gradients take at most
+   `group_bytes_limit`, because a group costs the host as much time as one block, and the host has to stay ahead of the
+   device. `_on_complete_block` steps a group when all of its blocks are complete.
+6. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient
+   (`flush`), and keeps the norm of all gradients. Overlap checks that the gradients it used are unchanged; the
+   optimizer's `step` then steps the other pieces.
 
 Release excludes what needs all gradients before the first update: accumulation, skipping a step, GradScaler, averaging
 over processes, and clipping by this step's norm. Overlap needs a backward that ends accumulation and is not clipped;
@@ -46,13 +51,15 @@ from baoc.parallel import refuse_several_processes
 from baoc.planning.cost import grouped_bytes, stepping_groups
 
 log = logging.getLogger(__name__)
-_OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
-_ONE_BACKWARD = (
+_RELEASERS = WeakTensorKeyDictionary()  # parameter -> weak reference to the DropGradients that steps it
+_ONE_BACKWARD_PER_STEP = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"
 )
-_NO_CHANGE = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
-_SCALING = "_step_supports_amp_scaling"  # GradScaler lets an optimizer with it unscale by itself
+_LEAVE_GRADIENTS_ALONE = (
+    "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
+)
+_UNSCALES_ITSELF = "_step_supports_amp_scaling"  # attribute: GradScaler lets an optimizer that has it unscale by itself
 StreamId = tuple[int, int, int]  # of a CUDA stream: its number, device index and device type
 
 
@@ -93,7 +100,7 @@ class BeforeStep:
 
 
 class GradientObserver(Protocol):
-    """An observer of a step's final gradients, which come block by block."""
+    """Sees a step's final gradients, which come block by block."""
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -109,7 +116,7 @@ class GradientObserver(Protocol):
 
 
 class SteppedOptimizer(Protocol):
-    """What steppers use of `BlockwiseOptimizer`, which says what each is."""
+    """What steppers use of `BlockwiseOptimizer`; its docstring explains each member."""
 
     before_check: list[Callable[[], object]]
     before_step: list[BeforeStep]
@@ -137,7 +144,7 @@ class SteppedOptimizer(Protocol):
 
 
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
-    """The settings that an optimizer's `release` argument means; None without release.
+    """An optimizer's `release` argument as settings; None without release.
 
     Raises BadInputError for another type, and for nonfinite=skip_step, which would have to undo the steps of blocks.
     """
@@ -154,9 +161,9 @@ def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> Grad
 
 
 class BackwardStepper:
-    """Steps units of blocks of `owner` in backward, as soon as their gradients are final.
+    """Base of both policies: steps units of blocks of `owner` in backward, as soon as their gradients are final.
 
-    `_reset` clears what it holds of a step. Hooks and copies hold it by weak references only.
+    `_reset` clears everything that belongs to one step. Hooks refer to the stepper weakly, and it to its owner.
     """
 
     late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
@@ -186,20 +193,20 @@ class BackwardStepper:
         """True from the first block that is stepped, or waits to be, until `step` is called."""
         raise NotImplementedError
 
-    def _gradient_is_final(self, param: Tensor) -> None:
+    def _on_final_gradient(self, param: Tensor) -> None:
         raise NotImplementedError
 
     def ready(self, param: Tensor) -> None:
         """Called by hooks: the gradient of `param` is final in this backward."""
         with self._lock:
-            self._gradient_is_final(param)
+            self._on_final_gradient(param)
 
-    def _hook(self, params: Iterator[Tensor]) -> None:
+    def _register_hooks(self, params: Iterator[Tensor]) -> None:
         """Puts a hook on each of `params` that has none yet."""
-        me = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
         def hook(param: Tensor) -> None:
-            stepper = me()
+            stepper = weak_self()
             if stepper is not None:
                 stepper.ready(param)
 
@@ -212,14 +219,14 @@ class BackwardStepper:
         if self.mid_step:
             raise BadInputError(f"{what} between backward and step(): {self.stepped_text}")
 
-    def _warn_if_late(self) -> None:
-        """Has `say_late` called after the step if settings changed: as an error it must not interrupt the step."""
+    def _check_late_settings(self) -> None:
+        """Has the warning given after the step if settings changed: it may be an error, which must not interrupt it."""
         if self._options is not None and self.owner.options() != self._options and not self._warned_late:
-            self.owner.after_step.append(self.say_late)
+            self.owner.after_step.append(self.warn_of_late_settings)
 
-    def say_late(self) -> None:
+    def warn_of_late_settings(self) -> None:
         """Warns, once, that settings changed too late for this step."""
-        self.owner.after_step.remove(self.say_late)
+        self.owner.after_step.remove(self.warn_of_late_settings)
         if not self._warned_late:
             self._warned_late = True
             warnings.warn(
@@ -235,12 +242,12 @@ class BackwardStepper:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _StepGroup:
-    """Blocks that are stepped together."""
+    """Blocks that are stepped together; a single one until `_group_blocks` has grouped them."""
 
     names: tuple[str, ...]
     blocks: "list[_PendingBlock]" = field(default_factory=list)
-    num_complete: int = 0  # blocks whose gradients have all come
-    streams: set[StreamId] = field(default_factory=set)  # CUDA streams that they came on
+    num_complete: int = 0  # blocks that have all of their gradients
+    streams: set[StreamId] = field(default_factory=set)  # CUDA streams on which the gradients were computed
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -249,7 +256,7 @@ class _PendingBlock:
 
     live: LiveBlock
     group: _StepGroup
-    missing: int | None = None  # parameters without a gradient yet; None before the first
+    num_missing: int | None = None  # parameters without a gradient yet; None before the first
     stepped: bool = False
 
 
@@ -257,8 +264,15 @@ class DropGradients(BackwardStepper):
     """Gradient release: a block is stepped when all of its trainable parameters have gradients, which are then dropped.
 
     `attach` registers hooks on the owner's parameters and `detach` removes them; without hooks gradients stay until
-    `finish`. `observer` sees gradients by parts. `before_block` is called before each block's step. `any_released`:
-    whether the newest step had a gradient.
+    `finish`.
+
+    Attributes:
+        observer: Sees each block's final gradients before its step.
+        before_block: Called before each block's step.
+        any_released: True if the newest step had a gradient.
+        gradient_bytes: Bytes by which to group, of parameters that stand for larger ones.
+        norm: Norm of all gradients in the last step that had some.
+        params_with_gradient: `id` of the parameters whose gradient has come in this step.
     """
 
     late_text = "with gradient release it acts from the next backward on"
@@ -269,10 +283,8 @@ class DropGradients(BackwardStepper):
         self.observer: GradientObserver | None = None
         self.before_block: Callable[[], object] | None = None
         self.any_released = False
-        self.gradient_bytes: dict[
-            Tensor, int
-        ] = {}  # gradient bytes to group by, of parameters that stand for larger ones
-        self.norm: Tensor | None = None  # of all gradients in the last step that had some
+        self.gradient_bytes: dict[Tensor, int] = {}
+        self.norm: Tensor | None = None
         self._warned_hooks = False
         self._clear_index()
         super().__init__(owner)
@@ -285,7 +297,7 @@ class DropGradients(BackwardStepper):
 
     def _clear_index(self) -> None:
         self._pending: dict[int, _PendingBlock] = {}  # `id` of a parameter -> its block
-        self._groups: Mapping[str, Any] | None = None  # of the registry, which `_awaited` were made for
+        self._groups: Mapping[str, Any] | None = None  # the registry's `step_groups` when `_pending` was made
         self._device = torch.device("cpu")
 
     def _adopt(self, owner: SteppedOptimizer) -> None:
@@ -297,23 +309,22 @@ class DropGradients(BackwardStepper):
 
     def _reset(self) -> None:
         super()._reset()
-        self.params_with_gradient: set[int] = set()  # `id` of the parameters whose gradient has come in this step
+        self.params_with_gradient: set[int] = set()
         self._mid_step = False
-        self._arrivals: list[tuple[str, int]] | None = (
-            None  # block and bytes as gradients came, while groups are unknown
-        )
-        self._complete_blocks: list[_PendingBlock] = []  # complete blocks of one group, to be stepped together
-        self._factor: Tensor | None = None  # that scales all gradients, from the previous step's norm
-        self._norms: dict[Tensor, Tensor] = {}
+        # (block, bytes) of each gradient in the order in which they came; None once blocks are grouped
+        self._arrivals: list[tuple[str, int]] | None = None
+        self._complete_blocks: list[_PendingBlock] = []  # of one group, to be stepped together
+        self._factor: Tensor | None = None  # scales all gradients, by the previous step's norm
+        self._norms: dict[Tensor, Tensor] = {}  # parameter -> norm of its gradient
         self._nonfinite_before = 0  # non-finite elements known before this step
-        for awaited in self._pending.values():
-            awaited.missing, awaited.stepped = None, False
-            awaited.group.num_complete, awaited.group.streams = 0, set()
+        for pending in self._pending.values():
+            pending.num_missing, pending.stepped = None, False
+            pending.group.num_complete, pending.group.streams = 0, set()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which begin between steps; `adopt` gives them an owner and hooks."""
-        kept = {key: self.__dict__[key] for key in ("settings", "norm", "_warned_late", "_warned_hooks")}
-        return {**kept, "observer": None, "before_block": None, "any_released": False, "gradient_bytes": {}}
+        copied = {key: self.__dict__[key] for key in ("settings", "norm", "_warned_late", "_warned_hooks")}
+        return {**copied, "observer": None, "before_block": None, "any_released": False, "gradient_bytes": {}}
 
     def adopt(self, owner: SteppedOptimizer) -> None:
         """Makes a copy the stepper of `owner`."""
@@ -325,16 +336,16 @@ class DropGradients(BackwardStepper):
 
     def attach(self) -> None:
         """Puts a hook on every parameter that has state and no hook yet."""
-        self._hook(param for param in self.owner.registry.names if param.requires_grad)
+        self._register_hooks(param for param in self.owner.registry.names if param.requires_grad)
         for param in self._handles:
-            _OWNERS[param] = weakref.ref(self)
+            _RELEASERS[param] = weakref.ref(self)
 
     def detach(self) -> None:
         """Takes the hooks off: later backward passes keep gradients until `step`."""
         for param, handle in self._handles.items():
             handle.remove()
             if _releaser_of(param) is self:
-                del _OWNERS[param]
+                del _RELEASERS[param]
         self._handles = {}
 
     @contextmanager
@@ -359,8 +370,8 @@ class DropGradients(BackwardStepper):
 
     # -- a step
 
-    def _gradient_is_final(self, param: Tensor) -> None:
-        """Counts. It runs for each gradient while the device waits, so it looks nothing up but one dict."""
+    def _on_final_gradient(self, param: Tensor) -> None:
+        """Counts. It runs for each gradient while the device waits, so it makes a single dict look-up."""
         if self._options is None:
             if capturing():
                 raise BadInputError(
@@ -370,20 +381,20 @@ class DropGradients(BackwardStepper):
             with torch.no_grad():
                 self._begin()
         key = id(param)
-        awaited = self._pending[key]
-        if key in self.params_with_gradient or awaited.stepped:
+        pending = self._pending[key]
+        if key in self.params_with_gradient or pending.stepped:
             param.grad = None
             self._refuse_second(param)
         self.params_with_gradient.add(key)
         if self._arrivals is not None and param.grad is not None:
-            self._arrivals.append((awaited.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
+            self._arrivals.append((pending.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
         if self._device.type == "cuda":
-            awaited.group.streams.add(current_stream_id(self._device))
-        if awaited.missing is None:
-            awaited.missing = sum([slot.param.requires_grad for slot in awaited.live.slots])
-        awaited.missing -= 1
-        if not awaited.missing:
-            self._block_is_complete(awaited)
+            pending.group.streams.add(current_stream_id(self._device))
+        if pending.num_missing is None:
+            pending.num_missing = sum([slot.param.requires_grad for slot in pending.live.slots])
+        pending.num_missing -= 1
+        if not pending.num_missing:
+            self._on_complete_block(pending)
 
     def _begin(self) -> None:
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
@@ -402,11 +413,11 @@ class DropGradients(BackwardStepper):
             self.observer.begin_step()
 
     def _index_blocks(self) -> None:
-        """What there is to wait for, anew where blocks or groups changed; blocks that were stepped stay so."""
+        """Maps parameters to their blocks and groups, if blocks or groups changed; stepped blocks stay marked."""
         registry = self.owner.registry
         if self._groups is registry.step_groups:
             return
-        stepped = {awaited.live.block.name for awaited in self._pending.values() if awaited.stepped}
+        stepped = {pending.live.block.name for pending in self._pending.values() if pending.stepped}
         groups: dict[tuple[str, ...], _StepGroup] = {}
         self._pending = {}
         for name, live in registry.live.items():
@@ -424,48 +435,52 @@ class DropGradients(BackwardStepper):
         self._groups = registry.step_groups
 
     def _refuse_second(self, param: Tensor) -> None:
-        raise BadInputError(f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD}")
+        raise BadInputError(
+            f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD_PER_STEP}"
+        )
 
-    def _block_is_complete(self, awaited: _PendingBlock) -> None:
+    def _on_complete_block(self, pending: _PendingBlock) -> None:
         """Steps a complete block when all of its group is complete.
 
         A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
         come in this step, and groups that wait for frozen or skipped blocks would keep the gradients of a whole
         backward.
         """
-        self._mid_step, group = True, awaited.group
+        self._mid_step, group = True, pending.group
         group.num_complete += 1
         if self._complete_blocks and self._complete_blocks[0].group is not group:
-            overtaken, self._complete_blocks = self._complete_blocks, []
-            self.step_with(overtaken)
-        self._complete_blocks.append(awaited)
+            incomplete_group, self._complete_blocks = self._complete_blocks, []
+            self.step_with(incomplete_group)
+        self._complete_blocks.append(pending)
         if group.num_complete == len(group.blocks):
-            whole, self._complete_blocks = self._complete_blocks, []
-            self.step_with(whole)
+            complete_group, self._complete_blocks = self._complete_blocks, []
+            self.step_with(complete_group)
 
     @torch.no_grad()  # a backward with create_graph=True enables gradients
     def step_with(self, blocks: list[_PendingBlock]) -> None:
-        """Steps blocks of one group with the gradients computed so far: masks, clips, shows, uses and drops them."""
+        """Steps blocks of one group with the gradients computed so far: masks, clips, observes, uses and drops them."""
         owner, group = self.owner, blocks[0].group
         assert self._options is not None
-        unit, lives = owner.registry.backward_unit(group.names), [awaited.live for awaited in blocks]
-        others = [] if len(blocks) == len(group.blocks) else [one.live for one in group.blocks if one not in blocks]
+        unit, lives = owner.registry.backward_unit(group.names), [pending.live for pending in blocks]
+        left_out = (
+            [] if len(blocks) == len(group.blocks) else [each.live for each in group.blocks if each not in blocks]
+        )
         params = [slot.param for live in lives for slot in live.slots]
-        with ordered_after(group.streams), _set_aside(others) if others else nullcontext():
+        with ordered_after(group.streams), _without_gradients(left_out) if left_out else nullcontext():
             self.any_released = True
             if self.before_block is not None:
                 self.before_block()
             clips = self.settings.clip_norm is not None or self.settings.clip_value is not None
-            final = clips or self.observer is not None
-            masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=final)
+            gradients_are_read = clips or self.observer is not None
+            masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=gradients_are_read)
             assert masks is not None, "skip_step is refused when the optimizer is built"
-            for awaited in blocks:
-                awaited.stepped = self._mid_step = True
+            for pending in blocks:
+                pending.stepped = self._mid_step = True
             if clips:
                 self._clip(lives)
             if self.observer is not None:
-                named = {slot.name: slot.param.grad for live in lives for slot in live.slots}
-                self.observer.add_gradients({name: grad for name, grad in named.items() if grad is not None})
+                grads = {slot.name: slot.param.grad for live in lives for slot in live.slots}
+                self.observer.add_gradients({name: grad for name, grad in grads.items() if grad is not None})
             if any([live.unseeded for live in lives]):
                 owner.seed(lives)
             inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
@@ -478,25 +493,25 @@ class DropGradients(BackwardStepper):
 
     def flush(self) -> None:
         """Steps the blocks that still have gradients: incomplete ones, and those that wait for their group."""
-        live = self.owner.registry.live.values()
-        if not any([slot.param.grad is not None for each in live for slot in each.slots]):
+        blocks = self.owner.registry.live.values()
+        if not any([slot.param.grad is not None for live in blocks for slot in live.slots]):
             return
         if self._options is None:
             self._begin()
         self._index_blocks()
-        left: dict[_StepGroup, dict[_PendingBlock, None]] = {}
-        for awaited in dict.fromkeys(self._pending.values()):
-            for slot in awaited.live.slots:
+        by_group: dict[_StepGroup, dict[_PendingBlock, None]] = {}
+        for pending in dict.fromkeys(self._pending.values()):
+            for slot in pending.live.slots:
                 if slot.param.grad is not None:
-                    if awaited.stepped:
+                    if pending.stepped:
                         self._refuse_second(slot.param)
-                    left.setdefault(awaited.group, {})[awaited] = None
+                    by_group.setdefault(pending.group, {})[pending] = None
         self._complete_blocks = []
-        for blocks in left.values():
-            self.step_with(list(blocks))
+        for unstepped in by_group.values():
+            self.step_with(list(unstepped))
 
     def finish(self) -> None:
-        """Ends the step: steps what is left, and keeps the norm of all gradients for the next step's clipping."""
+        """Ends the step: steps the remaining blocks, and keeps the norm of all gradients for the next clipping."""
         owner = self.owner
         if hasattr(owner, "grad_scale"):  # only GradScaler.step sets it
             raise BadInputError(
@@ -506,7 +521,7 @@ class DropGradients(BackwardStepper):
             )
         if self._options is None:
             self._begin()
-        self._warn_if_late()  # before anything is ended: it may raise
+        self._check_late_settings()  # before anything is ended: it may raise
         self.flush()
         owner.registry.join()
         if self.observer is not None:
@@ -515,7 +530,7 @@ class DropGradients(BackwardStepper):
             self._warned_hooks = True
             log.warning("what register_step_pre_hook was given finds no gradients: they are released in backward")
         if self._norms:  # in the order of parameters, so that the sum does not depend on that of gradients
-            self.norm = _total([self._norms[param] for param in self._params() if param in self._norms])
+            self.norm = _norm_of_norms([self._norms[param] for param in self._params() if param in self._norms])
         if self._arrivals:
             self._group_blocks(self._arrivals)
         self._reset()
@@ -524,7 +539,7 @@ class DropGradients(BackwardStepper):
         return [slot.param for live in self.owner.registry.live.values() for slot in live.slots]
 
     def _group_blocks(self, order: list[tuple[str, int]]) -> None:
-        """Groups blocks that are stepped together from now on, by the `order` in which gradients came."""
+        """Groups the blocks that are stepped together from now on. `order`: (block, gradient bytes) as they came."""
         registry = self.owner.registry
         names = dict.fromkeys(name for name, _ in order)
         groups = stepping_groups(
@@ -544,8 +559,8 @@ class DropGradients(BackwardStepper):
         for params in filter(None, by_block if self.norm is None else [list(chain.from_iterable(by_block))]):
             grads = [param.grad for param in params if param.grad is not None]
             if self.settings.clip_norm is not None:
-                wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-                norms = torch._foreach_norm(grads, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+                norm_dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+                norms = torch._foreach_norm(grads, dtype=norm_dtype)  # pyright: ignore[reportPrivateImportUsage]
                 self._norms |= zip(params, norms, strict=True)
                 factor = self.norm_factor(self.settings.clip_norm, params=params)
                 torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -554,7 +569,7 @@ class DropGradients(BackwardStepper):
                     grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
 
     def norm_factor(self, limit: float, *, params: list[Tensor]) -> Tensor:
-        """The factor, at most 1, for the gradients of a block. It stays on the device, so nothing waits."""
+        """The factor, at most 1, for the gradients of `params`. It stays on the device, so nothing waits."""
         if self.norm is not None:
             if self._factor is None:
                 norm = self.norm.to(params[0].device)  # one from a checkpoint may be on another device
@@ -562,12 +577,12 @@ class DropGradients(BackwardStepper):
             return self._factor
         numel = max(sum(param.numel() for param in self._params()), 1)
         share = sum(param.numel() for param in params) / numel
-        norm = _total([self._norms[param] for param in params])
+        norm = _norm_of_norms([self._norms[param] for param in params])
         return (limit * share**0.5 / (norm + 1e-6)).clamp(max=1.0)
 
     # -- between steps
 
-    def check_zeroing(self, *, set_to_none: bool) -> None:
+    def check_zero_grad(self, *, set_to_none: bool) -> None:
         """Raises BadInputError where `zero_grad` would keep gradients, or drop some that were used."""
         if not set_to_none:
             raise BadInputError(
@@ -593,7 +608,7 @@ class DropGradients(BackwardStepper):
 
 
 def detach_other_releases(params: list[Tensor]) -> None:
-    """Detaches the release of other optimizers on any of `params`: the newest optimizer trains them."""
+    """Detaches the hooks of other optimizers that release gradients of any of `params`: the newest trains them."""
     for releaser in {id(r): r for p in params if (r := _releaser_of(p)) is not None}.values():
         releaser.detach()
         log.warning(
@@ -602,18 +617,18 @@ def detach_other_releases(params: list[Tensor]) -> None:
 
 
 def _releaser_of(param: Tensor) -> DropGradients | None:
-    ref = _OWNERS.get(param)
+    ref = _RELEASERS.get(param)
     return ref() if ref is not None else None
 
 
-def _total(norms: list[Tensor]) -> Tensor:
-    """The norm of all gradients, from the norms of the parts."""
+def _norm_of_norms(norms: list[Tensor]) -> Tensor:
+    """The norm of all gradients, from the norm of each."""
     dtype = norms[0].dtype
     return torch.linalg.vector_norm(torch.stack([norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]))
 
 
 @contextmanager
-def _set_aside(lives: Sequence[LiveBlock]) -> Iterator[None]:
+def _without_gradients(lives: Sequence[LiveBlock]) -> Iterator[None]:
     """Inside, the parameters of `lives` have no gradients."""
     grads = [(slot.param, slot.param.grad) for live in lives for slot in live.slots if slot.param.grad is not None]
     for param, _ in grads:
@@ -639,24 +654,24 @@ def ordered_after(streams: Set[StreamId]) -> AbstractContextManager[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
     `streams` wait for it.
 
-    Branches of a network may make gradients on streams of their own. A step of them together waits for all; the memory
-    of a dropped gradient goes back to its own stream, which may use it again only after the step.
+    Branches of a network may compute gradients on streams of their own. A step of several gradients waits for all of
+    these streams. The memory of a dropped gradient goes back to its own stream, which may use it only after the step.
     """
     now = current_stream_id(torch.device("cuda", next(iter(streams))[1])) if streams else None
-    return nullcontext() if now is None or streams == {now} else _after(streams, now=now)
+    return nullcontext() if now is None or streams == {now} else _stream_order(streams, now=now)
 
 
 @contextmanager
-def _after(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
-    here, *apart = (
+def _stream_order(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
+    current, *others = (
         torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-        for number, index, kind in (now, *(one for one in streams if one != now))
+        for number, index, kind in (now, *(stream for stream in streams if stream != now))
     )
-    for stream in apart:
-        here.wait_stream(stream)
+    for stream in others:
+        current.wait_stream(stream)
     yield
-    for stream in apart:
-        stream.wait_stream(here)
+    for stream in others:
+        stream.wait_stream(current)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -667,16 +682,22 @@ class KeepGradients(BackwardStepper):
 
     Gradients stay readable until `step`, but nobody may change them, because they have been used. Between steps it
     holds only hooks.
+
+    Attributes:
+        num_stepped: Parameters that the last step's backward stepped.
+        versions: Parameter stepped in this backward -> its gradient's version.
     """
 
     late_text = "blocks that were stepped in backward take it in the next step"
-    stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_NO_CHANGE}"
+    stepped_text = (
+        f"some host-placed blocks have been stepped in backward. Call step() first, or {_LEAVE_GRADIENTS_ALONE}"
+    )
 
     def __init__(self, owner: SteppedOptimizer):
-        self._on = False
+        self._active = False
         self._arrival_order: list[Tensor] = []  # parameters, in the order in which their gradients became final
         self._ordered_blocks: set[str] = set()  # blocks when the registry last learned their order
-        self.num_stepped = 0  # parameters that the last step's backward stepped
+        self.num_stepped = 0
         super().__init__(owner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -687,7 +708,7 @@ class KeepGradients(BackwardStepper):
         super()._reset()
         self._piece_of: dict[Tensor, tuple[HostedBackend, int]] = {}  # parameter -> its piece
         self._num_missing: Counter[tuple[HostedBackend, int]] = Counter()  # piece -> parameters without a gradient yet
-        self.versions: dict[Tensor, int] = {}  # parameter stepped in backward -> its gradient's version
+        self.versions: dict[Tensor, int] = {}
 
     @property
     def mid_step(self) -> bool:
@@ -698,18 +719,18 @@ class KeepGradients(BackwardStepper):
         """Inside, a backward steps host-placed blocks when their gradients are final, where that is possible."""
         refuse_several_processes("last_backward")
         self.check_between_steps("last_backward was entered")
-        self._on = self._prepare()
+        self._active = self._prepare()
         try:
             yield
         finally:
-            self._on = False
+            self._active = False
 
     def _prepare(self) -> bool:
-        """Notes which piece each parameter belongs to; False where all blocks have to wait for `step`."""
+        """Maps each parameter to its piece. Returns False if all blocks have to wait for `step`."""
         owner = self.owner
-        seen = any(subscriber.wanted() for subscriber in owner.before_step)
-        thawed = any(param.requires_grad for param in owner.registry.frozen)  # blocks may still come in this step
-        if owner.releaser is not None or owner.nonfinite != "skip_element" or seen or thawed:
+        gradients_wanted = any(subscriber.wanted() for subscriber in owner.before_step)
+        thawed = any(param.requires_grad for param in owner.registry.frozen)  # this step may add blocks for them
+        if owner.releaser is not None or owner.nonfinite != "skip_element" or gradients_wanted or thawed:
             return False
         self._reset()
         self._options = owner.options()
@@ -723,15 +744,15 @@ class KeepGradients(BackwardStepper):
                     params = [slot.param for live in piece.blocks for slot in live.slots if slot.param.requires_grad]
                     self._piece_of |= dict.fromkeys(params, (backend, index))
         self._num_missing = Counter(self._piece_of.values())
-        self._hook(iter(self._piece_of))
+        self._register_hooks(iter(self._piece_of))
         if self._piece_of:
             if self.finish not in owner.before_check:
                 owner.before_check.append(self.finish)
-            vars(owner)[_SCALING] = True  # so that a GradScaler calls `step`, which refuses scaled gradients
+            vars(owner)[_UNSCALES_ITSELF] = True  # so that a GradScaler calls `step`, which refuses scaled gradients
         return bool(self._piece_of)
 
-    def _gradient_is_final(self, param: Tensor) -> None:
-        if not self._on or param not in self._piece_of or capturing():
+    def _on_final_gradient(self, param: Tensor) -> None:
+        if not self._active or param not in self._piece_of or capturing():
             return
         piece = self._piece_of[param]
         self._arrival_order.append(param)
@@ -764,16 +785,16 @@ class KeepGradients(BackwardStepper):
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     def check(self) -> None:
-        """To be called before anything is done to gradients; makes later work wait for the steps that use them.
+        """To be called before anything is done to gradients: makes later work wait for the steps that use them.
 
-        Raises BadInputError where a used gradient was changed or dropped.
+        Raises BadInputError if a used gradient was changed or dropped.
         """
         for param, version in self.versions.items():
             if param.grad is None or param.grad._version != version:
                 what = "dropped" if param.grad is None else "changed"
                 raise BadInputError(
                     f"the gradient of {self.owner.registry.names[param]} was {what} between backward and step(), and "
-                    f"its block was stepped in backward: {_NO_CHANGE}"
+                    f"its block was stepped in backward: {_LEAVE_GRADIENTS_ALONE}"
                 )
         if self.versions:
             self.owner.registry.join()
@@ -782,13 +803,13 @@ class KeepGradients(BackwardStepper):
         """Called by the `step` after `last_backward`, before its finite check."""
         self.check()
         owner = self.owner
-        if vars(owner).pop(_SCALING, False) and hasattr(owner, "grad_scale"):
+        if vars(owner).pop(_UNSCALES_ITSELF, False) and hasattr(owner, "grad_scale"):
             raise BadInputError(
                 "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
-                f"gradients that are scaled still: {_NO_CHANGE}"
+                f"gradients that are scaled still: {_LEAVE_GRADIENTS_ALONE}"
             )
         if self.mid_step:
-            self._warn_if_late()
+            self._check_late_settings()
         self.num_stepped = len(self.versions)
         self._reset()
         owner.before_check.remove(self.finish)

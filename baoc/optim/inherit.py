@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baoc.optim.rules import RuleContext
-from baoc.optim.rules.matrix import as_matrix, column_mean, finished, from_matrix
+from baoc.optim.rules.matrix import as_matrix, column_mean, from_matrix, run_alone
 from baoc.optim.state import Slot
 from baoc.types import Moments, StateDecl, StateKind, StateLayout
 
@@ -43,7 +43,7 @@ def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
     if decl.layout is StateLayout.PER_ROW:
         return matrix.mean(1)
     if decl.layout is StateLayout.PER_COLUMN:
-        return finished(column_mean(matrix, finite=None, ctx=ctx), ctx)[0]
+        return run_alone(column_mean(matrix, finite=None, ctx=ctx), ctx)[0]
     fold = 2**decl.level
     matrix = pad(matrix, (0, -matrix.shape[1] % fold))
     folded = matrix.reshape(len(matrix), -1, fold).mean(2)

@@ -25,6 +25,6 @@ DEFAULT_TARGET = 0.2  # AdamW's usual update RMS, before any profile
 UNAVERAGED_TARGET = 1.0  # and that of g / sqrt(v)
 
 
-def averages(rule: RuleInfo) -> bool:
+def has_momentum(rule: RuleInfo) -> bool:
     """Whether the rule keeps momentum."""
     return any(decl.kind is StateKind.M for decl in rule.states)

@@ -38,7 +38,7 @@ from baoc.types import BlockMove, Moments, OptimizerSpec, RuleInfo, StateDecl, S
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a
 # step: (1 - beta1) sqrt(age) <= 1 at beta1 = .9.
 SEED_AGE = 100
-_ORDER = ("dropped", "kept", "converted", "new")
+_OUTCOMES = ("dropped", "kept", "converted", "new")
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class ConversionReport:
 
     def note(self, name: str, how: str) -> None:
         """Notes a tensor's outcome. If tensors of a block differ, the latest in _ORDER is reported."""
-        self.outcomes[name] = max(self.outcomes.get(name, how), how, key=_ORDER.index)
+        self.outcomes[name] = max(self.outcomes.get(name, how), how, key=_OUTCOMES.index)
 
     def measure(self, name: str, *, wanted: Tensor, stored: Tensor) -> None:
         self.error[name] = self.error.get(name, 0.0) + float((stored - wanted).square().sum(dtype=torch.float64))
@@ -244,7 +244,7 @@ def norm_over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]
     return float(sums[0]) ** 0.5, int(sums[1])
 
 
-def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
+def device_growth(target: LiveBlock, *, held: LiveBlock) -> int:
     """Bytes of states and weights that a move adds on the device; negative where it frees some."""
     after, before = (
         (0 if live.on_host else state_bytes(live.block, spec=live.spec, rule=live.rule.info))
@@ -254,7 +254,7 @@ def planned_growth(target: LiveBlock, *, held: LiveBlock) -> int:
     return after - before
 
 
-def move(
+def migrate_block(
     target: LiveBlock,
     *,
     registry: BlockRegistry,

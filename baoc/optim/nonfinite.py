@@ -130,7 +130,7 @@ class NonFiniteFilter:
         if not params or all_finite(params, names=names):
             return {}
         counts = {}
-        for param, finite in mask_(params).items():
+        for param, finite in zero_nonfinite_(params).items():
             counts[names[param]] = int(finite.numel() - finite.sum())
             before = self._masks.get(param)
             self._masks[param] = finite if before is None else finite & before
@@ -207,7 +207,7 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
     return all([bool(norm < LIMIT / 2) for norm in norms])
 
 
-def mask_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+def zero_nonfinite_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Zeroes the non-finite elements; returns their parameters with a bool mask, True where finite."""
     masks = {}
     for param in params:

@@ -2,7 +2,7 @@
 
 It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step (`_step`) goes through
 
-1. `_ready`: the registry's backends, rebuilt only where a parameter or state moved since the last step,
+1. `_current_unit`: the registry's backends, rebuilt only where a parameter or state moved since the last step,
 2. `finite_check` (`baoc.optim.nonfinite`), which may mask gradient elements or skip the step,
 3. the subscribers of `before_step`, who see the final gradients,
 4. the backends (`baoc.optim.backends`: eager, native, fused, hosted), each once for all blocks that it steps,
@@ -45,7 +45,7 @@ from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
 # Attributes that copies leave out: schedulers wrap `step`, and the optimizer's owner sets the others.
-_UNKEPT = ("step", "overlap", "before_check", "before_step", "after_step", "late_planner", "network")
+_LEFT_OUT_OF_COPIES = ("step", "overlap", "before_check", "before_step", "after_step", "late_planner", "network")
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -123,10 +123,10 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report: loading.LoadReport | None = None
         self.finite_check = NonFiniteFilter(nonfinite)
         self.num_steps = 0  # completed steps, the codecs' phase
-        self._stalling: set[str] = set()  # blocks that a warning has named
+        self._warned_of_stalling: set[str] = set()  # blocks that a warning has named
         self._unseeded = False  # whether the next step initializes some v (`seed`)
         self._registry: BlockRegistry | None = None
-        self._keeps_betas = tuning is not None and bool(tuning.betas)
+        self._tunes_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.to_plain(value) for key, value in defaults.items()})
         registry = BlockRegistry(self.state, backend=backend, matched_by=matched_by, tuning=tuning)
@@ -153,34 +153,34 @@ class BlockwiseOptimizer(Optimizer):
         """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises where they cannot, and adds
         nothing."""
         if self._registry is not None:
-            param_group = self._with_names(param_group)
+            param_group = self._named_from_network(param_group)
             (param_group,) = groups.to_groups([param_group], held=self.param_groups)
         groups.check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group, index = self.param_groups[-1], len(self.param_groups) - 1
         group["betas"] = tuple(float(beta) for beta in group["betas"])
-        if self._keeps_betas:
+        if self._tunes_betas:
             group.setdefault(FIRST_BETAS, group["betas"])
         if self._registry is not None:
             pairs = zip(group["param_names"], group["params"], strict=True)
             infos = [groups.param_info(name, param, group=index) for name, param in pairs if param.requires_grad]
             try:
-                self._admit(infos)
+                self._add_late_params(infos)
             except (BadInputError, InfeasibleBudgetError):
                 self.param_groups.pop()
                 raise
 
-    def _admit(self, infos: list[ParamInfo]) -> None:
+    def _add_late_params(self, infos: list[ParamInfo]) -> None:
         """Gives late parameters their states, by the specs of `late_planner` if there is one."""
         specs = self.late_planner(infos) if self.late_planner is not None and infos else None
         self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
         loading.load_late(self.registry, param_groups=self.param_groups)
-        self._note_unseeded()
+        self._update_unseeded()
         self._warn_of_stalling(self.registry.live)
         if self.releaser is not None:
             self.releaser.attach()
 
-    def _with_names(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _named_from_network(self, group: dict[str, Any]) -> dict[str, Any]:
         """A late group with the network's names for plain parameters, if the network has all of them."""
         network = None if self.network is None else self.network()
         given = group.get("params")
@@ -192,13 +192,13 @@ class BlockwiseOptimizer(Optimizer):
             params = [(names[id(param)], param) for param in params]
         return {**group, "params": params}
 
-    def _note_unseeded(self) -> None:
+    def _update_unseeded(self) -> None:
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
         """Warns once per block that 16-bit weights without correction lose small updates."""
-        new = [self.registry.live[name] for name in names if name not in self._stalling]
-        self._stalling.update(masters.warn_of_stalling(new))
+        new = [self.registry.live[name] for name in names if name not in self._warned_of_stalling]
+        self._warned_of_stalling.update(masters.warn_of_stalling(new))
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -233,11 +233,11 @@ class BlockwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._notice_params()
+        self._check_params()
         if self.releaser is not None:  # blocks were stepped in backward
             self.releaser.finish()
             self.num_steps += 1
-            self._note_unseeded()
+            self._update_unseeded()
         elif self.registry.local_params:
             self.registry.set_local_gradients()
             try:
@@ -257,7 +257,7 @@ class BlockwiseOptimizer(Optimizer):
                 "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
                 "Capture forward and backward alone; the step replays a graph of its own"
             )
-        unit = self._ready()
+        unit = self._current_unit()
         options = self.options()  # may raise, so before the check uses up its marks
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
@@ -280,7 +280,7 @@ class BlockwiseOptimizer(Optimizer):
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
-    def _notice_params(self) -> None:
+    def _check_params(self) -> None:
         """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
         registry = self.registry
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
@@ -293,9 +293,9 @@ class BlockwiseOptimizer(Optimizer):
                 "add_param_group, and build another optimizer where some were replaced"
             )
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
-            self._admit(registry.thawed_params(self.param_groups))
+            self._add_late_params(registry.thawed_params(self.param_groups))
 
-    def _ready(self) -> StepUnit:
+    def _current_unit(self) -> StepUnit:
         """The StepUnit of this step: the last one, unless parameters or states have moved since."""
         registry = self.registry
         unit, held = registry.unit, registry.sample_state
@@ -311,7 +311,7 @@ class BlockwiseOptimizer(Optimizer):
     def seed(self, blocks: Iterable[LiveBlock]) -> None:
         """Initializes v of those `blocks` that wait for a gradient and have one now (`baoc.optim.seeding`)."""
         seeding.seed(blocks, registry=self.registry, param_groups=self.param_groups)
-        self._note_unseeded()
+        self._update_unseeded()
 
     def last_backward(self) -> AbstractContextManager[None]:
         """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already.
@@ -374,7 +374,7 @@ class BlockwiseOptimizer(Optimizer):
         for subscriber in self.before_zeroing:
             subscriber()
         if self.releaser is not None:
-            self.releaser.check_zeroing(set_to_none=set_to_none)
+            self.releaser.check_zero_grad(set_to_none=set_to_none)
         self.overlap.check_between_steps("zero_grad was called")
         self.finite_check.forget(self.registry.all_backends)
         self.registry.drop_local_gradients()
@@ -429,8 +429,8 @@ class BlockwiseOptimizer(Optimizer):
         """Sets learning rates and betas by rule and role, of present and late blocks, from the next step on."""
         if tuning == self.registry.tuning:
             return
-        self._keeps_betas = tuning is not None and bool(tuning.betas)
-        for group in self.param_groups if self._keeps_betas else ():
+        self._tunes_betas = tuning is not None and bool(tuning.betas)
+        for group in self.param_groups if self._tunes_betas else ():
             group.setdefault(FIRST_BETAS, group["betas"])
         self.registry.retune(tuning, param_groups=self.param_groups)
 
@@ -458,12 +458,12 @@ class BlockwiseOptimizer(Optimizer):
         check_new_blocks(targets)
         self.registry.checksum_weights()  # in mid-run: until the next step the bits of all corrected weights are known
         self.registry.drop_stale_corrections()
-        targets.sort(key=lambda target: migration.planned_growth(target, held=live[target.block.name]))
+        targets.sort(key=lambda target: migration.device_growth(target, held=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends hold what is to be freed
         moves, fresh = {}, self.num_steps == 0
         with self.finite_check.keep_checked_through_casts():
             for target in targets:
-                moves[target.block.name] = migration.move(
+                moves[target.block.name] = migration.migrate_block(
                     target,
                     registry=self.registry,
                     param_groups=self.param_groups,
@@ -472,7 +472,7 @@ class BlockwiseOptimizer(Optimizer):
                     why=why,
                 )
         self.registry.refresh(self.param_groups)
-        self._note_unseeded()
+        self._update_unseeded()
         self._warn_of_stalling(moves)
         return [moves[name] for name in live if name in moves]
 
@@ -508,7 +508,7 @@ class BlockwiseOptimizer(Optimizer):
         self.num_steps, self.registry.may_be_overwritten = saved.num_steps, True
         if self.releaser is not None:
             self.releaser.load_state_dict(state_dict.get("release"))
-        self._note_unseeded()
+        self._update_unseeded()
         self.registry.refresh(self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -541,24 +541,24 @@ class BlockwiseOptimizer(Optimizer):
         raise TypeError("a shallow copy would step the same parameters and states as well: use copy.deepcopy")
 
     @staticmethod
-    def _subscribed() -> dict[str, Any]:
+    def _no_subscribers() -> dict[str, Any]:
         """The values of a copy's subscribers, late_planner and network."""
         lists = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
         return {**lists, "late_planner": None, "network": None}
 
-    def _own(self) -> dict[str, Any]:
+    def _own_attributes(self) -> dict[str, Any]:
         hidden = ("_optimizer_", "_warned", "_zero_grad")
-        return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _UNKEPT}
+        return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _LEFT_OUT_OF_COPIES}
 
     def __getstate__(self) -> dict[str, Any]:
         # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
         self.registry.synchronize()
         held = self.registry.state.items()
         states = {param: {key: with_own_storage(value) for key, value in state.items()} for param, state in held}
-        return {**self._own(), "state": defaultdict(dict, states)}
+        return {**self._own_attributes(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, **self._subscribed()})
+        super().__setstate__({**state, **self._no_subscribers()})
         self.overlap = KeepGradients(self)
         if self._registry is not None:
             self._registry.adopt(self.state)

@@ -221,7 +221,7 @@ class BlockRegistry:
 
     def has_own_target(self, live: LiveBlock) -> bool:
         """True if the block is matched to 1, not to AdamW's RMS: displacement does so for rules without momentum."""
-        return self.matched_by == "displacement" and live.matched and not matching.averages(live.rule.info)
+        return self.matched_by == "displacement" and live.matched and not matching.has_momentum(live.rule.info)
 
     def thawed_params(self, param_groups: list[dict[str, Any]]) -> list[ParamInfo]:
         """Parameters that were frozen when the optimizer was built and have a gradient now."""

@@ -15,8 +15,8 @@ from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
     convert,
+    device_growth,
     norm_over_ranks,
-    planned_growth,
     sums_over_all_rows,
 )
 from baoc.optim.rules import RULES
@@ -478,7 +478,7 @@ def test_the_growth_of_a_move_is_of_states_and_weights_on_the_device(target: str
         return optimizer.registry.live["w"], on_device + 4096 * (2 if "split8" in spec else 4)
 
     (after, more), (before, less) = live(target), live(held)
-    assert planned_growth(after, held=before) == more - less
+    assert device_growth(after, held=before) == more - less
 
 
 def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() -> None:

@@ -17,13 +17,13 @@ from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
 from baoc.optim.rules.base import RuleContext
-from baoc.optim.rules.matrix import Summing, SummingRule
+from baoc.optim.rules.matrix import RankSums, SummingRule
 from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot
 
 T = TypeVar("T")
 TINY = 1e-30
-_PIECE = 2**16
+_ELEMENTS_PER_NORM = 2**16
 
 
 class EagerBackend(Backend):
@@ -130,13 +130,13 @@ def _directions(
     batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: ShardGroup | None, store: bool = True
 ) -> list[tuple[Direction, float | Tensor, int]]:
     """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
-    runs = [_measuring(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
+    runs = [_direction_and_norm(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
     return run_in_lockstep(runs, shards=shards)
 
 
-def _measuring(
+def _direction_and_norm(
     slot: Slot, inputs: StepInputs, *, matched: bool, store: bool
-) -> Summing[tuple[Direction, float | Tensor, int]]:
+) -> RankSums[tuple[Direction, float | Tensor, int]]:
     finite, norm, count = inputs.masks.get(slot.param), 0.0, 0
     if slot.param.numel() or slot.sums_over_ranks:
         direction = yield from advance_in_steps(slot, inputs, finite=finite, store=store)
@@ -159,7 +159,7 @@ def _measuring(
     return direction, (whole.item() if whole.is_cpu else whole.to(torch.float32)), int(counted)
 
 
-def run_in_lockstep(runs: Sequence[Summing[T]], *, shards: ShardGroup | None) -> list[T]:
+def run_in_lockstep(runs: Sequence[RankSums[T]], *, shards: ShardGroup | None) -> list[T]:
     """What `runs` return. Sums that several ask for at once are one message."""
     done: dict[int, T] = {}
     sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -181,22 +181,22 @@ def run_in_lockstep(runs: Sequence[Summing[T]], *, shards: ShardGroup | None) ->
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
     """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
-    work = _begin(slot, inputs, finite=finite, store=store)
+    work = _rule_inputs(slot, inputs, finite=finite, store=store)
     direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
-    _end(slot, inputs, work=work, store=store)
+    _store_states(slot, inputs, work=work, store=store)
     return direction
 
 
 def advance_in_steps(
     slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True
-) -> Summing[Direction]:
+) -> RankSums[Direction]:
     """`advance`, which stops for each sum over ranks."""
     if not slot.sums_over_ranks:
         return advance(slot, inputs, finite=finite, store=store)
     assert isinstance(slot.rule, SummingRule)
-    work = _begin(slot, inputs, finite=finite, store=store)
+    work = _rule_inputs(slot, inputs, finite=finite, store=store)
     direction = yield from slot.rule.steps(work.grad, states=work.states, ctx=work.ctx)
-    _end(slot, inputs, work=work, store=store)
+    _store_states(slot, inputs, work=work, store=store)
     return direction
 
 
@@ -210,7 +210,7 @@ class _RuleInputs:
     ctx: RuleContext
 
 
-def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _RuleInputs:
+def _rule_inputs(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _RuleInputs:
     state, options = inputs.state[slot.param], inputs.options[slot.options_index]
     step = 0
     if slot.counts_steps:
@@ -237,7 +237,7 @@ def _begin(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool
     return _RuleInputs(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
 
 
-def _end(slot: Slot, inputs: StepInputs, *, work: _RuleInputs, store: bool) -> None:
+def _store_states(slot: Slot, inputs: StepInputs, *, work: _RuleInputs, store: bool) -> None:
     """Gives excluded elements their states back and stores all in their formats."""
     if not store:
         return
@@ -319,7 +319,7 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tup
         update = torch.where(finite, update, 0.0)
         count = int(finite.sum())
     if update.is_cpu:  # in pieces, because the CPU kernel sums in fp32: off by 1 % at 10M equal elements
-        pieces = update.reshape(-1).split(_PIECE) if count > _PIECE else (update,)
+        pieces = update.reshape(-1).split(_ELEMENTS_PER_NORM) if count > _ELEMENTS_PER_NORM else (update,)
         norm = sum(torch.linalg.vector_norm(piece).item() ** 2 for piece in pieces) ** 0.5
     else:
         norm = torch.linalg.vector_norm(update)

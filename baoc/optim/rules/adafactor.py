@@ -10,16 +10,16 @@ from torch import Tensor
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim.rules.base import Direction, RuleContext
 from baoc.optim.rules.matrix import (
-    Summing,
+    RankSums,
     SummingRule,
     as_matrix,
     average_,
     column_mean,
-    finished,
     finite_matrix,
     from_matrix,
     mean,
     rms,
+    run_alone,
 )
 
 _FLOOR = 1e-30  # added to g^2, eps1 of the paper
@@ -30,7 +30,7 @@ _CLIP = 1.0  # largest RMS of the update
 class Adafactor(SummingRule):
     """Update g / sqrt(v), v = row col^T / mean(row), divided by max(1, its RMS). `eps` of the group plays no part."""
 
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         row, col = states["v_row"], states["v_col"]
         finite = finite_matrix(ctx)
         square = as_matrix(grad, ctx).square().add_(_FLOOR)
@@ -46,10 +46,10 @@ class Adafactor(SummingRule):
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
         if "m" not in states or not ctx.step:
             return None
-        return finished(self._direction(states["m"], states=states, ctx=ctx), ctx)
+        return run_alone(self._direction(states["m"], states=states, ctx=ctx), ctx)
 
     @staticmethod
-    def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+    def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         row, col = states["v_row"], states["v_col"]
         numerator = states["m"] / (1 - ctx.beta1**ctx.step) if "m" in states else grad
         whole = row.mean()

@@ -8,7 +8,7 @@ from torch import Tensor
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim.rules.base import Direction, Rule, RuleContext
 from baoc.optim.rules.matrix import (
-    Summing,
+    RankSums,
     SummingRule,
     as_matrix,
     average_,
@@ -52,7 +52,7 @@ class SharedAdamW(SummingRule):
         super().__init__(info)
         self._dim = 1 if info.states[1].layout is StateLayout.PER_ROW else 0
 
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         m, v = states["m"], states["v"]
         m.lerp_(grad, 1 - ctx.beta1)
         squares, finite = as_matrix(grad, ctx).square(), finite_matrix(ctx)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim.rules.base import Direction, RuleContext
-from baoc.optim.rules.matrix import Summing, SummingRule, as_matrix, finished, from_matrix
+from baoc.optim.rules.matrix import RankSums, SummingRule, as_matrix, from_matrix, run_alone
 
 _TINY = 1e-30
 
@@ -23,17 +23,17 @@ class ColumnNorm(SummingRule):
     norm; a column without gradient stays. `eps` of the group plays no part, nor does the length of m, or its bias.
     """
 
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         if "m" in states:
             m = states["m"].lerp_(grad, 1 - ctx.beta1)
             grad = m if ctx.finite is None else torch.where(ctx.finite, m, 0.0)
         return (yield from _of_one_length(grad, ctx=ctx))
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        return finished(_of_one_length(states["m"], ctx=ctx), ctx) if "m" in states else None
+        return run_alone(_of_one_length(states["m"], ctx=ctx), ctx) if "m" in states else None
 
 
-def _of_one_length(update: Tensor, *, ctx: RuleContext) -> Summing[Direction]:
+def _of_one_length(update: Tensor, *, ctx: RuleContext) -> RankSums[Direction]:
     """`update` with each column divided by its norm."""
     assert ctx.matrix is not None
     matrix = as_matrix(update, ctx)

@@ -10,10 +10,10 @@ from torch import Tensor
 from baoc.optim.rules.base import Direction, Rule, RuleContext
 
 T = TypeVar("T")
-Summing = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
+RankSums = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
 
 
-def finished(steps: Summing[T], ctx: RuleContext) -> T:
+def run_alone(steps: RankSums[T], ctx: RuleContext) -> T:
     """What `steps` returns, with each sum that it asks for taken over ranks by a message of its own."""
     sums: Any = None
     while True:
@@ -27,13 +27,13 @@ def finished(steps: Summing[T], ctx: RuleContext) -> T:
 class SummingRule(Rule):
     """Base of rules whose step takes sums over the rows of a matrix, of which `ctx.shard` says that this has some."""
 
-    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Summing[Direction]:
+    def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         """`direction`, which stops for each sum over ranks, so that those of many tensors are one message. Without
         `ctx.shard` it stops for none."""
         raise NotImplementedError
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
-        return finished(self.steps(grad, states=states, ctx=ctx), ctx)
+        return run_alone(self.steps(grad, states=states, ctx=ctx), ctx)
 
 
 def as_matrix(tensor: Tensor, ctx: RuleContext) -> Tensor:
@@ -61,7 +61,7 @@ def mean(values: Tensor, *, dim: int, finite: Tensor | None) -> tuple[Tensor, Te
     return (values * finite).sum(dim) / count.clamp(min=1), count > 0
 
 
-def column_mean(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> Summing[tuple[Tensor, Tensor | None]]:
+def column_mean(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> RankSums[tuple[Tensor, Tensor | None]]:
     """`mean` along the rows, of all ranks."""
     if ctx.shard is None:
         return mean(values, dim=0, finite=finite)
@@ -79,7 +79,7 @@ def average_(state: Tensor, new: Tensor, *, weight: float, valid: Tensor | None)
         state.copy_(torch.where(valid, state.lerp(new, weight), state))
 
 
-def rms(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> Summing[Tensor]:
+def rms(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> RankSums[Tensor]:
     """Root mean square over the finite elements of all ranks, as a tensor without dimensions; 0 of nothing."""
     if ctx.shard is not None:
         kept = values if finite is None else torch.where(finite, values, 0.0)
