@@ -10,9 +10,9 @@ pass through a host buffer together (overlap). A step is:
 2. The first gradient of a step. Release calls `_begin`, which reads the optimizer's settings once for all blocks;
    `last_backward` does so for overlap (`_prepare`).
 3. Counting. Each gradient is subtracted from those that its unit still lacks. A second one before `step` is refused.
-4. The step of a complete unit: `DropGradients.step_with` or `KeepGradients._step`. The finite check gives masks, and the
-   unit's backend steps without the backward's autocast. `increment_version` then tells autograd that weights changed,
-   because kernels write where it does not see it.
+4. The step of a complete unit: `DropGradients.step_with` or `KeepGradients._step`. The finite check gives masks, and
+   the unit's backend steps without the backward's autocast. `increment_version` then tells autograd that weights
+   changed, because kernels write where it does not see it.
 5. Groups (release on a GPU, from the second step on). `_group_blocks` puts blocks together whose gradients take at most
    `group_bytes_limit`, because a group costs the host as much time as one block, and the host has to stay ahead of the
    device. `_on_complete_block` steps a group when all of its blocks are complete.

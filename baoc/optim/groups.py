@@ -98,25 +98,25 @@ def _listed(values: Any, *, what: str) -> list[Any]:
     return list(values)
 
 
-def to_groups(params: Any, *, held: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+def to_groups(params: Any, *, existing: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Any spelling of parameters -> groups with "params" (tensors) and "param_names"; other keys as the user set them.
 
-    Plain tensors are called param0, param1, ... in order, counted on from the groups that are `held` already, names
-    that are taken left out. A tensor listed twice counts once. Raises BadInputError where its two groups disagree,
+    Plain tensors are called param0, param1, ... in order, counted on from the `existing` groups, and names that are
+    taken are left out. A tensor listed twice counts once. Raises BadInputError where its two groups disagree,
     where a name repeats, or where nothing was given.
     """
     seen: dict[Tensor, tuple[str, dict[str, Any]]] = {}
-    taken = {name for group in held for name in group["param_names"]}
+    taken = {name for group in existing for name in group["param_names"]}
     first = len(taken)
     groups = [
         _group(group, seen=seen, taken=taken, first=first, index=index)
-        for index, group in enumerate(raw_groups(params), start=len(held))
+        for index, group in enumerate(raw_groups(params), start=len(existing))
     ]
     if not seen:
         raise BadInputError(f"the optimizer got no parameters: {_ALLOWED}")
     check_names(
         (index, name, param)
-        for index, group in enumerate([*held, *groups])
+        for index, group in enumerate([*existing, *groups])
         for name, param in zip(group["param_names"], group["params"], strict=True)
     )
     return groups

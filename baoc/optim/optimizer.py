@@ -1,14 +1,16 @@
 """BlockwiseOptimizer: one torch optimizer in which each block of parameters runs the spec that an allocation gave it.
 
-It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step (`_step`) goes through
+It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step goes through
 
-1. `_current_unit`: the registry's backends, rebuilt only where a parameter or state moved since the last step,
+1. `_current_unit`: the backends of all blocks, which `baoc.optim.registry` rebuilds only after a parameter or state has
+   moved,
 2. `finite_check` (`baoc.optim.nonfinite`), which may mask gradient elements or skip the step,
 3. the subscribers of `before_step`, who see the final gradients,
 4. the backends (`baoc.optim.backends`: eager, native, fused, hosted), each once for all blocks that it steps,
 5. the subscribers of `after_step`.
 
-Gradient release and overlap step blocks during backward already, see `baoc.optim.backward`.
+`_step_all` has the first four. Gradient release and overlap step blocks during backward already, see
+`baoc.optim.backward`.
 """
 
 import weakref
@@ -150,11 +152,13 @@ class BlockwiseOptimizer(Optimizer):
         return self._registry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises where they cannot, and adds
-        nothing."""
+        """As torch's. Late parameters run the spec given for all, else fp32 AdamW.
+
+        Raises BadInputError or InfeasibleBudgetError, with nothing added, if they cannot.
+        """
         if self._registry is not None:
             param_group = self._named_from_network(param_group)
-            (param_group,) = groups.to_groups([param_group], held=self.param_groups)
+            (param_group,) = groups.to_groups([param_group], existing=self.param_groups)
         groups.check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group, index = self.param_groups[-1], len(self.param_groups) - 1
@@ -183,10 +187,10 @@ class BlockwiseOptimizer(Optimizer):
     def _named_from_network(self, group: dict[str, Any]) -> dict[str, Any]:
         """A late group with the network's names for plain parameters, if the network has all of them."""
         network = None if self.network is None else self.network()
-        given = group.get("params")
-        if network is None or given is None or "param_names" in group:
+        params = group.get("params")
+        if network is None or params is None or "param_names" in group:
             return group
-        params = [given] if isinstance(given, Tensor) else list(given)
+        params = [params] if isinstance(params, Tensor) else list(params)
         names = {id(param): name for name, param in network.named_parameters()}
         if all(isinstance(param, Tensor) and id(param) in names for param in params):
             params = [(names[id(param)], param) for param in params]
@@ -249,16 +253,16 @@ class BlockwiseOptimizer(Optimizer):
         return loss
 
     def _step_all(self) -> None:
-        """Steps all blocks by gradients that are complete."""
-        for look in tuple(self.before_check):
-            look()
+        """Steps all blocks, whose gradients are complete."""
+        for subscriber in tuple(self.before_check):
+            subscriber()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise BadInputError(
                 "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
                 "Capture forward and backward alone; the step replays a graph of its own"
             )
         unit = self._current_unit()
-        options = self.options()  # may raise, so before the check uses up its marks
+        options = self.options()  # before the check, which forgets what it found: this may raise
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
             return
@@ -272,8 +276,8 @@ class BlockwiseOptimizer(Optimizer):
         self.num_steps += 1
         for backend in unit.backends:
             backend(inputs)
-        for join in unit.waits:
-            join()
+        for wait in unit.waits:
+            wait()
         for slot in self.registry.slots_without_rows:
             if slot.param.grad is not None:
                 self.registry.state[slot.param]["step"] += 1
@@ -281,7 +285,7 @@ class BlockwiseOptimizer(Optimizer):
     _hooked_step = Optimizer.profile_hook_step(_step)
 
     def _check_params(self) -> None:
-        """Admits parameters that were frozen and have a gradient now. Raises BadInputError where some were replaced."""
+        """Adds parameters that were frozen and have a gradient now. Raises BadInputError if some were replaced."""
         registry = self.registry
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
             same = [group["params"] for group in self.param_groups] == registry.params_by_group
@@ -296,12 +300,15 @@ class BlockwiseOptimizer(Optimizer):
             self._add_late_params(registry.thawed_params(self.param_groups))
 
     def _current_unit(self) -> StepUnit:
-        """The StepUnit of this step: the last one, unless parameters or states have moved since."""
+        """The StepUnit of this step: that of the last step, unless parameters or states have moved since.
+
+        These are the checks of `BlockRegistry.step_unit`, without its calls.
+        """
         registry = self.registry
-        unit, held = registry.unit, registry.sample_state
+        unit, sample = registry.unit, registry.sample_state
         if unit is None or registry.may_be_overwritten or not registry.placed:
             return registry.step_unit()
-        if held is not None and held[0].get(held[1]) is not held[2]:
+        if sample is not None and sample[0].get(sample[1]) is not sample[2]:
             return registry.step_unit()
         if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
             registry.drop_backends()
@@ -326,17 +333,17 @@ class BlockwiseOptimizer(Optimizer):
 
         Raises BadInputError for a value outside AdamW's range, which a schedule may have set.
         """
-        plain = []
+        options = []
         for group in self.param_groups:
             lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
             first, second = betas
             if not (0 <= lr < inf and 0 <= decay < inf and eps > 0 and 0 <= first < 1 and 0 <= second < 1):
-                groups.check_settings({**group, "lr": lr})  # raises: a schedule may have set them
-            plain.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
-        options = list(plain)
+                groups.check_settings({**group, "lr": lr})  # raises
+            options.append(Options(lr=lr, betas=betas, eps=eps, weight_decay=decay))
         for index, tuned in self.registry.tuned_options:
-            own, betas = plain[index], betas_of(tuned, self.param_groups[index])
-            options.append(Options(lr=own.lr * tuned.lr, betas=betas, eps=own.eps, weight_decay=own.weight_decay))
+            group, betas = options[index], betas_of(tuned, self.param_groups[index])
+            lr = group.lr * tuned.lr
+            options.append(Options(lr=lr, betas=betas, eps=group.eps, weight_decay=group.weight_decay))
         return options
 
     def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs:
@@ -360,17 +367,18 @@ class BlockwiseOptimizer(Optimizer):
             self.releaser.flush()
             return None if unit.self_excluding else self.releaser.num_nonfinite
         self.overlap.check()
-        found = self.finite_check.mask(unit, step=self.num_steps + 1)
-        versions = self.overlap.versions  # as masking changed them; stepped blocks had left out the same elements
+        num_masked = self.finite_check.mask(unit, step=self.num_steps + 1)
+        # Masking changes the versions of gradients; blocks that were stepped had left out the same elements.
+        versions = self.overlap.versions
         self.overlap.versions = {param: param.grad._version for param in versions if param.grad is not None}
-        return found
+        return num_masked
 
     def _check_between_steps(self, what: str) -> None:
-        for stepping in filter(None, (self.releaser, self.overlap)):
-            stepping.check_between_steps(what)
+        for stepper in filter(None, (self.releaser, self.overlap)):
+            stepper.check_between_steps(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; also forgets what `mask_nonfinite` found in the gradients."""
+        """As torch's. The finite check also forgets what it found in these gradients."""
         for subscriber in self.before_zeroing:
             subscriber()
         if self.releaser is not None:
@@ -400,7 +408,7 @@ class BlockwiseOptimizer(Optimizer):
     def num_skipped_steps(self) -> int:
         return self.finite_check.num_skipped_steps
 
-    # -- what it holds --------------------------------------------------------------------------------------------
+    # -- blocks and bytes ------------------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -447,19 +455,19 @@ class BlockwiseOptimizer(Optimizer):
         Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most.
         """
         live, targets, params = self.registry.live, [], groups.named_params(self.param_groups)
-        for name, given in specs.items():
+        for name, spec_or_name in specs.items():
             if name not in live:
                 raise unknown_name(name, what="block", allowed=live)
-            spec = groups.resolve_spec(given)
+            spec = groups.resolve_spec(spec_or_name)
             groups.check_applies(spec, block=live[name].block)
             if spec != live[name].spec:
                 targets.append(self.registry.make_block(live[name].block, spec=spec, params=params))
         self._check_between_steps("migrate was called")
         check_new_blocks(targets)
-        self.registry.checksum_weights()  # in mid-run: until the next step the bits of all corrected weights are known
+        self.registry.checksum_weights()  # until the next step it is known which split weights are overwritten
         self.registry.drop_stale_corrections()
         targets.sort(key=lambda target: migration.device_growth(target, held=live[target.block.name]))
-        self.registry.refresh(self.param_groups)  # backends hold what is to be freed
+        self.registry.refresh(self.param_groups)  # backends refer to states that are to be freed
         moves, fresh = {}, self.num_steps == 0
         with self.finite_check.keep_checked_through_casts():
             for target in targets:
@@ -551,10 +559,11 @@ class BlockwiseOptimizer(Optimizer):
         return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _LEFT_OUT_OF_COPIES}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each tensor as a storage of its own: pickle would write a whole slab for each of its views.
         self.registry.synchronize()
-        held = self.registry.state.items()
-        states = {param: {key: with_own_storage(value) for key, value in state.items()} for param, state in held}
+        states = {  # each tensor as a storage of its own: pickle would write a whole slab for each of its views
+            param: {key: with_own_storage(value) for key, value in state.items()}
+            for param, state in self.registry.state.items()
+        }
         return {**self._own_attributes(), "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
