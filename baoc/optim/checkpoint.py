@@ -280,8 +280,8 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                     spec=SPECS["adamw"],
                     betas=slot.betas(param_groups),
                     report=ConversionReport(),
-                    fresh=False,
-                    seeded=slot.name not in live.unseeded,
+                    before_first_step=False,
+                    old_v_initialised=slot.name not in live.unseeded,
                 )
             if new.get("step", 0) > 0 and not unknown:
                 found = {

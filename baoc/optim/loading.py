@@ -337,8 +337,8 @@ def _load_block(
                 spec=live.spec,
                 betas=slot.betas(groups),
                 report=report,
-                fresh=saved.num_steps == 0,
-                seeded=not unseeded,
+                before_first_step=saved.num_steps == 0,
+                old_v_initialised=not unseeded,
             )
         if unseeded:
             live.unseeded.add(slot.name)

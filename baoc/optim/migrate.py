@@ -38,20 +38,19 @@ from baoc.types import BlockMove, Moments, OptimizerSpec, RuleInfo, StateDecl, S
 # The largest age at which a coordinate whose v was seeded far too small moves by no more than one learning rate in a
 # step: (1 - beta1) sqrt(age) <= 1 at beta1 = .9.
 SEED_AGE = 100
-_OUTCOMES = ("dropped", "kept", "converted", "new")
+_OUTCOMES = ("dropped", "kept", "converted", "new")  # of tensors of a block the latest here is reported
 
 
 @dataclass(slots=True)
 class ConversionReport:
-    """The fate of each state of a block; squared error and squared size of converted ones."""
+    """The outcome of each state of a block, one of _OUTCOMES; squared error and squared size of converted ones."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)
     size: dict[str, float] = field(default_factory=dict)
 
-    def note(self, name: str, how: str) -> None:
-        """Notes a tensor's outcome. If tensors of a block differ, the latest in _ORDER is reported."""
-        self.outcomes[name] = max(self.outcomes.get(name, how), how, key=_OUTCOMES.index)
+    def note(self, name: str, outcome: str) -> None:
+        self.outcomes[name] = max(self.outcomes.get(name, outcome), outcome, key=_OUTCOMES.index)
 
     def measure(self, name: str, *, wanted: Tensor, stored: Tensor) -> None:
         self.error[name] = self.error.get(name, 0.0) + float((stored - wanted).square().sum(dtype=torch.float64))
@@ -70,46 +69,71 @@ def convert(
     *,
     betas: tuple[float, float],
     report: ConversionReport,
-    fresh: bool,
-    seeded: bool,
+    before_first_step: bool,
+    old_v_initialised: bool,
     spec: OptimizerSpec,
     moments: Moments | None = None,
 ) -> bool:
-    """Fills `new`, the zero state of `target` under `spec`, from `old`, the state of `source`. The module's docstring
-    says how. Where `source` is a whole tensor of which `target` has some rows, the whole is converted, on the host.
+    """Fills `new`, the zero state of `target` under `spec`, from `old`, the state of `source`; see the module's
+    docstring. Writes the outcomes into `report`.
 
-    `fresh`: no step was taken yet. `seeded`: v of `old` has had its first gradient. Outcomes go to `report`. Returns
-    True if v of `new` must be initialised from the next gradient.
+    If `source` is an unsharded tensor of which `target` has some rows, all rows are converted, on the host.
+
+    Args:
+        before_first_step: No step was taken yet, so there is nothing to inherit.
+        old_v_initialised: False if v of `old` still waits for its first gradient.
+
+    Returns:
+        True if v of `new` must be initialised from the next gradient.
     """
     if target.shard is not None and source.shard is None:
-        here = unsharded_slot(target, spec=spec, device="cpu")
-        (made,) = allocate([here])
-        how: dict[str, Any] = {"betas": betas, "report": report, "fresh": fresh, "seeded": seeded, "moments": moments}
-        unseeded = convert(source, old, here, made, spec=spec, **how)
-        alike = {"step", *per_column_keys(target)}
+        unsharded = unsharded_slot(target, spec=spec, device="cpu")
+        (unsharded_new,) = allocate([unsharded])
+        v_waits = convert(
+            source,
+            old,
+            unsharded,
+            unsharded_new,
+            betas=betas,
+            report=report,
+            before_first_step=before_first_step,
+            old_v_initialised=old_v_initialised,
+            spec=spec,
+            moments=moments,
+        )
+        same_on_all_ranks = {"step", *per_column_keys(target)}
         for key in new.keys() - {weights.CORRECTION}:
-            new[key].copy_(made[key] if key in alike else target.shard.local_part(made[key], shape=new[key].shape))
-        return unseeded
-    kinds = {decl.kind for decl in source.rule.info.states}  # also where this rank has no part of the tensor
-    needs_v = target.group_param.numel() > 0 and any(decl.kind is StateKind.V for decl in target.rule.info.states)
+            value = unsharded_new[key]
+            if key not in same_on_all_ranks:
+                value = target.shard.local_part(value, shape=new[key].shape)
+            new[key].copy_(value)
+        return v_waits
     step = step_of(source, old)
-    has_v = StateKind.V in kinds and seeded
+    if before_first_step or (source.counts_steps and step == 0):
+        for state in source.states:
+            report.note(state.decl.name, "dropped")
+        for state in target.states:
+            report.note(state.decl.name, "kept" if source.states else "new")
+        return False
+    # By the rules' declarations, because a slot without rows on this rank has no states.
+    needs_v = target.group_param.numel() > 0 and _has_v(target.rule.info)
+    has_v = _has_v(source.rule.info) and old_v_initialised
     if target.matrix is None:
         moments = None
-    if fresh or (source.counts_steps and step == 0):
-        for kept in source.states:
-            report.note(kept.decl.name, "dropped")
-        for kept in target.states:
-            report.note(kept.decl.name, "kept" if source.states else "new")
-        return False
-    age = step if source.counts_steps and (has_v or not needs_v) else SEED_AGE
+    inherits_age = source.counts_steps and (has_v or not needs_v)
+    age = step if inherits_age else SEED_AGE
     if target.counts_steps:
         new["step"].fill_(age)
     for kind in StateKind:
-        held = [kept for kept in source.states if kept.decl.kind is kind and (kind is StateKind.M or seeded)]
-        mover = _Mover(target=target, kind=kind, held=held, step=step, age=age, betas=betas)
-        mover.move(old, new, moments=moments, report=report)
+        states = [state for state in source.states if state.decl.kind is kind]
+        if kind is StateKind.V and not old_v_initialised:
+            states = []
+        _convert_kind(kind, states, old, target, new, step=step, age=age, betas=betas, moments=moments, report=report)
     return needs_v and not has_v and moments is None
+
+
+def _has_v(rule: RuleInfo) -> bool:
+    return any(decl.kind is StateKind.V for decl in rule.states)
 
 
 def gather_if_needed(slot: Slot, state: State, *, spec: OptimizerSpec, into: RuleInfo) -> tuple[Slot, State]:
@@ -119,91 +143,104 @@ def gather_if_needed(slot: Slot, state: State, *, spec: OptimizerSpec, into: Rul
     return unsharded_slot(slot, spec=spec, device="cpu"), unsharded_state(slot, state, spec=spec)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mover:
-    """Moves the states of one kind of one tensor from `held`, of age `step`, to new ones of age `age`."""
-
-    target: Slot
-    kind: StateKind
-    held: list[StoredState]
-    step: int
-    age: int
-    betas: tuple[float, float]
-
-    def move(self, old: State, new: State, *, moments: Moments | None, report: ConversionReport) -> None:
-        wanted = [kept for kept in self.target.states if kept.decl.kind is self.kind]
-        for kept in wanted:
-            twin = next((h for h in self.held if _tags(h.decl) == _tags(kept.decl)), None)
-            if twin is not None and twin.codec.info == kept.codec.info and self._gain(twin.decl, kept.decl) == 1:
-                for (_, before), (_, after) in zip(twin.keys, kept.keys, strict=True):
-                    new[after].copy_(old[before])
-                report.note(kept.decl.name, "kept")
-            elif self.held or (self.kind is StateKind.V and moments is not None):
-                held = [twin] if twin else self.held
-                value = self._value(kept, old, new, held=held, moments=moments)
-                value = value * self._gain(held[0].decl if held else None, kept.decl)
-                kept.encode_(new, value)
-                report.note(kept.decl.name, "converted" if held else "new")
-                report.measure(kept.decl.name, wanted=value, stored=kept.decode(new))
+def _convert_kind(
+    kind: StateKind,
+    old_states: list[StoredState],
+    old: State,
+    target: Slot,
+    new: State,
+    *,
+    step: int,
+    age: int,
+    betas: tuple[float, float],
+    moments: Moments | None,
+    report: ConversionReport,
+) -> None:
+    """Fills the target's states of one kind from `old_states`, of age `step`. The new ones have the age `age`."""
+    beta = betas[1] if kind is StateKind.V else betas[0]
+    new_states = [state for state in target.states if state.decl.kind is kind]
+    for state in new_states:
+        same = next((each for each in old_states if _tags(each.decl) == _tags(state.decl)), None)
+        sources = [same] if same else old_states
+        old_bias = inherit.bias(sources[0].decl, beta=beta, at=step) if sources else 1.0
+        gain = inherit.bias(state.decl, beta=beta, at=age) / old_bias
+        if same is not None and same.codec.info == state.codec.info and gain == 1:
+            for (_, old_key), (_, new_key) in zip(same.keys, state.keys, strict=True):
+                new[new_key].copy_(old[old_key])
+            report.note(state.decl.name, "kept")
+        elif sources or (kind is StateKind.V and moments is not None):
+            if sources:
+                value = _inherited(state, sources, old, target=target, old_bias=old_bias, moments=moments)
             else:
-                report.note(kept.decl.name, "new")
-        for kept in self.held:
-            if all(kept.decl.name != w.decl.name for w in wanted):
-                report.note(kept.decl.name, "converted" if wanted else "dropped")
+                assert moments is not None
+                value = _from_moments(state, moments, target=target, new=new, beta1=betas[0], age=age)
+            value = value * gain
+            state.encode_(new, value)
+            report.note(state.decl.name, "converted" if sources else "new")
+            report.measure(state.decl.name, wanted=value, stored=state.decode(new))
+        else:
+            report.note(state.decl.name, "new")
+    for state in old_states:
+        if all(state.decl.name != each.decl.name for each in new_states):
+            report.note(state.decl.name, "converted" if new_states else "dropped")
 
-    def _value(
-        self, kept: StoredState, old: State, new: State, *, held: list[StoredState], moments: Moments | None
-    ) -> Tensor:
-        """The numbers of the new state, with the bias of the old state's age."""
-        param = self.target.param
-        ctx = self.target.shape_context
-        if not held:
-            assert moments is not None
-            m_square = inherit.squared_m(self.target, new, beta=self.betas[0], age=self.age, ctx=ctx)
-            full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=param), m_square)
-            return inherit.reduce(full, kept.decl, ctx=ctx)
-        values = {h.decl: h.decode(old) for h in held}
-        if _tags(held[0].decl) == _tags(kept.decl):
-            return values[held[0].decl]
-        full = inherit.expand(values, ctx=ctx, shape=tuple(param.shape))
-        if self.kind is StateKind.V and held[0].decl.layout is StateLayout.FOLDED and moments is not None:
-            # A folded v says where v is large; the profile says how large.
-            mean = moments.row.to(param.device).mean()
-            full = full * (mean * self._bias(held[0].decl, at=self.step) / full.mean().clamp(min=1e-30))
-        return inherit.reduce(full, kept.decl, ctx=ctx)
 
-    def _gain(self, held: StateDecl | None, wanted: StateDecl) -> float:
-        before = self._bias(held, at=self.step) if held is not None else 1.0
-        return self._bias(wanted, at=self.age) / before
+def _inherited(
+    state: StoredState,
+    sources: list[StoredState],
+    old: State,
+    *,
+    target: Slot,
+    old_bias: float,
+    moments: Moments | None,
+) -> Tensor:
+    """The numbers of a new state computed from old ones, with the bias of the old ones' age."""
+    values = {source.decl: source.decode(old) for source in sources}
+    first = sources[0].decl
+    if _tags(first) == _tags(state.decl):
+        return values[first]
+    ctx = target.shape_context
+    full = inherit.expand(values, ctx=ctx, shape=tuple(target.param.shape))
+    if first.kind is StateKind.V and first.layout is StateLayout.FOLDED and moments is not None:
+        # A folded v says where v is large; the profile says how large.
+        mean = moments.row.to(target.param.device).mean()
+        full = full * (mean * old_bias / full.mean().clamp(min=1e-30))
+    return inherit.reduce(full, state.decl, ctx=ctx)
 
-    def _bias(self, decl: StateDecl, *, at: int) -> float:
-        return inherit.bias(decl, beta=self.betas[self.kind is StateKind.V], at=at)
+
+def _from_moments(state: StoredState, moments: Moments, *, target: Slot, new: State, beta1: float, age: int) -> Tensor:
+    """The numbers of a new v from the profile's moments, at least the square of m in `new`."""
+    ctx = target.shape_context
+    least = inherit.squared_m(target, new, beta=beta1, age=age, ctx=ctx)
+    full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=target.param), least)
+    return inherit.reduce(full, state.decl, ctx=ctx)
 
 
 def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
-    """Converts the weights where the target's format is another; else takes the correction over."""
+    """Changes the parameter's weights to the target's format, in place. If the format stays, copies the correction and
+    its checksum."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
         target.weight_checksum = source.weight_checksum
         return
     param = target.param
-    wanted = weights.master(param, old).detach()
+    values = weights.master(param, old).detach()
     dtype = weights.dtype_of(target.weights, info=target.info)
     weights.replace_data_(param, dtype=dtype, device=param.device)
-    weights.store_in_pieces_(param, new, wanted, weights=target.weights, name=target.name)
+    weights.store_in_pieces_(param, new, values, weights=target.weights, name=target.name)
     report.note("weights", "converted")
-    report.measure("weights", wanted=wanted, stored=weights.master(param, new).detach())
+    report.measure("weights", wanted=values, stored=weights.master(param, new).detach())
 
 
 def sums_over_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
-    """Whether v of `target` comes of v of `source` by sums over columns, to which all ranks' rows belong.
+    """True if v of `target` is computed from v of `source` by sums over columns, which take the rows of all ranks.
 
-    A v by column alone is the same on all ranks, and v of equal tags is copied.
+    A v per column alone is the same on all ranks, and v of equal tags is copied.
     """
     before, after = ([_tags(decl) for decl in of.states if decl.kind is StateKind.V] for of in (source, target))
-    alike = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN, 0)]
-    return bool(before and after) and not alike and (sums_columns(source) or sums_columns(target))
+    needs_own_rows_only = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN, 0)]
+    return bool(before and after) and not needs_own_rows_only and (sums_columns(source) or sums_columns(target))
 
 
 def _tags(decl: StateDecl) -> tuple[Any, ...]:
@@ -213,7 +250,10 @@ def _tags(decl: StateDecl) -> tuple[Any, ...]:
 def last_update_rms(
     live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]
 ) -> float | None:
-    """RMS of an unmatched block's last update, recomputed from its states; None where they do not determine it."""
+    """RMS of an unmatched block's last update, recomputed from its states; None if they do not determine it.
+
+    Synchronises with the device. If parameters are sharded, all ranks call it.
+    """
     if live.unseeded:
         return live.previous_rms
     total, count = 0.0, 0
@@ -226,7 +266,9 @@ def last_update_rms(
             group = param_groups[slot.group]
             ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
             states = decoded(slot, state[slot.param])
-            norm = nan  # where the states do not tell, which ranks with rows alone know: all take part in the sum
+            norm = (
+                nan  # if the states do not determine it: ranks without rows cannot know, and all take part in the sum
+            )
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None)
         norm, numel = norm_over_ranks(slot, norm=float(norm), count=numel)
@@ -236,7 +278,7 @@ def last_update_rms(
 
 
 def norm_over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]:
-    """Norm and number of elements of a whole tensor, from those of each rank's part of it."""
+    """Norm and number of elements of an unsharded tensor, from those of this rank's shard. Collective."""
     if slot.shard is None or slot.shard.group.size == 1:
         return norm, count
     sums = torch.tensor([norm**2, count], dtype=torch.float64, device=slot.param.device)
@@ -244,12 +286,12 @@ def norm_over_ranks(slot: Slot, *, norm: float, count: int) -> tuple[float, int]
     return float(sums[0]) ** 0.5, int(sums[1])
 
 
-def device_growth(target: LiveBlock, *, held: LiveBlock) -> int:
-    """Bytes of states and weights that a move adds on the device; negative where it frees some."""
+def device_growth(target: LiveBlock, *, source: LiveBlock) -> int:
+    """Bytes of states and weights that a migration adds on the device; negative if it frees some."""
     after, before = (
         (0 if live.on_host else state_bytes(live.block, spec=live.spec, rule=live.rule.info))
         + weight_bytes(live.block, spec=live.spec)
-        for live in (target, held)
+        for live in (target, source)
     )
     return after - before
 
@@ -260,40 +302,40 @@ def migrate_block(
     registry: BlockRegistry,
     param_groups: list[dict[str, Any]],
     moments: Mapping[str, Moments],
-    fresh: bool,
+    before_first_step: bool,
     why: str,
 ) -> BlockMove:
     """Replaces the live block of that name by `target`, which inherits its states and update RMS.
 
-    `fresh`: no step was taken yet. Old and new states are on the parameters' device together until this returns, those
-    of host-placed blocks too.
+    `before_first_step`: no step was taken yet. Old and new states are on the parameters' device together until this
+    returns, those of host-placed blocks too. Synchronises with the device.
     """
-    held = registry.live[target.block.name]
-    bytes_before = registry.block_bytes(held)
-    unlike = registry.has_own_target(held)  # its RMS says nothing of AdamW's
-    rms = held.match[0].item() if held.match is not None and not unlike else None
+    source = registry.live[target.block.name]
+    bytes_before = registry.block_bytes(source)
+    has_own_target = registry.has_own_target(source)  # its RMS says nothing of AdamW's
+    rms = source.match[0].item() if source.match is not None and not has_own_target else None
     report = ConversionReport()
-    with registry.states_on_device(held, write_back=False):
-        if rms is None and target.matched and not unlike:
-            rms = last_update_rms(held, state=registry.state, param_groups=param_groups)
-        news = allocate(target.slots, at_home=False)
-        for source, slot, new in zip(held.slots, target.slots, news, strict=True):
+    with registry.states_on_device(source, write_back=False):
+        if rms is None and target.matched and not has_own_target:
+            rms = last_update_rms(source, state=registry.state, param_groups=param_groups)
+        new_states = allocate(target.slots, at_home=False)
+        for old_slot, slot, new in zip(source.slots, target.slots, new_states, strict=True):
             old = registry.state[slot.param]
-            unseeded = convert(
-                *gather_if_needed(source, old, spec=held.spec, into=slot.rule.info),
+            v_waits = convert(
+                *gather_if_needed(old_slot, old, spec=source.spec, into=slot.rule.info),
                 slot,
                 new,
                 spec=target.spec,
                 betas=slot.betas(param_groups),
                 moments=moments.get(slot.name),
                 report=report,
-                fresh=fresh,
-                seeded=source.name not in held.unseeded,
+                before_first_step=before_first_step,
+                old_v_initialised=old_slot.name not in source.unseeded,
             )
-            if unseeded:
+            if v_waits:
                 target.unseeded.add(slot.name)
-            convert_weights(source, slot, old, new, report=report)
-            if source.weights != slot.weights and weights.CORRECTION in new:
+            convert_weights(old_slot, slot, old, new, report=report)
+            if old_slot.weights != slot.weights and weights.CORRECTION in new:
                 slot.weight_checksum = weights.checksum(slot.param)
             registry.set_state(slot, new)
     registry.pack(target)
@@ -302,7 +344,7 @@ def migrate_block(
     registry.live[target.block.name] = target
     return BlockMove(
         block=target.block.name,
-        source=held.spec.name,
+        source=source.spec.name,
         target=target.spec.name,
         kept=report.outcomes,
         conversion_error=report.relative_errors(),

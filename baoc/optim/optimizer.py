@@ -125,7 +125,7 @@ class BlockwiseOptimizer(Optimizer):
         self.load_report: loading.LoadReport | None = None
         self.finite_check = NonFiniteFilter(nonfinite)
         self.num_steps = 0  # completed steps, the codecs' phase
-        self._warned_of_stalling: set[str] = set()  # blocks that a warning has named
+        self._stalling_blocks: set[str] = set()  # blocks that a warning has named
         self._unseeded = False  # whether the next step initializes some v (`seed`)
         self._registry: BlockRegistry | None = None
         self._tunes_betas = tuning is not None and bool(tuning.betas)
@@ -201,8 +201,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def _warn_of_stalling(self, names: Iterable[str]) -> None:
         """Warns once per block that 16-bit weights without correction lose small updates."""
-        new = [self.registry.live[name] for name in names if name not in self._warned_of_stalling]
-        self._warned_of_stalling.update(masters.warn_of_stalling(new))
+        new = [self.registry.live[name] for name in names if name not in self._stalling_blocks]
+        self._stalling_blocks.update(masters.warn_of_stalling(new))
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -466,9 +466,9 @@ class BlockwiseOptimizer(Optimizer):
         check_new_blocks(targets)
         self.registry.checksum_weights()  # until the next step it is known which split weights are overwritten
         self.registry.drop_stale_corrections()
-        targets.sort(key=lambda target: migration.device_growth(target, held=live[target.block.name]))
+        targets.sort(key=lambda target: migration.device_growth(target, source=live[target.block.name]))
         self.registry.refresh(self.param_groups)  # backends refer to states that are to be freed
-        moves, fresh = {}, self.num_steps == 0
+        moves: dict[str, BlockMove] = {}
         with self.finite_check.keep_checked_through_casts():
             for target in targets:
                 moves[target.block.name] = migration.migrate_block(
@@ -476,7 +476,7 @@ class BlockwiseOptimizer(Optimizer):
                     registry=self.registry,
                     param_groups=self.param_groups,
                     moments=moments or {},
-                    fresh=fresh,
+                    before_first_step=self.num_steps == 0,
                     why=why,
                 )
         self.registry.refresh(self.param_groups)

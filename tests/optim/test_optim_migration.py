@@ -398,7 +398,7 @@ def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
     other = slot_with_spec(slot, spec=NATIVE[target])
     (new,), report = allocate([other]), ConversionReport()
-    how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": seeded}
+    how: dict[str, Any] = {"betas": BETAS, "report": report, "before_first_step": False, "old_v_initialised": seeded}
     assert convert(slot, run.state(), other, new, spec=NATIVE[target], **how) == waits
     for kept in other.states:
         new_one = waits and kept.decl.kind is StateKind.V
@@ -419,7 +419,7 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     asked: list[Any] = []
     monkeypatch.setattr(migrate, "unsharded_state", lambda *args, spec: asked.append((*args, spec)) or whole)
     (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
-    how: dict[str, Any] = {"betas": BETAS, "report": report, "fresh": False, "seeded": True}
+    how: dict[str, Any] = {"betas": BETAS, "report": report, "before_first_step": False, "old_v_initialised": True}
     for into, together in ((source, False), (target, True)):
         found, state = migrate.gather_if_needed(source, old, spec=specs[0], into=into.rule.info)
         assert (found.info.shape, found.param.device.type) == ((8, 6) if together else (3, 6), "cpu")
@@ -438,8 +438,13 @@ def test_states_that_count_steps_without_v_keep_their_age() -> None:
     (slot,) = [slot for slot in run.optimizer.registry.live["all"].slots if slot.name == "linear"]
     counting = replace(slot, counts_steps=True)
     (new,), old = allocate([counting]), {**run.state(), "step": torch.tensor(7.0)}
-    how: dict[str, Any] = {"betas": BETAS, "report": ConversionReport(), "fresh": False, "spec": NATIVE["lion"]}
-    assert not convert(counting, old, counting, new, seeded=True, **how)
+    how: dict[str, Any] = {
+        "betas": BETAS,
+        "report": ConversionReport(),
+        "before_first_step": False,
+        "spec": NATIVE["lion"],
+    }
+    assert not convert(counting, old, counting, new, old_v_initialised=True, **how)
     assert new["step"] == 7 and torch.equal(new["m"], run.state()["m"])
 
 
@@ -478,7 +483,7 @@ def test_the_growth_of_a_move_is_of_states_and_weights_on_the_device(target: str
         return optimizer.registry.live["w"], on_device + 4096 * (2 if "split8" in spec else 4)
 
     (after, more), (before, less) = live(target), live(held)
-    assert device_growth(after, held=before) == more - less
+    assert device_growth(after, source=before) == more - less
 
 
 def test_states_are_computed_on_the_parameters_device_whatever_the_defaults() -> None:
