@@ -1,6 +1,7 @@
-"""Running sums over sampled gradients, per piece of the slices, and GradientStats per block made of them.
+"""Running sums over sampled gradients, per piece of the slices, and the GradientStats of each block.
 
-Sums over elements are added over a block's pieces. Ratios per matrix are averaged, weighted by numbers of parameters.
+Statistics of elements are made of sums over all pieces of a block. Statistics of matrices are averaged over a block,
+weighted by numbers of parameters.
 """
 
 from collections.abc import Mapping
@@ -24,15 +25,15 @@ from baoc.profiling.statistics import (
 )
 from baoc.types import Axis, Block, GradientStats
 
-# Per piece, float64. Averages with decay beta1: energy ||g||^2, update ||u||^2. Sums over samples: descent <g, u>, and
-# signal and noise of pairs of consecutive steps, and of folds.
+# float64 numbers per piece. Averages with decay beta1: energy ||g||^2, update ||u||^2. Sums over samples: descent
+# <g, u>, fold_total ||g||^2. Sums over pairs of consecutive steps: signal, noise.
 SUMS = ("energy", "update", "descent", "signal", "noise", "fold_total")
-BUFFERS = 2  # of the size of the slices: the averages of g and of g^2
+NUM_BUFFERS = 2  # of the size of the slices: the averages of g and of g^2
 BYTES_PER_PIECE = 8 * (len(SUMS) + 2 * len(FOLD_LEVELS))
 
 
 class Averages:
-    """AdamW's averages m and v of the sampled gradients, and sums of what is derived from them."""
+    """AdamW's averages m and v of the sampled gradients, and the sums of SUMS and of folds per piece."""
 
     def __init__(self, slices: Slices, *, betas: tuple[float, float], eps: float, device: torch.device):
         self._slices, self._betas, self._eps = slices, betas, eps
@@ -42,38 +43,34 @@ class Averages:
         self.tensors |= {"m": slices.new(device), "v": slices.new(device)}
         self.count = {"samples": 0}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def sample(self, grad: Tensor) -> None:
-        """Adds the gradient in the buffer `grad`."""
+    def add_sample(self, grad: Tensor) -> None:
+        """Adds the gradient in the flat buffer `grad`."""
         self.count["samples"] += 1
         (beta1, beta2), samples = self._betas, self.count["samples"]
-        held, slices = self.tensors, self._slices
+        sums, slices = self.tensors, self._slices
         square = grad * grad
-        held["m"].lerp_(grad, 1 - beta1)
-        held["v"].lerp_(square, 1 - beta2)
-        root = held["v"].sqrt().div_((1 - beta2**samples) ** 0.5).add_(self._eps)
-        update = (held["m"] / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
-        held["energy"].lerp_(slices.sums(square), 1 - beta1)
-        held["descent"] += slices.dots(grad, update)
-        held["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
-        del square, root, update  # which are as large as all that is sampled
+        sums["m"].lerp_(grad, 1 - beta1)
+        sums["v"].lerp_(square, 1 - beta2)
+        root = sums["v"].sqrt().div_((1 - beta2**samples) ** 0.5).add_(self._eps)
+        update = (sums["m"] / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
+        sums["energy"].lerp_(slices.sums(square), 1 - beta1)
+        sums["descent"] += slices.dots(grad, update)
+        sums["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
+        del square, root, update  # each as large as the buffer
         for batch in slices.batches:
             matrices = batch.view(grad)
             pieces = slice(batch.first, batch.first + batch.count)
-            held["fold_total"][pieces] += energies(matrices)
+            sums["fold_total"][pieces] += energies(matrices)
             folds = (fold_residuals(matrices), fold_residuals(matrices.transpose(1, 2)))
-            held["folds"][pieces] += torch.cat(folds, dim=1)
+            sums["folds"][pieces] += torch.cat(folds, dim=1)
 
-    def pair(self, a: Tensor, c: Tensor) -> None:
-        """Gradients of two consecutive steps: E <a, c> = ||E g||^2, E ||a - c||^2 / 2 = tr Cov(g)."""
-        self.tensors["signal"] += self._slices.dots(a, c)
-        self.tensors["noise"] += self._slices.sums((a - c).square_()) / 2
+    def add_pair(self, a: Tensor, b: Tensor) -> None:
+        """Adds gradients of two consecutive steps: E <a, b> = ||E g||^2, E ||a - b||^2 / 2 = tr Cov(g)."""
+        self.tensors["signal"] += self._slices.dots(a, b)
+        self.tensors["noise"] += self._slices.sums((a - b).square_()) / 2
 
     def statistics(self) -> dict[str, GradientStats]:
-        """By block; empty before two samples."""
+        """GradientStats by block name; empty before two samples."""
         if self.count["samples"] < 2:
             return {}
         return summarise(self._slices, sums=self.tensors, count=self.count, betas=self._betas)
@@ -89,22 +86,24 @@ def summarise(
     """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
     m, v = sums["m"], sums["v"]
     samples = count["samples"]
-    start1 = 1 - betas[0] ** samples  # v is taken as it is: what is told of it does not change with its scale
-    held = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
+    bias_correction = 1 - betas[0] ** samples  # v needs none, as its statistics do not depend on its scale
+    by_block = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
     sizes = slices.block_sums(_per_piece(slices, [piece.numel for piece in slices.pieces], like=sums["energy"]))
-    logs = _log_statistics(slices, v)
+    anisotropy, spread = _log_statistics(slices, v)
     columns = {
-        "grad_rms": (held["energy"] / start1 / sizes).sqrt(),
-        "coherence": coherence(slices.block_sums(slices.dots(m, m)), held["energy"], beta=betas[0], samples=samples),
-        "noise": noise_ratio(held["noise"], held["signal"]),
-        "update_rms": (held["update"] / start1 / sizes).sqrt(),
-        "anisotropy": logs[0],
-        "spread": logs[1],
+        "grad_rms": (by_block["energy"] / bias_correction / sizes).sqrt(),
+        "coherence": coherence(
+            slices.block_sums(slices.dots(m, m)), by_block["energy"], beta=betas[0], samples=samples
+        ),
+        "noise": noise_ratio(by_block["noise"], by_block["signal"]),
+        "update_rms": (by_block["update"] / bias_correction / sizes).sqrt(),
+        "anisotropy": anisotropy,
+        "spread": spread,
         **_matrix_statistics(slices, v),
     }
     values = {name: column.tolist() for name, column in columns.items()}
     shares = _descent_shares(slices, sums["descent"])
-    folds = _fold_residuals(slices, total=held["fold_total"], folds=held["folds"])
+    folds = _fold_residuals(slices, total=by_block["fold_total"], folds=by_block["folds"])
     return {
         block.name: GradientStats(
             num_samples=samples,
@@ -123,33 +122,33 @@ def _per_piece(slices: Slices, values: list[int] | list[float], *, like: Tensor)
 def _log_statistics(slices: Slices, v: Tensor) -> tuple[Tensor, Tensor]:
     """(anisotropy, spread) per block: std of log v over the block; mean over groups of 32 of std of log sqrt v."""
     groups = log_groups(v)
-    whole = [slices.block_sums(slices.group_sums(part)) for part in groups]
+    count, total, squares = (slices.block_sums(slices.sums_of_groups(values)) for values in groups)
     spreads = spread_of(*groups) / 2
-    known = ~spreads.isnan()
-    total = slices.block_sums(slices.group_sums(torch.where(known, spreads, 0.0)))
-    num = slices.block_sums(slices.group_sums(known.double()))
-    return spread_of(whole[0], whole[1], whole[2]), total / num  # 0 / 0 is NaN, as it should be
+    valid = ~spreads.isnan()
+    spread_sum = slices.block_sums(slices.sums_of_groups(torch.where(valid, spreads, 0.0)))
+    num_valid = slices.block_sums(slices.sums_of_groups(valid.double()))
+    return spread_of(count, total, squares), spread_sum / num_valid  # 0 / 0 is NaN, as it should be
 
 
 def _matrix_statistics(slices: Slices, v: Tensor) -> dict[str, Tensor]:
     """SNR along both axes and factor residual per block: means over its matrices, weighted by parameters."""
     names = ("snr_fan_in", "snr_fan_out", "factor_residual")
-    found = torch.full((len(slices.pieces), len(names)), nan, dtype=torch.float64, device=v.device)
+    by_piece = torch.full((len(slices.pieces), len(names)), nan, dtype=torch.float64, device=v.device)
     for batch in slices.batches:
-        at_once = max(1, BAND // batch.padded)
-        for start, second in enumerate(batch.view(v).split(at_once)):
+        chunk = max(1, BAND // batch.padded)  # matrices at a time
+        for number, second in enumerate(batch.view(v).split(chunk)):
             columns = (signal_to_noise(second), signal_to_noise(second.transpose(1, 2)), factor_residual(second))
-            first = batch.first + start * at_once
-            found[first : first + len(second)] = torch.stack(columns, dim=1)
+            first = batch.first + number * chunk
+            by_piece[first : first + len(second)] = torch.stack(columns, dim=1)
     weights = _per_piece(slices, [piece.param.numel for piece in slices.pieces], like=v).unsqueeze(1)
-    known = ~found.isnan()
-    total = slices.block_sums(torch.where(known, found, 0.0) * weights)
-    means = total / slices.block_sums(known * weights)
+    valid = ~by_piece.isnan()
+    total = slices.block_sums(torch.where(valid, by_piece, 0.0) * weights)
+    means = total / slices.block_sums(valid * weights)
     return {name: means[:, index] for index, name in enumerate(names)}
 
 
 def _descent_shares(slices: Slices, descent: Tensor) -> list[float]:
-    """Each block's share of <g, u_ref> over the whole network, a piece standing for all of its parameter.
+    """Each block's share of the network's <g, u_ref>. A piece is scaled to all elements of its parameter.
 
     A block that AdamW moves uphill has share 0; all shares are NaN if there is no descent at all.
     """
@@ -160,7 +159,7 @@ def _descent_shares(slices: Slices, descent: Tensor) -> list[float]:
 
 
 def _fold_residuals(slices: Slices, *, total: Tensor, folds: Tensor) -> list[dict[str, float]]:
-    """Per block "axis:level" -> ||R||^2 / ||G||^2, for the levels whose folds fit on the axis of all its matrices."""
+    """Per block, "axis:level" -> ||R||^2 / ||G||^2, for the levels whose folds fit on the axis of all its matrices."""
     keys = [(axis, level) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in FOLD_LEVELS]
     ratios = (folds / total.unsqueeze(1)).tolist()
     return [

@@ -50,8 +50,9 @@ def _to_float32(value: Any) -> Any:
     return value.float() if _is_half(value) else value
 
 
-FREED, ARRIVED = -1, -2  # events in the allocator's record, in place of the bytes of an allocation
-SMALLEST, SMALL = 512, MIB  # bytes: the multiple that sizes are rounded up to; the largest size of the small pool
+FREED, ARRIVED = -1, -2  # events in the allocator's log, in place of the bytes of an allocation
+ROUNDING_BYTES = 512  # sizes are rounded up to a multiple of it
+MAX_SMALL_BYTES = MIB  # the largest size that the pool of small blocks serves
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
 
@@ -63,8 +64,8 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.pools = (_Pool(page=SMALL_PAGE), _Pool(page=LARGE_PAGE))
-        self._held: dict[Any, tuple[_Pool, int]] = {}  # pool and address
-        self._log: list[tuple[int, int]] | None = None
+        self._blocks: dict[Any, tuple[_Pool, int]] = {}  # key of an allocation -> pool and address
+        self._log: list[tuple[int, int]] | None = None  # (key, bytes or event), while a pass is recorded
         self.allocated_bytes = 0
 
     @property
@@ -76,63 +77,68 @@ class CachingAllocator:
             self._log.append((key, nbytes))
         if nbytes <= 0:
             return
-        size = -(-nbytes // SMALLEST) * SMALLEST
-        pool = self.pools[size > SMALL]
-        self._held[key] = pool, pool.take(size)
+        size = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        pool = self.pools[size > MAX_SMALL_BYTES]
+        self._blocks[key] = pool, pool.take(size)
         self.allocated_bytes += size
 
     def free(self, key: Any) -> None:
         if self._log is not None:
             self._log.append((key, FREED))
-        if key in self._held:
-            pool, address = self._held.pop(key)
+        if key in self._blocks:
+            pool, address = self._blocks.pop(key)
             self.allocated_bytes -= pool.sizes[address]
             pool.give(address)
 
     def record(self) -> None:
-        """Records allocations and frees from here on, for `reserved_again`."""
+        """Records allocations and frees from here on, for `reserved_by_two_passes`."""
         self._log = []
-        self._start = {key: pool.sizes[address] for key, (pool, address) in self._held.items()}
+        self._start = {key: pool.sizes[address] for key, (pool, address) in self._blocks.items()}
 
-    def arrived(self, gradient: int) -> None:
-        """Records that the gradient in this storage was computed or accumulated into."""
+    def record_gradient(self, gradient: int) -> None:
+        """Records that the gradient in the storage `gradient` was computed or accumulated into."""
         if self._log is not None:
             self._log.append((gradient, ARRIVED))
 
-    def reserved_again(self, gradients: Mapping[int, int]) -> int:
-        """Bytes reserved after two passes: the first starts without gradients, the second beside those of the first.
+    def reserved_by_two_passes(self, gradients: Mapping[int, int]) -> int:
+        """Replays the recorded pass twice in a new allocator and returns the bytes that this reserves.
 
-        Gradients of the first pass lie among its activations, and the second pass finds no room between them. The
-        recorded pass started with stand-ins for the gradients: `gradients` maps their storages to bytes.
+        The first pass starts without gradients, the second one next to those of the first. These lie among the
+        activations of the first pass, so that the second pass may not fit into the gaps. The recorded pass itself
+        started with zero gradients: `gradients` maps their storages to bytes.
         """
         assert self._log is not None, "nothing was recorded"
         log, self._log = self._log, None
-        again = CachingAllocator()
+        replay = CachingAllocator()
         for key, nbytes in self._start.items():
             if key not in gradients:
-                again.allocate(key, nbytes)
-        dropped = any(what == FREED and key in gradients for key, what in log)
-        for turn in (1, 2):
-            again._replay(log, turn, gradients=gradients, dropped=dropped)
-        return again.reserved_bytes
+                replay.allocate(key, nbytes)
+        dropped = any(event == FREED and key in gradients for key, event in log)
+        for number in (1, 2):
+            replay._run_pass(log, number, gradients=gradients, dropped=dropped)
+        return replay.reserved_bytes
 
-    def _replay(
-        self, log: Sequence[tuple[int, int]], turn: int, *, gradients: Mapping[int, int], dropped: bool
+    def _run_pass(
+        self, log: Sequence[tuple[int, int]], number: int, *, gradients: Mapping[int, int], dropped: bool
     ) -> None:
-        before = [key for key in self._held if isinstance(key, tuple)]  # left by the pass before
-        for key, what in log:
-            if what == ARRIVED:
-                if turn == 1 and not dropped and key in gradients:
+        """Runs pass `number` of a log. Keys are (pass, key); of gradients that the first pass accumulates, (0, key).
+
+        `dropped`: the loop sets gradients to None before backward, which then allocates new ones.
+        """
+        of_pass_before = [key for key in self._blocks if isinstance(key, tuple)]
+        for key, event in log:
+            if event == ARRIVED:
+                if number == 1 and not dropped and key in gradients:
                     self.allocate((0, key), gradients[key])
-            elif what == FREED:
-                if (turn, key) not in self._held and key in gradients:
-                    for left in before:
-                        self.free(left)
-                    before = []
+            elif event == FREED:
+                if (number, key) not in self._blocks and key in gradients:
+                    for old in of_pass_before:
+                        self.free(old)
+                    of_pass_before = []
                 else:
-                    self.free((turn, key))
+                    self.free((number, key))
             else:
-                self.allocate((turn, key), what)
+                self.allocate((number, key), event)
 
 
 class _Pool:
@@ -153,9 +159,9 @@ class _Pool:
             at = -1
         elif self.free[at][1] == self.addresses[-1] and at + 1 < len(self.free):
             at += 1  # the allocator counts the last block as large as it could grow, so others come first
-        held, address = self.free.pop(at)
-        if held > size:
-            self._add(address + size, held - size)
+        free_size, address = self.free.pop(at)
+        if free_size > size:
+            self._add(address + size, free_size - size)
         self.sizes[address] = size
         return address
 
@@ -167,13 +173,13 @@ class _Pool:
             self.free.pop(after)
         if at and (before := self._free_at(self.addresses[at - 1])) is not None:
             self.sizes.pop(self.addresses.pop(at))
-            held, address = self.free.pop(before)
-            size += held
+            size_before, address = self.free.pop(before)
+            size += size_before
         self.sizes[address] = size
         insort(self.free, (size, address))
 
     def _free_at(self, address: int) -> int | None:
-        """Where the block at `address` stands among the free ones; None where it is taken."""
+        """Index of the block at `address` in `free`; None if it is in use."""
         entry = (self.sizes[address], address)
         at = bisect_left(self.free, entry)
         return at if at < len(self.free) and self.free[at] == entry else None
@@ -181,14 +187,14 @@ class _Pool:
     def _grow(self, size: int) -> None:
         """Makes the last block the largest free one, of at least `size`."""
         last = self._free_at(self.addresses[-1]) if self.addresses else None
-        held, address = (0, self.mapped) if last is None else self.free.pop(last)
-        more = -(-(size - held) // self.page) * self.page
-        self.mapped += more
+        free_size, address = (0, self.mapped) if last is None else self.free.pop(last)
+        growth = -(-(size - free_size) // self.page) * self.page
+        self.mapped += growth
         if last is None:
-            self._add(address, more)
+            self._add(address, growth)
         else:
-            self.sizes[address] = held + more
-            insort(self.free, (held + more, address))
+            self.sizes[address] = free_size + growth
+            insort(self.free, (free_size + growth, address))
 
     def _add(self, address: int, size: int) -> None:
         insort(self.addresses, address)

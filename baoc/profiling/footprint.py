@@ -1,25 +1,33 @@
-"""Predicts the peak memory of a training step, apart from optimizer state, from one probe of the network.
+"""Predicts the peak memory of a training step from one probe of the network. Optimizer state is added later.
 
-How a peak is predicted:
-1. `probe_footprint` restores everything that it touches (`preserved_state`): RNG states, training modes, buffers,
-   parameters that forward writes into, Python state of the modules. Gradients are None before and after.
-2. It runs a micro-batch twice. The first run creates the gradients of a step before; the second one runs beside them,
-   as every later step does. If gradients are set to None between forward and backward, the probe does the same. A
-   callable that runs backward itself and leaves gradients there, or releases all, runs twice more on CUDA without them.
-3. Bytes are measured by `tracker.PeakMeter`: on CUDA by torch's allocator; on the CPU and on meta by `MemoryTracker`,
-   which counts the storages that are alive after each operator. Planning for an absent card runs fake tensors through
-   an emulated CUDA allocator (`cuda_emulation`), which adds the pages that the real one would reserve.
-4. `timeline.Timeline` cuts the second run into intervals, each with its peak and with the gradients and bf16 copies of
-   weights that are alive all through it. What reserved memory exceeds the largest interval by is added to each.
-5. A validation batch runs in the same way, in inference mode, beside the gradients.
-6. `step_temporary_bytes` measures what an optimizer step allocates and frees, on the largest tensor of a spec.
-7. `Footprint.peak_bytes` takes the largest part (an interval, a validation batch, an optimizer step, a sample of the
-   gradient profiler, loading of weights) and adds what is there in all of them: optimizer state, EMA weights, profiler
-   buffers, CUDA context and reserve. With bf16 weights each interval loses only what was certainly alive in it.
+How a peak is predicted, in the order of the code:
 
-The prediction is meant to be an upper bound: a peak below it costs some unused memory, a peak above it ends the run.
-Parts are therefore added even where they need not coincide, merged intervals keep the largest peak and the smallest
-savings, and the reserve covers what a probe cannot see: fragmentation beside optimizer states, pages, late kernels.
+1. `preserved_state` saves everything that a probe may change (RNG states, training modes, buffers, parameters that
+   forward writes into, Python state of modules) and restores it afterwards. Gradients are None before and after.
+2. `tracker.PeakMeter` measures bytes. On CUDA it reads torch's allocator. On the CPU and on meta a `MemoryTracker`
+   counts the storages that are alive after each operator. For a card that is not in this machine, fake tensors run
+   through `cuda_emulation.CachingAllocator`, which adds the pages that the real allocator would reserve.
+3. `_measure_training` runs the same micro-batch twice. The first run starts without gradients, as the first step of
+   training does. The second run starts with the gradients of the first, as every later step does; if the training loop
+   sets gradients to None between forward and backward, the probe does so too. The larger peak counts.
+4. `timeline.Timeline` splits the second run into intervals: one ends when a gradient arrives, when autocast makes or
+   frees a bf16 copy of a weight, and when gradients are set to None. Each interval has its own peak of live bytes, the
+   number of gradients and the copies that exist all through it. What reserved memory exceeds the largest interval by
+   (the slack) is added to each of them.
+5. With gradient release, `GradientDropper` sets the gradients of a block to None as soon as the block has all of them,
+   and records the largest totals at these moments. There are no intervals then.
+6. `_measure_validation` runs a validation batch in inference mode, next to the gradients.
+7. `step_temporary_bytes` measures what an optimizer step of one spec allocates and frees. `step_temporaries.py` calls
+   it for each spec, on the largest tensor.
+8. `Footprint.peak_bytes` (types/decision.py) adds it up. It takes the largest of: any interval, a validation batch, an
+   optimizer step (weights, gradients and temporaries), a sample of the gradient profiler, loading of the weights. It
+   adds what exists at every moment: optimizer state, EMA weights, profiler buffers, CUDA context and reserve. If a plan
+   keeps weights in bf16, each interval first loses the bytes that these weights, their gradients and their copies save
+   in it.
+
+The prediction is meant to be an upper bound: a peak below it leaves some memory unused, a peak above it ends the run.
+So terms are added even where they may not coincide, merged intervals keep the largest peak and the smallest savings,
+and the reserve covers what a probe cannot see: fragmentation around optimizer states, pages, kernels that load late.
 """
 
 import random
@@ -27,7 +35,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,15 +56,15 @@ from baoc.units import KIB, MIB
 
 __all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
 
-StepProbe = Callable[[], Callable[[], None]]
+StepProbe = Callable[[], Callable[[], None]]  # sets up an optimizer step and returns it
 
 # Share of the probe's peak that torch's allocator reserves in addition when optimizer states lie between activations.
 # Measured: 1.7 % (ViT-B/16, batch 32, bf16 autocast, fused AdamW, H100, one run).
 FRAGMENTATION = 0.02
-# The allocator takes memory from the device in pages of 20 MiB for large tensors and of 2 MiB for small ones: two of
-# each. A move of states between specs begins one more of the small ones (a DiT's peak rose by 2 MiB with it). 16-bit
-# weights leave gaps in the pages of the fp32 ones that were measured: one of 81 random budgets on an H200 held 5.6 MiB
-# more than was predicted with one large page, in its last step.
+# Two pages of each size in which the allocator takes memory from the device: 20 MiB for large tensors, 2 MiB for small
+# ones. The second small page is for a migration of states between specs (it raised a DiT's peak by 2 MiB). The second
+# large page is for the gaps that 16-bit weights leave in the pages of the measured fp32 weights: with one large page,
+# one of 81 random budgets on an H200 exceeded its prediction by 5.6 MiB, in its last step.
 PAGES_BYTES = 44 * MIB
 SCALARS_BYTES = 16 * KIB  # losses, logged values and gradient norms, which a loop keeps alive and a probe does not
 
@@ -79,288 +87,87 @@ def probe_footprint(
     allocator: CachingAllocator | None = None,
     merge_intervals: bool = True,
 ) -> Footprint:
-    """The Footprint of training on one micro-batch. The module docstring says how it is made.
+    """Measures one micro-batch and returns the Footprint of training with it. See the module docstring.
 
     Args:
         source: the module, or its parameters.
-        run_micro_batch: runs forward and returns the loss, or runs forward and backward. For a returned loss, backward
-            is called in Lightning's order: forward beside the gradients of the step before, gradients set to None,
-            backward. A callable that runs backward itself is assumed to find gradients None, unless it drops them.
+        run_micro_batch: runs forward and returns the loss, or runs forward and backward. For a returned loss, the probe
+            calls backward in Lightning's order: forward next to the gradients of the step before, gradients set to
+            None, backward. A callable that runs backward itself is assumed to find no gradients, unless it drops them.
         run_validation_batch: runs in evaluation and inference mode.
+        micro_batch: number of samples of the micro-batch, for the Footprint.
         accumulation: micro-batches per optimizer step; above 1, gradients stay for the next one.
         context_bytes: of the CUDA context where it cannot be measured. On CUDA it is read after everything has run.
         released_blocks: the parameters of each block, for an optimizer that steps blocks inside backward and drops
             their gradients. Then `resident_bytes` is the largest live total when a block is stepped, and
             `gradients_bytes` the largest total of gradients.
-        warm: False runs once instead of twice, beside zero gradients: for fake tensors.
+        warm: False runs once instead of twice, next to zero gradients: for fake tensors.
         allocator: emulates the reserved memory of a card, for fake tensors.
         merge_intervals: False keeps every raw interval, named by the event that ended it.
 
     Raises:
         BadInputError: no parameter has a gradient afterwards.
     """
-    params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
-    device = next((param.device for param in params), torch.device("cpu"))
     module = source if isinstance(source, nn.Module) else None
+    params = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
+    named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
+    device = next((param.device for param in params), torch.device("cpu"))
+    released = bool(released_blocks)
     with (
         preserved_state(module, params) as restorer,  # first: the meter counts what is alive when it is made
         PeakMeter(device, source, allocator=allocator) as meter,
-        GradientDropper(released_blocks, meter=meter) as dropped,
+        GradientDropper(released_blocks, meter=meter) as dropper,
     ):
-        named = {} if module is None else {name: p for name, p in module.named_parameters() if p.requires_grad}
 
         def run() -> object:
             with restorer.watching() if warm else nullcontext():
                 return run_micro_batch()
 
-        peak, intervals, order = _training_peak(
+        training = _measure_training(
             run,
             params,
             meter,
-            dropped,
+            dropper,
             accumulation=accumulation,
             named=named,
             warm=warm,
             merge_intervals=merge_intervals,
         )
-        gradients_bytes, resident_bytes = _left(params, meter, dropped, released=bool(released_blocks))
-        settled_bytes = meter.current_bytes if released_blocks else 0
-        # Experts that this batch had no sample for: a later one has some.
-        idle = 0 if released_blocks else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
-        waiting = waiting_gradient_bytes(device, params) if released_blocks else idle
-        validation = _validation(run_validation_batch, module, meter, named=named)
-    intervals, validation = (
-        tuple(replace(one, num_bytes=one.num_bytes + idle) for one in some) for some in (intervals, validation)
-    )
+        gradients_bytes, resident_bytes = _bytes_at_optimizer_step(params, meter, dropper, released=released)
+        settled_bytes = meter.current_bytes if released else 0
+        # Experts that got no sample of this batch have no gradient; a later batch gives them one.
+        absent_bytes = 0 if released else storage_bytes([p for p in params if p.requires_grad and p.grad is None])
+        later_bytes = waiting_gradient_bytes(device, params) if released else absent_bytes
+        validation = _measure_validation(run_validation_batch, module, meter, named=named)
+
+    def with_absent_gradients(interval: PeakInterval) -> PeakInterval:
+        return replace(interval, num_bytes=interval.num_bytes + absent_bytes)
+
+    intervals = tuple(map(with_absent_gradients, training.intervals))
+    validation = tuple(map(with_absent_gradients, validation))
+    peak_bytes = training.peak_bytes + later_bytes
     return Footprint(
         device=str(device),
         micro_batch=micro_batch,
         weights_bytes=storage_bytes([*params, *(module.buffers() if module else ())]),
-        gradients_bytes=gradients_bytes + waiting,
-        forward_backward_bytes=peak + waiting,
+        gradients_bytes=gradients_bytes + later_bytes,
+        forward_backward_bytes=peak_bytes,
         validation_bytes=max((interval.num_bytes for interval in validation), default=0),
-        resident_bytes=resident_bytes + waiting,
+        resident_bytes=resident_bytes + later_bytes,
         settled_bytes=settled_bytes,
         context_bytes=memory.fix_context_bytes(device) or context_bytes,
-        reserve_bytes=memory_reserve_bytes(device, peak=peak + waiting),
-        released=bool(released_blocks),
+        reserve_bytes=memory_reserve_bytes(device, peak=peak_bytes),
+        released=released,
         intervals=(*intervals, *validation) if intervals else (),
-        gradient_order=order,
+        gradient_order=training.gradient_order,
     )
-
-
-def waiting_gradient_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
-    """Gradients that are there longer on a card, where blocks wait for others; here they are dropped one by one."""
-    return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
-
-
-def _left(params: Sequence[Tensor], meter: PeakMeter, dropped: GradientDropper, *, released: bool) -> tuple[int, int]:
-    """(bytes of gradients, bytes of everything alive) when an optimizer steps. BadInputError without any gradient."""
-    if all(param.grad is None for param in params) and not dropped.gradients_bytes:
-        raise BadInputError(NO_GRADIENT)
-    if released:
-        return dropped.gradients_bytes, dropped.stepping_bytes
-    return storage_bytes([param.grad for param in params if param.grad is not None]), meter.current_bytes
-
-
-def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
-    """Bytes that an optimizer step allocates beyond what is alive before and after it.
-
-    `probe()` makes parameter, gradient and state (for example of a spec on its largest tensor) and returns the step. It
-    is run twice, as a first step may compute what later ones reuse. Meta tensors suffice if no values are read.
-    """
-    with PeakMeter(torch.device(device)) as meter:
-        step = probe()
-        most = 0
-        for _ in range(2):
-            meter.reset_peak()
-            before = meter.current_bytes
-            step()
-            most = max(most, meter.peak_allocated_bytes - max(before, meter.current_bytes))
-    return most
-
-
-class FirstStepMemory:
-    """Measures the first step of the caller's own training loop, from construction to `finish` (or `stop`).
-
-    Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
-    which is an upper bound. A parameter that got no gradient in it, as an expert without a sample, may get one later.
-    `existing`: tensors and modules that are alive all the time, optimizer states among them.
-    """
-
-    def __init__(self, params: Sequence[Tensor], *, existing: Sequence[Any] = (), context_bytes: int = 0):
-        self._params = list(params)
-        self._context_bytes = context_bytes
-        self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
-        trained = [param for param in self._params if param.requires_grad]
-        self._idle = idle = set(map(id, trained))  # those that had no gradient so far; a hook must not hold them
-        self._hooks = [param.register_post_accumulate_grad_hook(lambda p: idle.discard(id(p))) for param in trained]
-        device = next((param.device for param in self._params), torch.device("cpu"))
-        self._meter: PeakMeter | None = PeakMeter(device, self._params, existing)
-        self._meter.__enter__()
-
-    def record_block_step(self) -> None:
-        """To be called before a block is stepped inside backward, if gradients are released."""
-        if self._meter is not None:
-            gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
-            self._gradients_bytes = max(self._gradients_bytes, gradients)
-            self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
-
-    def record_zeroing(self) -> None:
-        """To be called when gradients are zeroed. What was held until then, beside those that are there still, is
-        forward's, in a loop that zeroes between forward and backward: there it is held beside the gradients of the step
-        before, from the second step on."""
-        if self._meter is not None:
-            gradients = storage_bytes([param.grad for param in self._params if param.grad is not None])
-            self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes - gradients)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was held so far."""
-        assert self._meter is not None
-        return self._meter.peak_bytes
-
-    def stop(self) -> None:
-        """Ends measuring if no step was finished."""
-        self._remove_hooks()
-        if self._meter is not None:
-            self._meter.exit_out_of_order()
-            self._meter = None
-
-    def finish(self, *, state_bytes: int) -> Footprint:
-        """The Footprint. `state_bytes` of optimizer state were alive all the time and are subtracted."""
-        assert self._meter is not None, "the first step was finished before"
-        meter, self._meter = self._meter, None
-        meter.__exit__(None, None, None)
-        self._remove_hooks()
-        device = meter.device
-        released = self._stepping_bytes > 0
-        idle = 0 if released else storage_bytes([p for p in self._params if id(p) in self._idle and p.grad is None])
-        gradients = storage_bytes([param.grad for param in self._params if param.grad is not None]) + idle
-        weights = storage_bytes(self._params)
-        peak = max(meter.peak_bytes + idle, self._forward_bytes + (0 if released else gradients)) - state_bytes
-        return Footprint(
-            device=str(device),
-            micro_batch=0,
-            weights_bytes=weights,
-            gradients_bytes=self._gradients_bytes if released else gradients,
-            forward_backward_bytes=peak,
-            validation_bytes=0,
-            resident_bytes=self._stepping_bytes - state_bytes if released else weights + gradients,
-            settled_bytes=meter.current_bytes - state_bytes if released else 0,
-            context_bytes=memory.fix_context_bytes(device) or self._context_bytes,
-            reserve_bytes=memory_reserve_bytes(device, peak=peak + state_bytes),
-            released=released,
-        )
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-def memory_reserve_bytes(device: torch.device, *, peak: int) -> int:
-    """SCALARS_BYTES; on CUDA LATE_MODULES_BYTES + PAGES_BYTES + FRAGMENTATION * peak."""
-    if device.type == "cuda":
-        return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
-    return SCALARS_BYTES
-
-
-def _training_peak(
-    run: Callable[[], object],
-    params: Sequence[Tensor],
-    meter: PeakMeter,
-    dropped: GradientDropper,
-    *,
-    accumulation: int,
-    named: Mapping[str, Tensor],
-    warm: bool,
-    merge_intervals: bool,
-) -> tuple[int, tuple[PeakInterval, ...], tuple[str, ...]]:
-    """(peak, intervals, order of gradients) of a micro-batch; the last two are empty where they cannot be known.
-
-    The peak is the larger one of a first micro-batch without gradients and of a later one beside them. Intervals need
-    a loop that leaves backward to the probe, named parameters, and gradients that are not released.
-    """
-    meter.reset_peak()
-    if warm:
-        _one_micro_batch(run, params, drop=None)
-        dropped.finish()
-    else:
-        for param in params:
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
-        if meter.allocator is not None:
-            meter.allocator.record()
-    first = meter.peak_bytes
-    stand_ins = {s._cdata: s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
-    # Weak references to the storages: a gradient that is held here would not be freed where training frees it.
-    gradients = [weakref.ref(param.grad.untyped_storage()) for param in params if param.grad is not None]
-    with Timeline(meter, named=named, gradients_alive=True) as line:
-        own_backward = _one_micro_batch(run, params, drop=line.dropped if accumulation == 1 else None)
-        dropped.finish()
-    if not warm and meter.allocator is not None:
-        line.reserve(meter.allocator.reserved_again(stand_ins))
-    if accumulation == 1 and own_backward and all(gradient() is not None for gradient in gradients):
-        # Gradients were neither freed nor replaced, or all released: the caller's loop has none in forward. On a card a
-        # step is laid where the one before it left room, which may take more than the first one did.
-        if meter.device.type == "cuda":
-            _drop_gradients(params)
-            meter.empty_cache()
-            meter.reset_peak()
-            for _ in range(2):
-                _drop_gradients(params)
-                _one_micro_batch(run, params, drop=None)
-                dropped.finish()
-            first = max(first, meter.peak_bytes)
-        return first, (), ()
-    intervals = line.merged("training") if merge_intervals else tuple(line.intervals)
-    second = max(interval.num_bytes for interval in line.intervals) + line.slack_bytes
-    if own_backward or not named or dropped.gradients_bytes:
-        return max(first, second), (), ()
-    if first > second:
-        intervals = (*intervals, PeakInterval(name="first", num_bytes=first))
-    return max(first, second), intervals, tuple(line.order)
-
-
-def _validation(
-    run: Callable[[], object] | None, module: nn.Module | None, meter: PeakMeter, *, named: Mapping[str, Tensor]
-) -> tuple[PeakInterval, ...]:
-    """The intervals of a validation batch in evaluation and inference mode, beside the gradients."""
-    if run is None:
-        return ()
-    if module is not None:
-        module.eval()
-    meter.empty_cache()
-    with torch.inference_mode(), Timeline(meter, named=named, gradients_alive=True) as line:
-        run()
-    return line.merged("validation")
-
-
-def _one_micro_batch(run: Callable[[], object], params: Sequence[Tensor], *, drop: Callable[[], None] | None) -> bool:
-    """Runs forward and backward; True if `run` ran backward itself.
-
-    `drop`: called after gradients were set to None between forward and backward; None lets them accumulate.
-    """
-    loss = run()
-    if not isinstance(loss, Tensor) or not loss.requires_grad or loss.grad_fn is None:
-        return True
-    if any(param.grad is not None for param in params) and drop is not None:
-        _drop_gradients(params)
-        drop()
-    loss.backward()
-    return False
-
-
-def _drop_gradients(params: Sequence[Tensor]) -> None:
-    for param in params:
-        param.grad = None
 
 
 @contextmanager
 def preserved_state(module: nn.Module | None, params: Sequence[Tensor]) -> Iterator[ParamRestorer]:
     """Restores RNG states, training modes, buffers, written parameters and the modules' Python state.
 
-    Gradients are None at the start and end.
+    Gradients are None at the start and end. Sharded modules are resharded at the end.
     """
     _drop_gradients(params)
     restorer = ParamRestorer(params)
@@ -374,9 +181,9 @@ def preserved_state(module: nn.Module | None, params: Sequence[Tensor]) -> Itera
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
-    cuda = [param.device for param in params if param.device.type == "cuda"]
+    cuda_indices = {param.device.index for param in params if param.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted({device.index for device in cuda}), device_type="cuda"):
+        with torch.random.fork_rng(devices=sorted(cuda_indices), device_type="cuda"):
             yield restorer
     finally:
         if module is not None:
@@ -395,3 +202,248 @@ def preserved_state(module: nn.Module | None, params: Sequence[Tensor]) -> Itera
                 if saved is not None:
                     buffer.copy_(saved)
         _drop_gradients(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainingPeak:
+    """The peak of forward and backward; intervals and the order of gradients are empty where they cannot be known."""
+
+    peak_bytes: int
+    intervals: tuple[PeakInterval, ...] = ()
+    gradient_order: tuple[str, ...] = ()
+
+
+def _measure_training(
+    run: Callable[[], object],
+    params: Sequence[Tensor],
+    meter: PeakMeter,
+    dropper: GradientDropper,
+    *,
+    accumulation: int,
+    named: Mapping[str, Tensor],
+    warm: bool,
+    merge_intervals: bool,
+) -> _TrainingPeak:
+    """Measures a first micro-batch without gradients and a later one next to them; returns the larger peak.
+
+    Intervals need a loop that leaves backward to the probe, named parameters, and gradients that are not released.
+    """
+    meter.reset_peak()
+    if warm:
+        _run_micro_batch(run, params, after_drop=None)
+        dropper.finish()
+    else:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        if meter.allocator is not None:
+            meter.allocator.record()
+    first_peak = meter.peak_bytes
+
+    storages = [param.grad.untyped_storage() for param in params if param.grad is not None]
+    bytes_by_storage = {storage._cdata: storage.nbytes() for storage in storages}
+    gradients = [weakref.ref(storage) for storage in storages]
+    del storages  # a gradient that is referenced here would not be freed where training frees it
+    with Timeline(meter, named=named, gradients_alive=True) as timeline:
+        runs_backward = _run_micro_batch(run, params, after_drop=timeline.dropped if accumulation == 1 else None)
+        dropper.finish()
+    if not warm and meter.allocator is not None:
+        timeline.raise_reserved(meter.allocator.reserved_by_two_passes(bytes_by_storage))
+
+    if accumulation == 1 and runs_backward and all(gradient() is not None for gradient in gradients):
+        # Gradients were neither freed nor replaced, or all were released: the caller's loop has none in forward.
+        if meter.device.type == "cuda":
+            first_peak = max(first_peak, _peak_of_two_runs(run, params, meter, dropper))
+        return _TrainingPeak(peak_bytes=first_peak)
+
+    second_peak = max(interval.num_bytes for interval in timeline.intervals) + timeline.slack_bytes
+    peak = max(first_peak, second_peak)
+    if runs_backward or not named or dropper.gradients_bytes:
+        return _TrainingPeak(peak_bytes=peak)
+    intervals = timeline.merged("training") if merge_intervals else tuple(timeline.intervals)
+    if first_peak > second_peak:
+        intervals = (*intervals, PeakInterval(name="first", num_bytes=first_peak))
+    return _TrainingPeak(peak_bytes=peak, intervals=intervals, gradient_order=tuple(timeline.order))
+
+
+def _peak_of_two_runs(
+    run: Callable[[], object], params: Sequence[Tensor], meter: PeakMeter, dropper: GradientDropper
+) -> int:
+    """The peak of reserved memory over two runs, both without gradients. On CUDA the second run has to fit into the
+    gaps that the first one left, which may take more memory than the first."""
+    _drop_gradients(params)
+    meter.empty_cache()
+    meter.reset_peak()
+    for _ in range(2):
+        _drop_gradients(params)
+        _run_micro_batch(run, params, after_drop=None)
+        dropper.finish()
+    return meter.peak_bytes
+
+
+def _run_micro_batch(
+    run: Callable[[], object], params: Sequence[Tensor], *, after_drop: Callable[[], None] | None
+) -> bool:
+    """Runs forward and backward; returns whether `run` ran backward itself.
+
+    With `after_drop`, gradients are set to None between forward and backward, and `after_drop` is called if there were
+    any. None lets gradients accumulate.
+    """
+    loss = run()
+    if not isinstance(loss, Tensor) or not loss.requires_grad or loss.grad_fn is None:
+        return True
+    if any(param.grad is not None for param in params) and after_drop is not None:
+        _drop_gradients(params)
+        after_drop()
+    loss.backward()
+    return False
+
+
+def _drop_gradients(params: Sequence[Tensor]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _bytes_at_optimizer_step(
+    params: Sequence[Tensor], meter: PeakMeter, dropper: GradientDropper, *, released: bool
+) -> tuple[int, int]:
+    """(bytes of gradients, bytes of everything alive) when an optimizer steps. BadInputError without any gradient."""
+    if all(param.grad is None for param in params) and not dropper.gradients_bytes:
+        raise BadInputError(NO_GRADIENT)
+    if released:
+        return dropper.gradients_bytes, dropper.stepping_bytes
+    return _gradients_bytes(params), meter.current_bytes
+
+
+def _gradients_bytes(params: Sequence[Tensor]) -> int:
+    return storage_bytes([param.grad for param in params if param.grad is not None])
+
+
+def waiting_gradient_bytes(device: torch.device, params: Sequence[Tensor]) -> int:
+    """Bytes of gradients that live longer on a card than in the probe: on CUDA, blocks wait to be stepped together,
+    while the probe drops them one by one."""
+    return grouped_bytes(sum(p.nbytes for p in params if p.requires_grad)) if device.type == "cuda" else 0
+
+
+def _measure_validation(
+    run: Callable[[], object] | None, module: nn.Module | None, meter: PeakMeter, *, named: Mapping[str, Tensor]
+) -> tuple[PeakInterval, ...]:
+    """The intervals of a validation batch in evaluation and inference mode, next to the gradients."""
+    if run is None:
+        return ()
+    if module is not None:
+        module.eval()
+    meter.empty_cache()
+    with torch.inference_mode(), Timeline(meter, named=named, gradients_alive=True) as timeline:
+        run()
+    return timeline.merged("validation")
+
+
+def memory_reserve_bytes(device: torch.device, *, peak: int) -> int:
+    """Bytes that a prediction adds for what a probe cannot see, given the measured `peak` of forward and backward."""
+    if device.type == "cuda":
+        return memory.LATE_MODULES_BYTES + PAGES_BYTES + int(FRAGMENTATION * peak)
+    return SCALARS_BYTES
+
+
+def step_temporary_bytes(probe: StepProbe, *, device: torch.device | str) -> int:
+    """Bytes that an optimizer step allocates beyond what is alive before and after it.
+
+    `probe()` makes parameter, gradient and state (for example of a spec on its largest tensor) and returns the step.
+    The step runs twice, as a first one may compute what later ones reuse. Meta tensors suffice if no values are read.
+    """
+    with PeakMeter(torch.device(device)) as meter:
+        step = probe()
+        temporary_bytes = 0
+        for _ in range(2):
+            meter.reset_peak()
+            before = meter.current_bytes
+            step()
+            temporary_bytes = max(temporary_bytes, meter.peak_allocated_bytes - max(before, meter.current_bytes))
+    return temporary_bytes
+
+
+class FirstStepMemory:
+    """Measures the first step of the caller's own training loop, from construction to `finish` (or `stop`).
+
+    Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
+    which is an upper bound. A parameter without a gradient in this step (an expert without a sample) is counted as if
+    it had one.
+
+    Args:
+        params: all parameters of the network.
+        existing: other tensors and modules that are alive all the time, optimizer states among them.
+        context_bytes: of the CUDA context where it cannot be measured.
+    """
+
+    def __init__(self, params: Sequence[Tensor], *, existing: Sequence[Any] = (), context_bytes: int = 0):
+        self._params = list(params)
+        self._context_bytes = context_bytes
+        self._stepping_bytes = self._gradients_bytes = self._forward_bytes = 0
+        trained = [param for param in self._params if param.requires_grad]
+        # Ids of parameters without a gradient so far: the hooks must not keep parameters alive.
+        self._absent = absent = set(map(id, trained))
+        self._hooks = [param.register_post_accumulate_grad_hook(lambda p: absent.discard(id(p))) for param in trained]
+        device = next((param.device for param in self._params), torch.device("cpu"))
+        self._meter: PeakMeter | None = PeakMeter(device, self._params, existing)
+        self._meter.__enter__()
+
+    def record_block_step(self) -> None:
+        """To be called before a block is stepped inside backward, if gradients are released."""
+        if self._meter is not None:
+            self._gradients_bytes = max(self._gradients_bytes, _gradients_bytes(self._params))
+            self._stepping_bytes = max(self._stepping_bytes, self._meter.current_bytes)
+
+    def record_zeroing(self) -> None:
+        """To be called when gradients are zeroed.
+
+        In a loop that zeroes between forward and backward, the peak so far is forward's. From the second step on,
+        forward runs next to the gradients of the step before, so `finish` adds them to it.
+        """
+        if self._meter is not None:
+            self._forward_bytes = max(self._forward_bytes, self._meter.peak_bytes - _gradients_bytes(self._params))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes so far."""
+        assert self._meter is not None
+        return self._meter.peak_bytes
+
+    def stop(self) -> None:
+        """Ends measuring if no step was finished."""
+        self._remove_hooks()
+        if self._meter is not None:
+            self._meter.exit_out_of_order()
+            self._meter = None
+
+    def finish(self, *, state_bytes: int) -> Footprint:
+        """Ends measuring and returns the Footprint, from which `state_bytes` of optimizer state are subtracted."""
+        assert self._meter is not None, "the first step was finished before"
+        meter, self._meter = self._meter, None
+        meter.__exit__(None, None, None)
+        self._remove_hooks()
+        device = meter.device
+        released = self._stepping_bytes > 0
+        absent = [p for p in self._params if id(p) in self._absent and p.grad is None]
+        absent_bytes = 0 if released else storage_bytes(absent)
+        gradients_bytes = _gradients_bytes(self._params) + absent_bytes
+        weights_bytes = storage_bytes(self._params)
+        forward_bytes = self._forward_bytes + (0 if released else gradients_bytes)
+        peak = max(meter.peak_bytes + absent_bytes, forward_bytes) - state_bytes
+        return Footprint(
+            device=str(device),
+            micro_batch=0,
+            weights_bytes=weights_bytes,
+            gradients_bytes=self._gradients_bytes if released else gradients_bytes,
+            forward_backward_bytes=peak,
+            validation_bytes=0,
+            resident_bytes=self._stepping_bytes - state_bytes if released else weights_bytes + gradients_bytes,
+            settled_bytes=meter.current_bytes - state_bytes if released else 0,
+            context_bytes=memory.fix_context_bytes(device) or self._context_bytes,
+            reserve_bytes=memory_reserve_bytes(device, peak=peak + state_bytes),
+            released=released,
+        )
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,4 +1,4 @@
-"""Drops gradients during a probe's backward pass, as an optimizer does that steps blocks inside backward."""
+"""Drops gradients during a probe's backward pass, as gradient release does in training."""
 
 from collections.abc import Sequence
 
@@ -52,6 +52,6 @@ class GradientDropper:
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, this rank's part of sharded ones, counting a shared storage once."""
+    """Bytes of the storages behind `tensors`, a shared one once. Of sharded tensors, this rank's shard."""
     storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

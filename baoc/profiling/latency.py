@@ -1,6 +1,6 @@
 """Times optimizer steps and fits seconds per spec as a linear function of the numbers of tensors and elements.
 
-Only a step_time budget needs all specs. Timings are cached per machine, so that a second plan costs nothing.
+Timings are cached per machine, so that a second plan costs nothing.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from baoc.cache import json_sha256, read_private, write_private
 from baoc.profiling.memory import clear_cache
 from baoc.types import LatencyTable
 
-MakeStep = Callable[[int, int], Callable[[], None]]
+MakeStep = Callable[[int, int], Callable[[], None]]  # (elements of a tensor, number of tensors) -> their step
 
-SMALL = 2**12  # elements of a tensor whose step is dominated by launch overhead
-LARGE = {"cpu": 2**18, "cuda": 2**23}  # and of one whose step is dominated by memory and arithmetic
-MANY = 9  # small tensors stepped together, for the seconds per tensor
-MAX_S = 5.0
-MAX_REPEATS = 15
+SMALL_NUMEL = 2**12  # of a tensor whose step is dominated by launch overhead
+LARGE_NUMEL = {"cpu": 2**18, "cuda": 2**23}  # of a tensor whose step is dominated by memory and arithmetic
+NUM_SMALL = 9  # small tensors stepped together, for the seconds per tensor
+MAX_S = 5.0  # for all specs
+MAX_REPEATS = 15  # of one timing
 _SLEEP_CYCLES = 4_000_000  # some milliseconds, in which the host launches the step ahead of the device
 _SOURCES = ("kernels", "optim")  # folders whose code a step runs
-_SCHEMA = 2
+_SCHEMA = 2  # of the cache file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class StepCost:
     """Seconds of a step: `step_s` once, `tensor_s` for each tensor, `element_s` for each element; none is negative."""
 
     step_s: float
@@ -49,7 +49,7 @@ def measure_latency(
     cache_dir: Path | str | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> LatencyTable:
-    """Times each spec on one small tensor, on MANY of them and on a large one, and fits `Line`s.
+    """Times each spec on one small tensor, on NUM_SMALL of them and on a large one, and fits a `StepCost`.
 
     Args:
         steps: spec -> callable (elements of a tensor, number of tensors) that sets these up and returns their step.
@@ -59,57 +59,62 @@ def measure_latency(
     """
     device = torch.device(device)
     key = timing_key(device)
-    known = read_timings(cache_dir, key=key)
-    missing = [spec for spec in steps if spec not in known]
-    share = max_s / max(1, len(missing) * 3)
-    cacheable: dict[str, Line] = {}  # timed on tensors of full size
+    costs = read_timings(cache_dir, key=key)
+    missing = [spec for spec in steps if spec not in costs]
+    max_s_per_timing = max_s / max(1, len(missing) * 3)
+    cacheable: dict[str, StepCost] = {}  # timed on tensors of full size
     for spec in missing:
-        line, large = _line(steps[spec], device=device, share=share, clock=clock)
-        known[spec] = line
-        if large >= LARGE.get(device.type, LARGE["cpu"]):
-            cacheable[spec] = line
+        costs[spec], large = _time_spec(steps[spec], device=device, max_s=max_s_per_timing, clock=clock)
+        if large >= LARGE_NUMEL.get(device.type, LARGE_NUMEL["cpu"]):
+            cacheable[spec] = costs[spec]
     if cacheable:
-        _write(cache_dir, key=key, lines=read_timings(cache_dir, key=key) | cacheable)
+        _write(cache_dir, key=key, costs=read_timings(cache_dir, key=key) | cacheable)
     return LatencyTable(
         device=key["device"],
-        step_s=median(known[spec].step_s for spec in steps) if steps else 0.0,
-        fixed_s={spec: known[spec].tensor_s for spec in steps},
-        per_element_s={spec: known[spec].element_s for spec in steps},
+        step_s=median(costs[spec].step_s for spec in steps) if steps else 0.0,
+        fixed_s={spec: costs[spec].tensor_s for spec in steps},
+        per_element_s={spec: costs[spec].element_s for spec in steps},
     )
 
 
-def fit_line(*, small_s: float, many_s: float, large_s: float, large: int) -> Line:
-    """The Line through three timings: one tensor of SMALL elements, MANY such tensors, one of `large` elements.
+def fit_step_cost(*, small_s: float, many_s: float, large_s: float, large: int) -> StepCost:
+    """The StepCost of three timings: one tensor of SMALL_NUMEL elements, NUM_SMALL of them, one of `large` elements.
 
     Terms are at least 0, as noise may make the larger step the faster one.
     """
-    element_s = max(0.0, (large_s - small_s) / (large - SMALL))
-    tensor_s = max(0.0, (many_s - small_s) / (MANY - 1) - element_s * SMALL)
-    return Line(step_s=max(0.0, small_s - tensor_s - element_s * SMALL), tensor_s=tensor_s, element_s=element_s)
+    element_s = max(0.0, (large_s - small_s) / (large - SMALL_NUMEL))
+    tensor_s = max(0.0, (many_s - small_s) / (NUM_SMALL - 1) - element_s * SMALL_NUMEL)
+    return StepCost(
+        step_s=max(0.0, small_s - tensor_s - element_s * SMALL_NUMEL), tensor_s=tensor_s, element_s=element_s
+    )
 
 
-def _line(make: MakeStep, *, device: torch.device, share: float, clock: Callable[[], float]) -> tuple[Line, int]:
-    """(line of a spec, elements of the large tensor); fewer than LARGE if memory does not suffice for that many."""
+def _time_spec(
+    make: MakeStep, *, device: torch.device, max_s: float, clock: Callable[[], float]
+) -> tuple[StepCost, int]:
+    """(cost of a spec, elements of the large tensor). There are fewer than LARGE_NUMEL if memory does not suffice."""
 
     def timed(numel: int, tensors: int) -> float:
         began = clock()
         step = make(numel, tensors)
-        return _timed(step, device=device, limit=share - (clock() - began), clock=clock)
+        return _median_seconds(step, device=device, max_s=max_s - (clock() - began), clock=clock)
 
-    small_s, many_s = timed(SMALL, 1), timed(SMALL, MANY)
-    large = LARGE.get(device.type, LARGE["cpu"])
+    small_s, many_s = timed(SMALL_NUMEL, 1), timed(SMALL_NUMEL, NUM_SMALL)
+    large = LARGE_NUMEL.get(device.type, LARGE_NUMEL["cpu"])
     while True:
         try:
-            return fit_line(small_s=small_s, many_s=many_s, large_s=timed(large, 1), large=large), large
+            return fit_step_cost(small_s=small_s, many_s=many_s, large_s=timed(large, 1), large=large), large
         except torch.OutOfMemoryError:
-            if large <= 4 * SMALL:
+            if large <= 4 * SMALL_NUMEL:
                 raise
         clear_cache(device)
         large //= 4
 
 
-def _timed(step: Callable[[], object], *, device: torch.device, limit: float, clock: Callable[[], float]) -> float:
-    """Median seconds of `step`, repeated for about `limit` seconds, after one warm-up run.
+def _median_seconds(
+    step: Callable[[], object], *, device: torch.device, max_s: float, clock: Callable[[], float]
+) -> float:
+    """Median seconds of `step`, repeated for about `max_s` seconds, after one warm-up run.
 
     On CUDA only the device's time counts, as in training it is busy with backward while the step is launched. There are
     three warm-up runs, in which kernels are compiled, tuned and captured in a graph.
@@ -118,13 +123,13 @@ def _timed(step: Callable[[], object], *, device: torch.device, limit: float, cl
     for _ in range(3 if device.type == "cuda" else 1):
         step()
     synchronize(device)
-    found: list[float] = []
+    seconds: list[float] = []
     took = 0.0
-    while not found or (len(found) < MAX_REPEATS and clock() - began + took < limit):
+    while not seconds or (len(seconds) < MAX_REPEATS and clock() - began + took < max_s):
         start = clock()
-        found.append(_device_seconds(step) if device.type == "cuda" else _host_seconds(step, clock))
+        seconds.append(_device_seconds(step) if device.type == "cuda" else _host_seconds(step, clock))
         took = clock() - start
-    return median(found)
+    return median(seconds)
 
 
 def _host_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -155,29 +160,29 @@ def seconds_per_run(
     group: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> float:
-    """Seconds of one `run` in a series, as in training, where the host does not wait for the device each time.
+    """Seconds of one `run` in a series of runs, as in training: the host does not wait for the device after each.
 
-    Mean of the series on CUDA, median elsewhere.
+    This is the mean of the series on CUDA, and the median elsewhere.
 
     Args:
         max_s: about the most seconds of the series, in which there are `least` to `most` runs.
-        warm: whether one run goes first that is not counted.
-        once_s: seconds of one run, if known; otherwise one run is timed to choose the length of the series.
-        group: runs launched without waiting for the device: the micro-batches of a step, whose losses are read once.
+        warm: whether the first run is a warm-up, which does not count.
+        once_s: seconds of one run; None times one run to choose the length of the series.
+        group: runs between two waits for the device: the micro-batches of a step, whose losses are read once.
     """
     began = clock()
     if warm:
         run()
     synchronize(device)
-    found: list[float] = []
+    first: list[float] = []
     if once_s is None:
         start = clock()
         run()
         synchronize(device)
-        found = [once_s := clock() - start]
+        first = [once_s := clock() - start]
     count = max(least, min(most, int((max_s - (clock() - began)) / max(once_s, 1e-9))))
     if device.type != "cuda":
-        return median([*found, *(_host_seconds(run, clock) for _ in range(count - len(found)))])
+        return median([*first, *(_host_seconds(run, clock) for _ in range(count - len(first)))])
     group = min(group, count)
     start = clock()
     for _ in range(count // group):
@@ -197,7 +202,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timing_key(device: torch.device) -> dict[str, str]:
-    """The key of a timing beside the spec: device, threads, versions, and the source code of the step."""
+    """What timings depend on, beside the spec: device, threads, versions, and the source code of the step."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device)
@@ -234,28 +239,28 @@ def _path(cache_dir: Path | str, key: Mapping[str, str]) -> Path:
     return Path(cache_dir) / f"latency-{json_sha256(key)[:16]}.json"
 
 
-def read_timings(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, Line]:
-    """Spec -> line from the cache; empty where there is no file that is the user's own and can be read."""
+def read_timings(cache_dir: Path | str | None, *, key: Mapping[str, str]) -> dict[str, StepCost]:
+    """Spec -> cost from the cache; empty unless there is a readable file that belongs to the user."""
     if cache_dir is None:
         return {}
     try:
         data: Any = json.loads(read_private(_path(cache_dir, key)) or "")
         if data["key"] != dict(key):
             return {}
-        return {str(spec): _read_line(line) for spec, line in data["lines"].items()}
+        return {str(spec): _read_cost(cost) for spec, cost in data["lines"].items()}
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return {}
 
 
-def _read_line(line: Any) -> Line:
-    step_s, tensor_s, element_s = (float(value) for value in line)
+def _read_cost(cost: Any) -> StepCost:
+    step_s, tensor_s, element_s = (float(value) for value in cost)
     if not all(0 <= value < float("inf") for value in (step_s, tensor_s, element_s)):
-        raise ValueError(f"not seconds: {line}")
-    return Line(step_s=step_s, tensor_s=tensor_s, element_s=element_s)
+        raise ValueError(f"not seconds: {cost}")
+    return StepCost(step_s=step_s, tensor_s=tensor_s, element_s=element_s)
 
 
-def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], lines: Mapping[str, Line]) -> None:
+def _write(cache_dir: Path | str | None, *, key: Mapping[str, str], costs: Mapping[str, StepCost]) -> None:
     if cache_dir is None:
         return
-    rows = {spec: (line.step_s, line.tensor_s, line.element_s) for spec, line in sorted(lines.items())}
-    write_private(_path(cache_dir, key), json.dumps({"key": dict(key), "lines": rows}, indent=1))
+    lines = {spec: (cost.step_s, cost.tensor_s, cost.element_s) for spec, cost in sorted(costs.items())}
+    write_private(_path(cache_dir, key), json.dumps({"key": dict(key), "lines": lines}, indent=1))

@@ -8,25 +8,27 @@ from time import perf_counter, thread_time
 
 from baoc.parallel import SINGLE_PROCESS, Ranks
 
-LARGE_PARAMS = 10_000_000  # from here on, limits are shares of time and size; below, they are absolute
+LARGE_PARAMS = 10_000_000  # parameters from which on limits are shares of time and size; below, they are absolute
 MAX_S = 3.0  # processor seconds of sampling, below LARGE_PARAMS
-MAX_SHARE = 0.05  # of the time
-FADING = 0.9  # decay of the largest cost of a sample, with each sample
-OCTAVE = 64  # steps at full rate, then as many at half of it, twice as many at a quarter, and so on
+MAX_SHARE = 0.05  # of the training time, from LARGE_PARAMS on
+COST_DECAY = 0.9  # of the largest cost of earlier samples, with each sample
+STEPS_AT_FULL_RATE = 64  # then as many at half of this rate, twice as many at a quarter, and so on
 
 
 class SamplingAction(StrEnum):
+    """What the profiler does with the gradients of a step."""
+
     SKIP = "skip"
-    GATHER = "gather"  # keep the gradient, to be paired with that of the next step
+    GATHER = "gather"  # keep them, to be paired with those of the next step
     SAMPLE = "sample"
 
 
-_TURNS = tuple(SamplingAction)
+_ACTIONS = tuple(SamplingAction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSchedule:
-    """How far a schedule was, in a checkpoint."""
+    """A schedule in a checkpoint. `seen`: number of steps. `armed`: the step before was gathered."""
 
     seen: int
     armed: bool
@@ -44,27 +46,23 @@ class SamplingSchedule:
     From LARGE_PARAMS on, a step is sampled if a sample's cost fits into `max_share` of the time since `start`. These
     are wall seconds of the host: on a GPU, the time to launch kernels.
 
-    Of several `ranks` the first decides, each of which has a clock of its own.
+    Rank 0 of several `ranks` decides for all, as the clocks of ranks differ.
     """
 
-    def __init__(
-        self,
-        *,
-        num_params: int,
-        max_share: float = MAX_SHARE,
-        ranks: Ranks = SINGLE_PROCESS,
-    ):
+    def __init__(self, *, num_params: int, max_share: float = MAX_SHARE, ranks: Ranks = SINGLE_PROCESS):
         self._ranks = ranks
         self.large = num_params >= LARGE_PARAMS
         self._share = max_share
-        self._spent_s = 0.0
-        self._newest = {"gather": 0.0, "sample": 0.0}  # seconds
-        self._dearest = dict(self._newest)  # fading maximum of earlier ones: costs vary by half, and a share is a limit
-        self._seen = 0
-        self._armed = False
+        self.spent_s = 0.0
+        self._latest_s = {"gather": 0.0, "sample": 0.0}
+        self._largest_s = dict(
+            self._latest_s
+        )  # decaying maximum of earlier ones: costs vary by half, a share is a limit
+        self._num_steps = 0
+        self._gathered_before = False  # the step before was gathered
         self._processor_s = 0.0
         self._began: float | None = None
-        self._before = 0.0  # elapsed before a resume
+        self._resumed_s = 0.0  # elapsed before a resume
 
     def start(self) -> None:
         """Starts the clock; later calls change nothing."""
@@ -73,46 +71,42 @@ class SamplingSchedule:
 
     @property
     def elapsed_s(self) -> float:
-        return self._before + (perf_counter() - self._began if self._began is not None else 0.0)
-
-    @property
-    def spent_s(self) -> float:
-        return self._spent_s
+        return self._resumed_s + (perf_counter() - self._began if self._began is not None else 0.0)
 
     def next_action(self) -> SamplingAction:
-        """The task of the coming step."""
-        return _TURNS[int(self._ranks.broadcast_number(_TURNS.index(self._own_turn())))]
+        """The action for the coming step, the same on all ranks."""
+        return _ACTIONS[int(self._ranks.broadcast_number(_ACTIONS.index(self._local_action())))]
 
-    def _own_turn(self) -> SamplingAction:
+    def _local_action(self) -> SamplingAction:
         if self.large:
-            if self._armed:
+            if self._gathered_before:
                 return SamplingAction.SAMPLE
             return SamplingAction.GATHER if self._affords_sample() else SamplingAction.SKIP
         if self._processor_s > MAX_S:
             return SamplingAction.SKIP
-        stride = 2 ** (self._seen // OCTAVE).bit_length()  # 1 for an octave, 2 for as many steps, 4 for twice as many
-        if self._seen % stride == 0:
+        stride = 2 ** (self._num_steps // STEPS_AT_FULL_RATE).bit_length()
+        if self._num_steps % stride == 0:
             return SamplingAction.SAMPLE
-        return SamplingAction.GATHER if (self._seen + 1) % stride == 0 else SamplingAction.SKIP
+        return SamplingAction.GATHER if (self._num_steps + 1) % stride == 0 else SamplingAction.SKIP
 
-    def advance(self, turn: SamplingAction) -> None:
-        """To be called when the turn of a step is known."""
-        self._seen += 1
-        self._armed = turn is SamplingAction.GATHER
+    def advance(self, action: SamplingAction) -> None:
+        """To be called once per step, with its action."""
+        self._num_steps += 1
+        self._gathered_before = action is SamplingAction.GATHER
 
     def _affords_sample(self) -> bool:
-        """Whether a pair of gradients fits into the share."""
-        return self._spent_s + self._cost("gather") + self._cost("sample") <= self._share * self.elapsed_s
+        """Whether gathering and sampling once more fits into the share."""
+        return self.spent_s + self._cost("gather") + self._cost("sample") <= self._share * self.elapsed_s
 
     def _cost(self, kind: str) -> float:
-        """Seconds that the next one is expected to take at most."""
-        return max(self._newest[kind], self._dearest[kind])
+        """Seconds that the next one of this kind is expected to take at most."""
+        return max(self._latest_s[kind], self._largest_s[kind])
 
     @contextmanager
-    def running(self, kind: str, *, more: bool = False) -> Iterator[None]:
-        """Times what runs inside as `gather`, `sample`, or another name, whose cost is not expected again.
+    def timed(self, kind: str, *, continued: bool = False) -> Iterator[None]:
+        """Counts the time spent inside. `kind` "gather" or "sample": it is also the expected cost of the next one.
 
-        `more`: adds to the last one of this name instead of starting a new one.
+        `continued`: the time belongs to the latest one of this kind.
         """
         began, busy = perf_counter(), thread_time()
         try:
@@ -120,23 +114,23 @@ class SamplingSchedule:
         finally:
             seconds = perf_counter() - began
             self._processor_s += thread_time() - busy
-            self._spent_s += seconds
-            if kind in self._newest and more:
-                self._newest[kind] += seconds
-            elif kind in self._newest:
-                self._dearest[kind] = FADING * self._cost(kind)
-                self._newest[kind] = seconds
+            self.spent_s += seconds
+            if kind in self._latest_s and continued:
+                self._latest_s[kind] += seconds
+            elif kind in self._latest_s:
+                self._largest_s[kind] = COST_DECAY * self._cost(kind)
+                self._latest_s[kind] = seconds
 
     def saved(self) -> SavedSchedule:
         return SavedSchedule(
-            seen=self._seen,
-            armed=self._armed,
-            spent_s=self._spent_s,
+            seen=self._num_steps,
+            armed=self._gathered_before,
+            spent_s=self.spent_s,
             processor_s=self._processor_s,
             elapsed_s=self.elapsed_s,
         )
 
-    def go_on(self, saved: SavedSchedule) -> None:
-        self._seen, self._armed = saved.seen, saved.armed
-        self._spent_s, self._processor_s = saved.spent_s, saved.processor_s
-        self._before, self._began = saved.elapsed_s, None
+    def resume(self, saved: SavedSchedule) -> None:
+        self._num_steps, self._gathered_before = saved.seen, saved.armed
+        self.spent_s, self._processor_s = saved.spent_s, saved.processor_s
+        self._resumed_s, self._began = saved.elapsed_s, None

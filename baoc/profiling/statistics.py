@@ -11,9 +11,9 @@ from torch import Tensor
 from baoc.core.catalogue import GROUP
 
 FOLD_LEVELS = (1, 2, 3, 8)  # 8: of folds that no rule uses any more; profilers in checkpoints hold its sums
-BAND = 2**15  # elements that are made float64 at a time, as a copy of all would be the largest thing that a run holds
-SNR_CEILING = 1e6  # where v does not vary at all
-NOISE_CEILING = 1e6  # where the two gradients have nothing in common
+BAND = 2**15  # elements converted to float64 at a time: a copy of all would be the largest tensor of a run
+SNR_CEILING = 1e6  # reached if v does not vary at all
+NOISE_CEILING = 1e6  # reached if the two gradients have nothing in common
 
 
 def coherence(ema_square: Tensor, mean_square: Tensor, *, beta: float, samples: int) -> Tensor:
@@ -33,22 +33,23 @@ def noise_ratio(noise: Tensor, signal: Tensor) -> Tensor:
 def fold_residuals(matrices: Tensor) -> Tensor:
     """||G - E F(G)||^2 per matrix and level, [count, levels], F the mean of 2^level neighbours along the last axis.
 
-    As FOAM (arXiv 2512.07112): zero-padded up to a multiple. With s the sum of a fold of n = 2^level, k of them real,
-    its share is sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one fold of its own length.
+    As in FOAM (arXiv 2512.07112), the axis is zero-padded to a multiple of the fold. A fold of n = 2^level elements,
+    with sum s and k of them not padding, contributes sum(g^2) - s^2 (2/n - k/n^2). An axis shorter than a fold is one
+    fold of its own length.
     """
     length = matrices.shape[-1]
     total = energies(matrices)
     sums, level = matrices, 0
-    found: list[Tensor] = []
-    for wanted in FOLD_LEVELS:
-        sums = _fold_sums(sums, times=wanted - level)
-        level = wanted
+    residuals: list[Tensor] = []
+    for next_level in FOLD_LEVELS:
+        sums = _fold_sums(sums, times=next_level - level)
+        level = next_level
         size = min(2**level, length)
         squares = sums.square().sum(1, dtype=torch.float64)  # [count, folds]
-        real = length - (squares.shape[1] - 1) * size  # elements of the last fold
-        kept = squares.sum(1) / size + squares[:, -1] * (1 / size - real / size**2)
-        found.append((total - kept).clamp_(min=0.0))
-    return torch.stack(found, dim=1)
+        real = length - (squares.shape[1] - 1) * size  # elements of the last fold that are not padding
+        explained = squares.sum(1) / size + squares[:, -1] * (1 / size - real / size**2)
+        residuals.append((total - explained).clamp_(min=0.0))
+    return torch.stack(residuals, dim=1)
 
 
 def energies(matrices: Tensor) -> Tensor:
@@ -59,16 +60,16 @@ def energies(matrices: Tensor) -> Tensor:
 def signal_to_noise(second: Tensor) -> Tensor:
     """SNR_K = E_{K'}[(E_K V)^2 / Var_K V] per matrix of second moments V, K the last axis (SlimAdam, arXiv 2503.01843).
 
-    Lines without any gradient are left out; NaN where none is left. An estimate of V from n independent Gaussian
+    Lines without any gradient are left out; NaN if all are. An estimate of V from n independent Gaussian
     samples cannot show more than about n / 2.
     """
-    found: list[Tensor] = []
+    ratios: list[Tensor] = []
     for lines in _scaled(second):
         mean = lines.mean(-1)
         square = mean.square()
         snr = square / (lines.var(-1) + square / SNR_CEILING)
-        found.append(torch.where(mean > 0, snr, torch.nan))
-    return torch.cat(found, dim=1).nanmean(-1)
+        ratios.append(torch.where(mean > 0, snr, torch.nan))
+    return torch.cat(ratios, dim=1).nanmean(-1)
 
 
 def factor_residual(second: Tensor) -> Tensor:
@@ -80,11 +81,11 @@ def factor_residual(second: Tensor) -> Tensor:
         col += band.sum(1, keepdim=True)
     col /= second.shape[1]
     col /= torch.cat(rows, dim=1).mean(1, keepdim=True)
-    residual, whole = (second.new_zeros(len(second), dtype=torch.float64) for _ in range(2))
+    residual, total = (second.new_zeros(len(second), dtype=torch.float64) for _ in range(2))
     for row, band in zip(rows, _scaled(second), strict=True):
         residual += (row * col).sub_(band).square_().sum((1, 2))
-        whole += band.square_().sum((1, 2))
-    return _ratio(residual.sqrt(), whole.sqrt())
+        total += band.square_().sum((1, 2))
+    return _ratio(residual.sqrt(), total.sqrt())
 
 
 def log_groups(second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,13 +101,13 @@ def log_groups(second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spread_of(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
-    """Standard deviation of log v from its (count, sum, sum of squares); NaN where fewer than two elements count."""
+    """Standard deviation of log v from its (count, sum, sum of squares); NaN for fewer than two elements."""
     variance = (squares / count - (total / count).square()).clamp_(min=0.0)
     return torch.where(count > 1, variance.sqrt_(), torch.nan)
 
 
 def _fold_sums(sums: Tensor, *, times: int) -> Tensor:
-    """Sums of 2^times neighbours along the last axis, the last sum over what is left."""
+    """Sums of 2^times neighbours along the last axis, which is zero-padded."""
     size = 2**times
     missing = -sums.shape[-1] % size
     if missing:
@@ -115,13 +116,12 @@ def _fold_sums(sums: Tensor, *, times: int) -> Tensor:
 
 
 def _scaled(second: Tensor) -> Iterator[Tensor]:
-    """Each matrix over its largest element, so that squares of small second moments do not vanish: float64, by bands of
-    rows."""
+    """Bands of rows, float64, of each matrix over its largest element: squares of small second moments would vanish."""
     largest = second.amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
     for band in second.split(max(1, BAND // (len(second) * second.shape[2])), dim=1):
         yield (band / largest).double()
 
 
-def _ratio(over: Tensor, under: Tensor) -> Tensor:
-    """NaN for 0/0."""
-    return torch.where(under > 0, over / under, torch.nan)
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient; NaN for 0/0."""
+    return torch.where(denominator > 0, numerator / denominator, torch.nan)

@@ -1,4 +1,4 @@
-"""Times an optimizer step per spec, and a whole step with torch's fused AdamW, to which step_time is a ratio."""
+"""Times an optimizer step per spec, and a training step with torch's fused AdamW, to which step_time is a ratio."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ from baoc.profiling.latency import MakeStep, measure_latency, read_timings, timi
 from baoc.profiling.link import measure_link
 from baoc.types import LatencyTable, OptimizerSpec
 
-FUSED = "torch fused AdamW"  # no spec's name, as it holds spaces
-FUSED_BYTES = 28  # that it moves per element: weight, gradient and two states read, all but the gradient written
-_COLUMNS = 256
+FUSED = "torch fused AdamW"  # key of its timing; names of specs have no spaces
+FUSED_BYTES = 28  # moved per element: weight, gradient and two states read, all but the gradient written
+_COLUMNS = 256  # of the matrices that are stepped
 
 
 def time_specs(
@@ -35,16 +35,16 @@ def time_specs(
     cache_dir: Path | None = None,
     previous: LatencyTable | None = None,
 ) -> LatencyTable:
-    """The latency table of `specs` on `device` in at most about `max_s` seconds, compiling apart.
+    """The latency table of `specs` on `device`.
 
-    `rest_s`: of a step, all but the optimizer's part; the reference step has the same, and torch's fused AdamW on
-    `num_elements` elements in `num_tensors` tensors, by its own line. `upkeep_bytes`: what a step moves per element
-    beside both (averages of the weights), taken to be as fast by the byte as fused AdamW.
-
-    With a `previous` table, the rest of a step and the reference are taken from it.
-
-    Timed are the specs that are `needed` (names), and those that `cache_dir` knows already; the others are assumed to
-    be as fast by the byte as fused AdamW.
+    Args:
+        num_elements, num_tensors: of the network's trainable parameters.
+        rest_s: seconds of a training step without the optimizer's. The reference step takes these and fused AdamW's.
+        upkeep_bytes: moved per element and step beside the optimizer (averages of the weights).
+        needed: names of specs to time. Others are timed if `cache_dir` has their timing already; the rest is assumed
+            to move as many bytes per second as fused AdamW.
+        max_s: about the most seconds for all timings, without compilation.
+        previous: a table whose rest of a step and reference are kept.
     """
 
     def make_fused(numel: int, tensors: int) -> Callable[[], None]:
@@ -52,11 +52,11 @@ def time_specs(
         return lambda: optimizer.step()
 
     steps: dict[str, MakeStep] = {FUSED: make_fused}
-    known = read_timings(cache_dir, key=timing_key(device))
+    cached = read_timings(cache_dir, key=timing_key(device))
     specs = device_specs(specs)
     for spec in specs:
-        if spec.name in needed or spec.name in known:
-            steps[spec.name] = _maker(spec, device=device, num_elements=num_elements)
+        if spec.name in needed or spec.name in cached:
+            steps[spec.name] = _step_maker(spec, device=device, num_elements=num_elements)
     table = measure_latency(steps, device=device, max_s=max_s, cache_dir=cache_dir)
     fixed, slope = dict(table.fixed_s), dict(table.per_element_s)
     tensor_s, element_s = fixed.pop(FUSED), slope.pop(FUSED)
@@ -76,15 +76,15 @@ def time_specs(
 
 
 def specs_timed_first(specs: Iterable[OptimizerSpec], *, device: torch.device) -> set[str]:
-    """Names of the specs to be timed at once: on a GPU those whose seconds bytes do not tell, for others have to be
-    compiled first, which takes seconds for each."""
+    """Names of the specs whose seconds must be measured. On a GPU, specs that are bound by bandwidth need not be: their
+    seconds follow from the bytes that they move, and compiling each would take seconds."""
     return {spec.name for spec in device_specs(specs) if device.type != "cuda" or not is_bandwidth_bound(spec)}
 
 
 def with_link_rates(table: LatencyTable, *, device: torch.device, accumulation: int, hides: bool) -> LatencyTable:
-    """The table with the rates of the link, measured where there is one, and the seconds of backward that hide it.
+    """The table with the measured rates of the link (on CUDA), and the seconds of backward that overlap with copies.
 
-    `hides`: blocks may be stepped in the last backward of a step, as nothing changes their gradients after it.
+    `hides`: whether blocks may be stepped in the last backward of a step, as nothing changes their gradients after it.
     """
     link = measure_link(device) if device.type == "cuda" else None
     hidden_s = hidden_seconds(table.base_step_s, accumulation=accumulation) if hides else 0.0
@@ -98,15 +98,16 @@ def bytes_moved_per_element(spec: OptimizerSpec) -> float:
 
 
 def _parameters(numel: int, tensors: int, device: torch.device) -> list[torch.nn.Parameter]:
-    made = []
+    """`tensors` parameters of about `numel` elements each, with gradients."""
+    params: list[torch.nn.Parameter] = []
     for _ in range(tensors):
         param = torch.nn.Parameter(torch.full((max(numel // _COLUMNS, 1), _COLUMNS), 0.02, device=device))
         param.grad = torch.linspace(-1e-3, 1e-3, param.numel(), device=device).view_as(param)
-        made.append(param)
-    return made
+        params.append(param)
+    return params
 
 
-def _maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> MakeStep:
+def _step_maker(spec: OptimizerSpec, *, device: torch.device, num_elements: int) -> MakeStep:
     def make(numel: int, tensors: int) -> Callable[[], None]:
         backend = proxy_backend(spec, device=device, numel=num_elements)
         optimizer = BlockwiseOptimizer(_parameters(numel, tensors, device), spec, backend=backend)

@@ -1,7 +1,7 @@
-"""Cuts a step into intervals between gradients (and between bf16 copies of weights) and records the peak of each.
+"""Splits a step into intervals between gradients (and between bf16 copies of weights) and records the peak of each.
 
 A plan derives from them the peak of a step with bf16 weights: each interval knows how many gradients, and which copies
-made by autocast, are alive at its peak. Works with tracked storages and with CUDA's allocator.
+made by autocast, are alive all through it. Works with tracked storages and with CUDA's allocator.
 """
 
 import weakref
@@ -16,17 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import PeakInterval
 
-MAX_INTERVALS = 16  # with all gradients alive, and again with those of this step; more are merged with neighbours
+# Intervals of a footprint: so many with all gradients alive, and as many with those of this step. More are merged with
+# their neighbours, as a plan goes through all of them for each candidate.
+MAX_INTERVALS = 16
 # The event that ends a raw interval. COPIED and ARRIVED are followed by the parameter's name.
-DROPPED, COPIED, DIED, ARRIVED, ENDED = "dropped", "copied ", "died", "arrived ", "ended"
+DROPPED, COPIED, COPY_FREED, ARRIVED, ENDED = "dropped", "copied ", "died", "arrived ", "ended"
 
 
 class Timeline(TorchDispatchMode):
     """Records intervals inside `with Timeline(...) as timeline`; `timeline.merged(name)` returns them afterwards.
 
-    `named`: the trainable parameters by name. `gradients_alive`: those of the step before are alive at the start.
-    `intervals`: what was recorded, each named by the event that ended it. `order`: parameters in the order in which
-    their gradients came.
+    Attributes:
+        intervals: the raw intervals, each named by the event that ended it.
+        order: names of the parameters in the order in which their gradients arrived.
+
+    Args:
+        named: the trainable parameters by name.
+        gradients_alive: whether the gradients of the step before are alive at the start.
     """
 
     def __init__(self, meter: PeakMeter, *, named: Mapping[str, Tensor], gradients_alive: bool):
@@ -37,8 +43,8 @@ class Timeline(TorchDispatchMode):
         self._copies: dict[str, weakref.ref[Any]] = {}
         self._copy_bytes: dict[str, int] = {}  # of the copies that are alive
         self._hooks: list[RemovableHandle] = []
-        self._num_gradients: int | None = None if gradients_alive else 0
-        self._reserved = 0
+        self._num_gradients: int | None = None if gradients_alive else 0  # None: those of the step before, all alive
+        self._reserved_bytes = 0
         self._ran = False  # whether an operator ran since the last interval ended
         self.order: list[str] = []
         self.intervals: list[PeakInterval] = []
@@ -70,35 +76,34 @@ class Timeline(TorchDispatchMode):
             self._on_copy(args[0], out)
         return out
 
-    supports_higher_order_operators = True  # such as attention under a random state, in what is compiled
+    supports_higher_order_operators = True  # compiled layers hold them, such as attention under a random state
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Layers that are compiled stay so: torch's allocator knows their bytes, and none of their casts is a copy."""
+        """Lets compiled layers run compiled: torch's allocator counts their bytes, and their casts make no copies."""
         return True
 
     def dropped(self) -> None:
-        """To be called when gradients were set to None: from here on they come one by one."""
+        """To be called when gradients were set to None: from here on they arrive one by one."""
         self._close(DROPPED)
         self._num_gradients = 0
 
-    def reserve(self, num_bytes: int) -> None:
-        """Raises the peak of reserved memory to `num_bytes`: found by an emulated allocator, not by the meter."""
-        self._reserved = max(self._reserved, num_bytes)
+    def raise_reserved(self, num_bytes: int) -> None:
+        """Raises the peak of reserved memory to at least `num_bytes`, which an emulated allocator computed."""
+        self._reserved_bytes = max(self._reserved_bytes, num_bytes)
 
     @property
     def slack_bytes(self) -> int:
         """Reserved bytes beyond the largest interval: unused parts of the allocator's pages."""
-        return max(0, self._reserved - max((interval.num_bytes for interval in self.intervals), default=0))
+        return max(0, self._reserved_bytes - max((interval.num_bytes for interval in self.intervals), default=0))
 
     def merged(self, name: str) -> tuple[PeakInterval, ...]:
-        """The intervals, merged with their neighbours, called `name`, each with the slack of reserved memory."""
-        sizes = {key: param.untyped_storage().nbytes() for key, param in self._named.items()}
-        gradients = [sizes[key] for key in self.order]
+        """The intervals, merged to at most MAX_INTERVALS of each kind, called `name`, with the slack added to each."""
+        gradients = [self._named[key].untyped_storage().nbytes() for key in self.order]
         return merge_intervals(self.intervals, name=name, slack=self.slack_bytes, gradients=gradients)
 
     def _on_copy(self, source: Any, copy: Tensor) -> None:
-        """If autocast cast a parameter to fewer bits, the copy is alive from the next interval on."""
+        """Ends an interval if autocast cast a parameter to fewer bits; the copy is alive from the next one on."""
         name = self._by_storage.get(source.untyped_storage()._cdata) if isinstance(source, Tensor) else None
         if name is None or copy.element_size() >= source.element_size():
             return
@@ -108,18 +113,18 @@ class Timeline(TorchDispatchMode):
         self._copy_bytes[name] = storage.nbytes()
 
     def _on_copy_freed(self, name: str, dead: Any) -> None:
-        """Ends an interval that held the copy. Copies freed without an operator between them end one interval."""
+        """Ends an interval in which the copy was alive. Copies freed with no operator between them end one interval."""
         if self._copies.get(name) is not dead:
             return
         if self._ran:
-            self._close(DIED)
+            self._close(COPY_FREED)
         del self._copies[name], self._copy_bytes[name]
 
     def _on_gradient(self, name: str) -> None:
         self._close(ARRIVED + name)
         gradient, allocator = self._named[name].grad, self._meter.allocator
         if allocator is not None and gradient is not None:
-            allocator.arrived(gradient.untyped_storage()._cdata)
+            allocator.record_gradient(gradient.untyped_storage()._cdata)
         if self._num_gradients is not None and name not in self.order:
             self.order.append(name)
             self._num_gradients = len(self.order)
@@ -134,7 +139,7 @@ class Timeline(TorchDispatchMode):
                 copies=dict(self._copy_bytes),
             )
         )
-        self._reserved = max(self._reserved, self._meter.peak_bytes)
+        self._reserved_bytes = max(self._reserved_bytes, self._meter.peak_bytes)
         self._ran = False
         self._meter.reset_peak()
 
@@ -142,7 +147,7 @@ class Timeline(TorchDispatchMode):
 def merge_intervals(
     intervals: Sequence[PeakInterval], *, name: str, slack: int, gradients: Sequence[int]
 ) -> tuple[PeakInterval, ...]:
-    """At most MAX_INTERVALS with all gradients alive and as many with those of this step.
+    """Merges `intervals` to at most MAX_INTERVALS with all gradients alive and as many with those of this step.
 
     A merged interval predicts no less than any of those it stands for. Which are merged depends on gradients and copies
     alone, never on activations, so that probes of two micro-batch sizes give matching intervals.
@@ -152,7 +157,7 @@ def merge_intervals(
         slack: bytes added to each.
         gradients: bytes of each gradient, in the order in which they come.
     """
-    sums = [0, *accumulate(gradients)]
+    sums = [0, *accumulate(gradients)]  # bytes of the first n gradients
     merged: list[PeakInterval] = []
     for all_alive in (True, False):
         groups = [_Group(interval, sums=sums) for interval in intervals if (interval.gradients is None) is all_alive]
@@ -165,23 +170,25 @@ class _Group:
 
     def __init__(self, interval: PeakInterval, *, sums: Sequence[int]):
         self.num_bytes, self.gradients, self.copies = interval.num_bytes, interval.gradients, interval.copies
-        self._in_any = interval.copies  # copies that are alive in some of them
-        self._fewest_bytes = self._most_bytes = sums[interval.gradients or 0]  # of gradients
+        self._copies_in_any = interval.copies  # copies that are alive in some of them
+        self._min_gradient_bytes = self._max_gradient_bytes = sums[interval.gradients or 0]
 
     def loss(self, other: "_Group") -> int:
-        """Bytes of copies and gradients that only some intervals of both groups have: what merging forgets."""
-        differ = sum(n for key, n in self._in_any.items() if key not in other.copies or key not in self.copies)
-        differ += sum(n for key, n in other._in_any.items() if key not in self._in_any)
-        return differ + max(self._most_bytes, other._most_bytes) - min(self._fewest_bytes, other._fewest_bytes)
+        """Bytes of copies and gradients that are alive in some but not all intervals of both groups: merging them
+        makes a plan ignore these savings."""
+        copies = sum(n for key, n in self._copies_in_any.items() if key not in other.copies or key not in self.copies)
+        copies += sum(n for key, n in other._copies_in_any.items() if key not in self._copies_in_any)
+        most = max(self._max_gradient_bytes, other._max_gradient_bytes)
+        return copies + most - min(self._min_gradient_bytes, other._min_gradient_bytes)
 
     def merge(self, other: "_Group") -> None:
         self.num_bytes = max(self.num_bytes, other.num_bytes)
         if self.gradients is not None and other.gradients is not None:
             self.gradients = min(self.gradients, other.gradients)
         self.copies = {key: nbytes for key, nbytes in self.copies.items() if key in other.copies}
-        self._in_any = {**self._in_any, **other._in_any}
-        self._fewest_bytes = min(self._fewest_bytes, other._fewest_bytes)
-        self._most_bytes = max(self._most_bytes, other._most_bytes)
+        self._copies_in_any = {**self._copies_in_any, **other._copies_in_any}
+        self._min_gradient_bytes = min(self._min_gradient_bytes, other._min_gradient_bytes)
+        self._max_gradient_bytes = max(self._max_gradient_bytes, other._max_gradient_bytes)
 
     def interval(self, name: str, *, slack: int) -> PeakInterval:
         return PeakInterval(name=name, num_bytes=self.num_bytes + slack, gradients=self.gradients, copies=self.copies)
@@ -194,7 +201,7 @@ def _merge_to_limit(groups: list[_Group]) -> list[_Group]:
         at = losses.index(min(losses))
         groups[at].merge(groups.pop(at + 1))
         del losses[at]
-        for left in (at - 1, at):
-            if 0 <= left < len(losses):
-                losses[left] = groups[left].loss(groups[left + 1])
+        for pair in (at - 1, at):  # the losses that the merged group is part of
+            if 0 <= pair < len(losses):
+                losses[pair] = groups[pair].loss(groups[pair + 1])
     return groups

@@ -1,7 +1,7 @@
 """Measures live and peak tensor memory: by counting storages at each operator, or on CUDA by torch's allocator.
 
-On the CPU the resident set size does not tell what a step needs, as it includes the allocator's free lists and the
-interpreter. `torch.distributed._tools.MemTracker` does not reset its peak within a step.
+The resident set size would not do on the CPU, as it includes the allocator's free lists and the interpreter. Nor would
+`torch.distributed._tools.MemTracker`, which cannot reset its peak within a step.
 """
 
 import weakref
@@ -26,8 +26,8 @@ from baoc.profiling.cuda_emulation import CachingAllocator
 class MemoryTracker(TorchDispatchMode):
     """Live bytes and their peak over all storages that operators inside `with tracker:` return or receive.
 
-    A storage counts once, however many views it has, from the first operator that sees it until it is freed, also
-    outside of the `with`. Resizes are followed. The tracker keeps only weak references, so tensors saved by autograd
+    A storage counts once, however many views it has, from the first operator that sees it until it is freed, even after
+    the `with`. Resizes are followed. The tracker keeps only weak references, so tensors saved by autograd
     count as long as the graph holds them. Existing tensors count from `count_existing`, or from their first use.
     Workspace that a kernel allocates and frees inside one operator is not counted.
 
@@ -43,9 +43,9 @@ class MemoryTracker(TorchDispatchMode):
         self._allocator = allocator
         self._device = torch.device(device).type if device is not None else None
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage's address -> (weak reference, bytes)
-        self._left_out: dict[int, weakref.ref[Any]] = {}
-        self._composite: dict[Any, bool] = {}
-        self._resize: Callable[..., Any] | None = None
+        self._ignored: dict[int, weakref.ref[Any]] = {}
+        self._composite: dict[Any, bool] = {}  # operator -> whether it is decomposed, see `_is_composite`
+        self._resize: Callable[..., Any] | None = None  # torch's own UntypedStorage.resize_, while it is patched
         self._depth = 0
         self._current = 0
         self._peak = 0
@@ -69,27 +69,27 @@ class MemoryTracker(TorchDispatchMode):
         self._peak = self._current
 
     def count_existing(self, *existing: Any) -> "MemoryTracker":
-        """Counts existing tensors: of modules (parameters, buffers, gradients), tensors, and containers of these."""
+        """Counts existing tensors: modules (parameters, buffers, gradients), tensors, and containers of these."""
         for value in existing:
-            self._prime(value)
+            self._count_value(value)
         self._peak = max(self._peak, self._current)
         return self
 
     def ignore(self, *tensors: Tensor) -> "MemoryTracker":
-        """Does not count these: the pages of a file that is mapped, which the system takes back when it likes."""
+        """Excludes `tensors` of a memory-mapped file, whose pages the system may take back at any time."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            self._left_out[key] = weakref.ref(storage, lambda _, key=key: self._left_out.pop(key, None))
+            self._ignored[key] = weakref.ref(storage, lambda _, key=key: self._ignored.pop(key, None))
         return self
 
-    def _prime(self, value: Any) -> None:
+    def _count_value(self, value: Any) -> None:
         if isinstance(value, nn.Module):
             self.count_existing(*value.parameters(), *value.buffers())
         elif isinstance(value, Tensor):
-            self._see(value)
+            self._count_tensor(value)
             if value.is_leaf and value.grad is not None:
-                self._see(value.grad)
+                self._count_tensor(value.grad)
         elif isinstance(value, Mapping):
             self.count_existing(*value.values())
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
@@ -104,19 +104,19 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and self._is_composite(func):
-            # inference mode does not decompose composite operators, but their parts allocate
+            # Inference mode does not decompose composite operators, but the operators inside them allocate.
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        self._see_all(args)
+        self._count_all(args)
         if kwargs:
-            self._see_all(kwargs.values())
+            self._count_all(kwargs.values())
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            self._see(out)
+            self._count_tensor(out)
         elif isinstance(out, list | tuple):
-            self._see_all(out)
+            self._count_all(out)
         if self._current > self._peak:
             self._peak = self._current
         return out
@@ -127,51 +127,53 @@ class MemoryTracker(TorchDispatchMode):
         An operator with a kernel of its own (silu_backward) is not decomposed: its parts would round differently, and
         a tracked step must compute the same numbers.
         """
-        known = self._composite.get(func)
-        if known is None:
+        composite = self._composite.get(func)
+        if composite is None:
             backend = {"meta": "Meta"}.get(self._device or "cpu", (self._device or "cpu").upper())
             has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-            known = (
+            composite = (
                 func.namespace != "prim"  # queries of fake tensors
                 and has_kernel(func.name(), "CompositeImplicitAutograd")
                 and not has_kernel(func.name(), backend)
             )
-            self._composite[func] = known
-        return known
+            self._composite[func] = composite
+        return composite
 
-    def _see_all(self, values: Iterable[Any]) -> None:
+    def _count_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._see(value)
+                self._count_tensor(value)
             elif isinstance(value, list | tuple):
-                self._see_all(value)
+                self._count_all(value)
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count_tensor(self, tensor: Tensor) -> None:
         if type(tensor) is not Tensor:
             tensor = local_shard(tensor)
         if self._device is not None and tensor.device.type != self._device:
             return
         if tensor.layout is torch.strided:
-            self._count(tensor.untyped_storage())
+            self._count_storage(tensor.untyped_storage())
         elif tensor.layout is torch.sparse_coo:
-            self._see_all((tensor._indices(), tensor._values()))
+            self._count_all((tensor._indices(), tensor._values()))
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._left_out:
+        if key in self._ignored:
             return
         nbytes = storage.nbytes()
-        known = self._live.get(key)
-        if known is not None:
-            if known[1] != nbytes:
-                self._live[key] = (known[0], nbytes)
-                self._grow(key, before=known[1], after=nbytes)
+        counted = self._live.get(key)
+        if counted is not None:
+            reference, nbytes_before = counted
+            if nbytes_before != nbytes:
+                self._live[key] = (reference, nbytes)
+                self._change(key, before=nbytes_before, after=nbytes)
             return
-        freed = weakref.ref(storage, lambda _: self._grow(key, before=self._live.pop(key)[1], after=0))
-        self._live[key] = (freed, nbytes)
-        self._grow(key, before=0, after=nbytes)
+        reference = weakref.ref(storage, lambda _: self._change(key, before=self._live.pop(key)[1], after=0))
+        self._live[key] = (reference, nbytes)
+        self._change(key, before=0, after=nbytes)
 
-    def _grow(self, key: int, *, before: int, after: int) -> None:
+    def _change(self, key: int, *, before: int, after: int) -> None:
+        """Updates the live bytes when a storage is made, resized or freed."""
         if self._allocator is None:
             self._current += after - before
             return
@@ -179,7 +181,7 @@ class MemoryTracker(TorchDispatchMode):
         self._allocator.allocate(key, after)
         self._current = self._allocator.allocated_bytes
 
-    # -- entering: UntypedStorage.resize_ is not an operator, so it is patched meanwhile -------------------------------
+    # -- entering: UntypedStorage.resize_ is not an operator, so it is patched inside the `with` -----------------------
 
     def __enter__(self) -> "MemoryTracker":
         if self._depth == 0:
@@ -196,7 +198,7 @@ class MemoryTracker(TorchDispatchMode):
             torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
 
     def exit_out_of_order(self) -> None:
-        """Ends `with` on this thread although dispatch modes that were entered later are still active; these stay."""
+        """Exits the mode on this thread although modes that were entered later are still active; these stay active."""
         with _popped(down_to=self) as mode:
             if mode is self:
                 self.__exit__(None, None, None)
@@ -205,7 +207,7 @@ class MemoryTracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = original(storage, size)
             if storage._cdata in self._live:
-                self._count(storage)
+                self._count_storage(storage)
                 self._peak = max(self._peak, self._current)
             return out
 
@@ -214,7 +216,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispatchMode | None]:
-    """Inside, there are no dispatch modes above `down_to`, which is given where it is active."""
+    """Inside, no dispatch modes above `down_to` are active (without it, none). Yields `down_to` if it is active."""
     above: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and mode is not down_to:
         above.append(_pop_mode())
@@ -226,14 +228,16 @@ def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispat
 
 
 def untracked() -> AbstractContextManager[object]:
-    """Inside, no tracker sees operators: for reading data, which is no part of what a step holds on its device."""
+    """Inside, no tracker sees operators: for reading data, which does not count as memory of a step."""
     return _popped()
 
 
 class PeakMeter:
-    """Live and peak bytes on one device: of torch's allocator on CUDA, of a MemoryTracker elsewhere.
+    """Live and peak bytes on one device, inside `with`: of torch's allocator on CUDA, of a MemoryTracker elsewhere.
 
-    `existing`: tensors and modules to count. `allocator`: an emulated one, see MemoryTracker.
+    Args:
+        existing: tensors and modules to count from the start.
+        allocator: emulates the reserved memory of a card, see MemoryTracker.
     """
 
     def __init__(self, device: torch.device, *existing: Any, allocator: CachingAllocator | None = None):
@@ -256,7 +260,7 @@ class PeakMeter:
             self._tracker.__exit__(*exc)
 
     def empty_cache(self) -> None:
-        """Empties torch's cache on CUDA, as cached memory would count in the next peak of reserved memory."""
+        """Empties torch's cache on CUDA, which would otherwise count in the next peak of reserved memory."""
         if self._tracker is None:
             torch.cuda.empty_cache()
 
@@ -286,8 +290,8 @@ class PeakMeter:
     def peak_allocated_bytes(self) -> int:
         return self._tracker.peak_bytes if self._tracker is not None else self._stat("allocated_bytes", "peak")
 
-    def _stat(self, what: str, when: str) -> int:
-        """One number of the CUDA allocator. `torch.cuda.memory_stats` flattens and sorts all of them, which is too slow
-        to be done at every gradient."""
+    def _stat(self, statistic: str, moment: str) -> int:
+        """Reads one statistic of the CUDA allocator. `torch.cuda.memory_stats` flattens and sorts all of them, which is
+        too slow to be done at every gradient."""
         stats: Any = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return stats[what]["all"][when] if stats else 0
+        return stats[statistic]["all"][moment] if stats else 0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from baoc.models.switches import set_recomputed
-from baoc.profiling.cuda_emulation import LARGE_PAGE, SMALL_PAGE, SMALLEST, CachingAllocator, CudaAutocast
+from baoc.profiling.cuda_emulation import LARGE_PAGE, ROUNDING_BYTES, SMALL_PAGE, CachingAllocator, CudaAutocast
 from baoc.profiling.timeline import Timeline
 from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.units import KIB, MIB
@@ -54,7 +54,7 @@ def test_pages_and_gaps_are_those_of_the_caching_allocator():
     assert (held.allocated_bytes, held.reserved_bytes) == (30 * MIB, 2 * LARGE_PAGE)
     held.allocate(2, 10 * MIB)  # the rest of the second page
     held.allocate(3, 1)
-    assert held.reserved_bytes == 2 * LARGE_PAGE + SMALL_PAGE and held.allocated_bytes == 40 * MIB + SMALLEST
+    assert held.reserved_bytes == 2 * LARGE_PAGE + SMALL_PAGE and held.allocated_bytes == 40 * MIB + ROUNDING_BYTES
     held.free(1)
     held.allocate(4, 31 * MIB)  # does not fit the gap
     assert held.reserved_bytes == 4 * LARGE_PAGE + SMALL_PAGE
@@ -70,7 +70,7 @@ def test_free_neighbours_are_one_again():
             held.free(gone)
             del live[gone]
         held.allocate(key, live.setdefault(key, draw.randrange(1, 8 * MIB)))
-    assert held.allocated_bytes == sum(-(-size // SMALLEST) * SMALLEST for size in live.values())
+    assert held.allocated_bytes == sum(-(-size // ROUNDING_BYTES) * ROUNDING_BYTES for size in live.values())
     for key in live:
         held.free(key)
     before = held.reserved_bytes
@@ -84,7 +84,7 @@ def test_a_tracker_counts_as_the_allocator_does():
     tracker = MemoryTracker(device="cpu", allocator=CachingAllocator())
     with tracker:
         kept = torch.zeros(3)
-        assert tracker.current_bytes == SMALLEST and tracker.reserved_bytes == SMALL_PAGE
+        assert tracker.current_bytes == ROUNDING_BYTES and tracker.reserved_bytes == SMALL_PAGE
         kept = torch.zeros(2 * MIB // 4)
         assert tracker.current_bytes == 2 * MIB and tracker.reserved_bytes == SMALL_PAGE + LARGE_PAGE
     del kept

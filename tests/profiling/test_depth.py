@@ -39,7 +39,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
     batch = next(iter(data.make_train_loader(limit=None)))
     if checkpointing:
         set_recomputed(task.model, name=name)
-    layers = find_layer_stack(task, parts=task.model.checkpoint_units)
+    layers = find_layer_stack(task, layers=task.model.checkpoint_units)
     assert layers is not None and layers.depth > DEEP
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_(task)
@@ -83,17 +83,17 @@ def test_parts_that_differ_are_not_taken_for_each_other():
         return nn.ModuleList([*(nn.Linear(8, 8) for _ in range(7)), nn.Linear(8, last, bias=bias)])
 
     alike = nn.Sequential(parts(last=8))
-    assert find_layer_stack(alike, parts=list(alike[0])) is not None
+    assert find_layer_stack(alike, layers=list(alike[0])) is not None
     for other in (parts(last=9), parts(last=8, bias=False), parts(last=8)[:5]):
-        assert find_layer_stack(nn.Sequential(other), parts=list(other)) is None
+        assert find_layer_stack(nn.Sequential(other), layers=list(other)) is None
     frozen = parts(last=8)
     frozen[3].requires_grad_(False)
-    assert find_layer_stack(nn.Sequential(frozen), parts=list(frozen)) is None
+    assert find_layer_stack(nn.Sequential(frozen), layers=list(frozen)) is None
 
 
 def test_a_layer_like_no_other_inner_one_is_found_from_wherever_it_is_seen():
     parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
-    layers = find_layer_stack(nn.Sequential(parts), parts=list(parts))
+    layers = find_layer_stack(nn.Sequential(parts), layers=list(parts))
     assert layers is not None
 
     def made(alive: Callable[[int, int], Iterable[int]]) -> Footprint | None:

@@ -367,7 +367,7 @@ def test_temporaries_of_small_steps_are_measured_in_one_thread_and_threads_are_a
 ):
     """On a busy machine threads wait for each other longer than such a step takes."""
     seen: list[int] = []
-    monkeypatch.setattr(module, "bytes_of_a_step", lambda *_: seen.append(torch.get_num_threads()) or 8)
+    monkeypatch.setattr(module, "measured_temporary_bytes", lambda *_: seen.append(torch.get_num_threads()) or 8)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -517,7 +517,7 @@ def test_gradients_that_wait_on_a_card_are_there_at_every_moment(monkeypatch: py
 def test_what_an_emulated_card_reserves_for_a_second_step_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch):
     net, x, seen = Net(), data(), []
     again = lambda self, gradients: seen.append(dict(gradients)) or 10 * MIB  # noqa: E731
-    monkeypatch.setattr(CachingAllocator, "reserved_again", again)
+    monkeypatch.setattr(CachingAllocator, "reserved_by_two_passes", again)
     cold = probe_footprint(net, run_micro_batch=lambda: net(x), warm=False, allocator=CachingAllocator())
     assert cold.forward_backward_bytes == 10 * MIB and sum(seen[0].values()) == cold.gradients_bytes
     assert probe_footprint(net, run_micro_batch=lambda: net(x)).forward_backward_bytes < 10 * MIB

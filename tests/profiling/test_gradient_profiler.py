@@ -204,7 +204,7 @@ def test_a_share_of_time_is_kept_where_costs_scatter(monkeypatch):
         turn = late.next_action()
         if turn is not schedule.SamplingAction.SKIP:
             taken += turn is schedule.SamplingAction.SAMPLE
-            with late.running(turn):
+            with late.timed(turn):
                 clock["now"] += 0.04 if taken % 3 == 0 else 0.01
         late.advance(turn)
         worst = max(worst, late.spent_s / late.elapsed_s if taken > 9 else 0.0)

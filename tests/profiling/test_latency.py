@@ -11,10 +11,10 @@ import torch
 from baoc.core.catalogue import SPECS
 from baoc.profiling import latency
 from baoc.profiling import step_time as timing
-from baoc.profiling.latency import MANY, SMALL, fit_line, measure_latency, seconds_per_run, source_hash
+from baoc.profiling.latency import NUM_SMALL, SMALL_NUMEL, fit_step_cost, measure_latency, seconds_per_run, source_hash
 from baoc.profiling.step_time import specs_timed_first, time_specs
 
-LARGE = latency.LARGE["cpu"]
+LARGE = latency.LARGE_NUMEL["cpu"]
 
 
 class Machine:
@@ -47,11 +47,14 @@ class Machine:
 
 
 def test_three_points_make_a_line_that_is_never_negative():
-    line = fit_line(
-        small_s=3 + 2 + SMALL * 1e-3, many_s=3 + MANY * (2 + SMALL * 1e-3), large_s=5 + LARGE * 1e-3, large=LARGE
+    line = fit_step_cost(
+        small_s=3 + 2 + SMALL_NUMEL * 1e-3,
+        many_s=3 + NUM_SMALL * (2 + SMALL_NUMEL * 1e-3),
+        large_s=5 + LARGE * 1e-3,
+        large=LARGE,
     )
     assert (line.step_s, line.tensor_s, line.element_s) == pytest.approx((3, 2, 1e-3))
-    odd = fit_line(small_s=3.0, many_s=1.0, large_s=2.0, large=LARGE)
+    odd = fit_step_cost(small_s=3.0, many_s=1.0, large_s=2.0, large=LARGE)
     assert (odd.step_s, odd.tensor_s, odd.element_s) == (3.0, 0.0, 0.0), "larger ones were faster: all of it is fixed"
 
 
@@ -119,7 +122,7 @@ def test_a_line_is_told_by_smaller_tensors_where_memory_is_short_and_is_of_no_us
         return plain(numel, tensors)
 
     table = measure_latency({"a": short, "b": plain}, clock=machine.clock, cache_dir=tmp_path)
-    assert asked == [SMALL, SMALL, LARGE, LARGE // 4]
+    assert asked == [SMALL_NUMEL, SMALL_NUMEL, LARGE, LARGE // 4]
     assert table.per_element_s["a"] == pytest.approx(1e-9)
     (path,) = tmp_path.iterdir()
     assert set(json.loads(path.read_text())["lines"]) == {"b"}

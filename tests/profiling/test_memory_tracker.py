@@ -157,7 +157,7 @@ def test_meta_tensors_count_as_the_real_ones_would():
         with torch.device(device):
             net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
             x = torch.empty(8, 16).zero_()
-        tracker = MemoryTracker(device=device).prime(net, x)
+        tracker = MemoryTracker(device=device).count_existing(net, x)
         with tracker:
             net(x).square().mean().backward()
         peaks[device] = (tracker.peak_bytes, tracker.current_bytes)
@@ -176,7 +176,7 @@ def test_prime_takes_modules_gradients_and_nested_containers_and_is_idempotent()
     net = nn.BatchNorm1d(10)
     net(torch.randn(4, 10)).sum().backward()
     state = {"a": {"m": torch.zeros(5)}, "steps": [torch.zeros(3), 7, "text"]}
-    tracker = MemoryTracker().count_existing(net, state).prime(net)
+    tracker = MemoryTracker().count_existing(net, state).count_existing(net)
     assert tracker.current_bytes == (2 * 10 + 2 * 10 + 2 * 10) * F32 + 8 * F32 + 8  # num_batches_tracked is int64
     assert tracker.peak_bytes == tracker.current_bytes
 

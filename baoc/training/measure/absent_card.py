@@ -231,7 +231,7 @@ class _CardOptions:
                 precision=precision,
                 emulate_cuda=True,
             )
-            layers = find_layer_stack(self.task, parts=recomputable_layers(self.task.model))
+            layers = find_layer_stack(self.task, layers=recomputable_layers(self.task.model))
             tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
             memory = self.planner.budget.memory_bytes
             needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
