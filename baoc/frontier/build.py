@@ -38,20 +38,20 @@ class SweepFrontier:
 
 
 def write_frontier(sweep_dir: str | Path, *, show: bool = True, page: bool = True) -> SweepFrontier:
-    """Builds the frontier of one folder in that folder; see `build_report`."""
+    """Writes the frontier of one folder into that folder; see `build_report`."""
     return build_report([Path(sweep_dir)], out=Path(sweep_dir), show=show, page=page)
 
 
 def build_report(
     folders: Sequence[Path], *, out: Path, show: bool = True, page: bool = True, race: Mapping[str, Any] | None = None
 ) -> SweepFrontier:
-    """Reads every run at or below `folders`, writes the files into `out` and prints a table per workload.
+    """Reads every run at or below `folders`, writes the files into `out` and, with `show`, prints a table per workload.
 
     Writes `frontier.csv`, `hypervolume.csv` (its history along doublings of memory, in percent) and, with `page`,
     `frontier.html`. Runs that differ only in their seed are one point: the mean of their quality, the maximum of their
-    bytes. Of runs with the same seed, as baselines of two studies, the first counts. A point is dominated if another
-    one is at least as good in quality, peak bytes and state bytes, and better in one. Failed jobs are rows with their
-    exit code and message.
+    bytes. Of several runs with one seed, such as a baseline of two studies, the first counts. A point is dominated if
+    another one is at least as good in quality, peak bytes and state bytes, and better in one of them. Failed jobs are
+    rows with their exit code and message.
 
     Args:
         race: the content of a race.json, which is shown at the head of the page.
@@ -65,12 +65,12 @@ def build_report(
     rows: list[dict[str, Any]] = []
     history: list[dict[str, Any]] = []
     for (workload, members), frontier in zip(workloads, frontiers, strict=True):
-        best = knee_labels(frontier.points, quality=quality_objective(members))
+        knees = knee_labels(frontier.points, quality=quality_objective(members))
         for row in frontier_rows(frontier):
-            knee_of = " ".join(axis for axis, label in best.items() if label == row["label"])
-            basis = basis_text(next(run for run in members if names[run.path] == row["label"]))
-            about = {"knee_of": knee_of, "quality_name": workload[3], "basis": basis, "exit_code": 0, "message": ""}
-            rows.append({**row, **about})
+            row["knee_of"] = " ".join(axis for axis, label in knees.items() if label == row["label"])
+            row["quality_name"] = workload[3]
+            row["basis"] = basis_text(next(run for run in members if names[run.path] == row["label"]))
+            rows.append({**row, "exit_code": 0, "message": ""})
         history += _history_rows(workload, members)
     rows += [
         {"run": job.run, "label": job.label, "exit_code": job.exit_code, "message": " ".join(job.message.split())}
@@ -85,66 +85,69 @@ def build_report(
         write_page(runs, path=out / "frontier.html", title=title, race=race)
     if show:
         for (workload, _), frontier in zip(workloads, frontiers, strict=True):
-            order = {row["run"]: place for place, row in enumerate(frontier_rows(frontier))}  # that of frontier.csv
-            about = ", ".join(part for part in workload[:3] if part)
-            points = sorted(frontier.points, key=lambda point, order=order: order[point.run])
-            print_frontier(points, quality=workload[3], title=f"Frontier of {about}")
+            order = [row["run"] for row in frontier_rows(frontier)]  # as in frontier.csv
+            points = sorted(frontier.points, key=lambda point, order=order: order.index(point.run))
+            name = ", ".join(part for part in workload[:3] if part)
+            print_frontier(points, quality=workload[3], title=f"Frontier of {name}")
         if failed:
             print_frontier([], failed=failed)
     return SweepFrontier(frontiers=tuple(frontiers), failed=failed)
 
 
 def title_of(folders: Sequence[Path]) -> str:
-    """Names of up to three folders, and the number of others."""
+    """The title of a page: names of up to four folders, or of three and the number of others."""
     names = [folder.absolute().name for folder in folders]
-    rest = len(names) - 3
-    return f"Frontier of {', '.join(names if rest < 2 else names[:3])}" + (f" and {rest} more" if rest > 1 else "")
+    if len(names) <= 4:
+        return f"Frontier of {', '.join(names)}"
+    return f"Frontier of {', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _history_rows(workload: Workload, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    about = {"task": workload[0], "model": workload[1], "dataset": workload[2], "measure": MEASURE}
+    """Rows of hypervolume.csv: the share after each run, for each memory axis and family, and for each study."""
+    common = {"task": workload[0], "model": workload[1], "dataset": workload[2], "measure": MEASURE}
     lines = [("", line["family"], line) for line in hypervolume_histories(runs)]
     if has_several_studies(runs):
         lines += [(line["family"], ALL, line) for line in hypervolume_histories(runs, group=by_study)]
     return [
-        {**about, "axis": line["axis"], "study": study, "family": family, "run": runs[place - 1].name, "share": share}
+        {**common, "axis": line["axis"], "study": study, "family": family, "run": runs[number - 1].name, "share": share}
         for study, family, line in lines
-        for place, share in zip(line["runs"], line["share"], strict=True)
+        for number, share in zip(line["runs"], line["share"], strict=True)
     ]
 
 
 def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
     """The runs of all folders, each once, with their study; for several folders, names start with the folder's name."""
-    found: dict[Path, tuple[RunFolder, Path | None]] = {}
+    runs_and_studies: dict[Path, tuple[RunFolder, Path | None]] = {}
     prefixes = _shortest_unique_names(folders)
     for folder in folders:
         runs = find_runs(folder)
         if not runs:
             raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
         for run in runs:
-            alone = len(folders) == 1 or run.path == folder
-            named = run if alone else replace(run, name=f"{prefixes[folder.resolve()]}/{run.name}")
-            study, known = _study_of(run, folder=folder), found.get(run.path.resolve())
-            if known is None or (known[1] is None and study is not None):  # given both alone and with its study
-                found[run.path.resolve()] = (named, study)
-    studies = _shortest_unique_names([study for _, study in found.values() if study is not None])
-    return [replace(run, study=SINGLE if study is None else studies[study]) for run, study in found.values()]
+            study, path = _study_of(run, folder=folder), run.path.resolve()
+            if len(folders) > 1 and run.path != folder:
+                run = replace(run, name=f"{prefixes[folder.resolve()]}/{run.name}")
+            _, earlier_study = runs_and_studies.get(path, (run, None))
+            if path not in runs_and_studies or (earlier_study is None and study is not None):
+                runs_and_studies[path] = (run, study)  # a run that is listed alone and in its study is the study's
+    names = _shortest_unique_names([study for _, study in runs_and_studies.values() if study is not None])
+    return [replace(run, study=SINGLE if study is None else names[study]) for run, study in runs_and_studies.values()]
 
 
 def _study_of(run: RunFolder, *, folder: Path) -> Path | None:
-    """The folder of a run's study or multirun, or else the searched one; None if that is the run itself."""
+    """The folder of a run's study or multirun, `folder` at the highest; None if `folder` is the run itself."""
     if run.path == folder:
         return None
-    root, at = folder.resolve(), run.path.resolve().parent
-    if not at.is_relative_to(root):  # reached through a symbolic link
+    root, parent = folder.resolve(), run.path.resolve().parent
+    if not parent.is_relative_to(root):  # reached through a symbolic link
         return root
-    while at != root and not any((at / mark).is_file() for mark in (STUDY_FILE, MULTIRUN)):
-        at = at.parent
-    return at
+    while parent != root and not any((parent / name).is_file() for name in (STUDY_FILE, MULTIRUN)):
+        parent = parent.parent
+    return parent
 
 
 def _shortest_unique_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """A name for each (resolved) folder: its own, with as many parent names as make it unique."""
+    """Resolved folder -> its name, after as many names of parents as make all of them unique."""
     paths = list(dict.fromkeys(folder.resolve() for folder in folders))
     for depth in range(1, max((len(path.parts) for path in paths), default=1)):
         names = ["/".join(path.parts[-depth:]) for path in paths]

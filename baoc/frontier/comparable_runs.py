@@ -1,4 +1,4 @@
-"""Groups comparable runs (one workload each): their labels, frontiers and hypervolumes, for the table and the page."""
+"""Labels, frontiers and hypervolumes of comparable runs, those of one workload, for the table and the page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from baoc.frontier.runs import AT, RunFolder, Workload, failed_run, frontier_poi
 from baoc.types import FailedRun, FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # memory objectives, each against quality
-ALL = "all"
+ALL = "all"  # the group of all runs
 FAMILIES = {"exact": "BAOC", "lagrangian": "BAOC", "greedy": "BAOC", "random": "random feasible"}
 RunLabels = Mapping[Path, str]  # run folder -> label
 Grouping = Callable[[RunFolder], str]  # run -> name of its group
@@ -46,14 +46,15 @@ def failed_jobs(runs: Sequence[RunFolder], *, names: RunLabels) -> tuple[FailedR
 
 
 def group_by_workload(runs: Sequence[RunFolder]) -> list[tuple[Workload, list[RunFolder]]]:
-    """Finished runs by workload; both keep the given order. A data set's hash is shown where its name is not enough."""
+    """Finished runs by workload, both in the order of `runs`. Workloads that differ in their data set's hash only show
+    it; others are named without it."""
     workloads: dict[Workload, list[RunFolder]] = {}
     for run in runs:
         if run.result is not None:
             workloads.setdefault(run.workload, []).append(run)
-    bare = [(task, model, data.rpartition(AT)[0] or data, quality) for task, model, data, quality in workloads]
-    shown = [plain if bare.count(plain) == 1 else full for plain, full in zip(bare, workloads, strict=True)]
-    return list(zip(shown, workloads.values(), strict=True))
+    short = [(task, model, data.rpartition(AT)[0] or data, quality) for task, model, data, quality in workloads]
+    names = [name if short.count(name) == 1 else full for name, full in zip(short, workloads, strict=True)]
+    return list(zip(names, workloads.values(), strict=True))
 
 
 def quality_objective(runs: Sequence[RunFolder]) -> Objective:
@@ -73,43 +74,46 @@ def workload_frontier(runs: Sequence[RunFolder], *, names: RunLabels) -> Frontie
 
 
 def hypervolume_histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list[dict[str, Any]]:
-    """The hypervolume after each run of one workload, per memory axis and group, in percent of that of all runs. Bytes
-    count in doublings. Grouped by family there is also the group `all`. `runs` are positions in the given order, from
-    1; seeds are not averaged. All groups of an axis share one reference: the worst value of each objective."""
+    """The hypervolume after each run of one workload, per memory axis and group, in percent of that of all runs.
+
+    Bytes count in doublings. Grouped by family there is also the group `all`. In a row, `runs` are positions in the
+    argument of that name, from 1; seeds are not averaged. All groups of an axis share one reference: the worst value of
+    each objective.
+    """
     points = [frontier_point(run, label=run.name) for run in runs]
-    grouped = {ALL: list(range(len(runs)))} if group is by_family else dict[str, list[int]]()
-    for at, run in enumerate(runs):
-        grouped.setdefault(group(run), []).append(at)
+    groups: dict[str, list[int]] = {ALL: list(range(len(runs)))} if group is by_family else {}  # name -> indices
+    for i, run in enumerate(runs):
+        groups.setdefault(group(run), []).append(i)
     rows: list[dict[str, Any]] = []
     for axis in AXES:
         objectives = (quality_objective(runs), Objective(name=axis))
-        whole = build_frontier(points, objectives=objectives)
-        for name, places in grouped.items():
-            own = [points[at] for at in places]
-            found = hypervolume_history(own, objectives=objectives, reference=whole.reference)
-            shares = [100 * value / whole.hypervolume if whole.hypervolume else None for value in found]
-            rows.append({"axis": axis, "family": name, "runs": [at + 1 for at in places], "share": shares})
+        total = build_frontier(points, objectives=objectives)
+        for name, indices in groups.items():
+            members = [points[i] for i in indices]
+            history = hypervolume_history(members, objectives=objectives, reference=total.reference)
+            shares = [100 * value / total.hypervolume if total.hypervolume else None for value in history]
+            rows.append({"axis": axis, "family": name, "runs": [i + 1 for i in indices], "share": shares})
     return rows
 
 
 def hypervolume_shares(
     points: Sequence[FrontierPoint], *, groups: Sequence[str], quality: Objective
 ) -> list[dict[str, Any]]:
-    """The hypervolume of each group's front in percent of that of all points; bytes count in doublings. All groups of
-    an axis share one reference: the worst value of each objective."""
+    """The hypervolume of each group's front in percent of that of all points. `groups` has the group of each point.
+    Bytes count in doublings. All groups of an axis share one reference: the worst value of each objective."""
     rows: list[dict[str, Any]] = []
     for axis in AXES:
         objectives = (quality, Objective(name=axis))
-        whole = build_frontier(points, objectives=objectives)
+        total = build_frontier(points, objectives=objectives)
         for group in dict.fromkeys(groups):
-            own = [entry for entry, name in zip(points, groups, strict=True) if name == group]
-            part = build_frontier(own, objectives=objectives, reference=whole.reference)
-            share = 100 * part.hypervolume / whole.hypervolume if whole.hypervolume else None
-            rows.append({"axis": axis, "family": group, "points": len(own), "share": share})
+            members = [point for point, name in zip(points, groups, strict=True) if name == group]
+            front = build_frontier(members, objectives=objectives, reference=total.reference)
+            share = 100 * front.hypervolume / total.hypervolume if total.hypervolume else None
+            rows.append({"axis": axis, "family": group, "points": len(members), "share": share})
     return rows
 
 
 def knee_labels(points: Sequence[FrontierPoint], *, quality: Objective) -> dict[str, str | None]:
     """Memory axis -> label of the knee of quality against it; None if the front has none."""
-    found = {axis: knee(points, quality=quality, memory=Objective(name=axis)) for axis in AXES}
-    return {axis: None if best is None else best.label for axis, best in found.items()}
+    knees = {axis: knee(points, quality=quality, memory=Objective(name=axis)) for axis in AXES}
+    return {axis: None if point is None else point.label for axis, point in knees.items()}

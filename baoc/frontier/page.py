@@ -9,7 +9,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
+from itertools import chain
 from math import inf, isfinite
 from os.path import relpath
 from pathlib import Path
@@ -42,32 +44,33 @@ from baoc.units import MIB
 MAX_CURVE_POINTS = 200
 MIN_RUNS_FOR_IMPORTANCES = 20  # fewer have a best quarter of under 5
 SEED_LEVEL = 0.95  # of the intervals over seeds
-_LONG_NUMBER = re.compile(r"(?<![^\[,])-?\d*\.\d{4,}(e-?\d+)?(?![^,\]])")  # a whole value or element of a list
+_LONG_NUMBER = re.compile(r"(?<![^\[,])-?\d*\.\d{4,}(e-?\d+)?(?![^,\]])")  # a value, or an element of a list
 
 
 def page_data(
-    runs: Sequence[RunFolder], *, title: str, beside: Path, race: Mapping[str, Any] | None = None
+    runs: Sequence[RunFolder], *, title: str, page_folder: Path, race: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The page's JSON: points, hypervolumes and blocks per workload (`kinds`), the failed jobs, and a race. Folders of
-    runs are relative to the folder `beside`, as the page may be uploaded."""
+    """The page's JSON: per workload its points, hypervolumes and blocks; the failed jobs; and a race.
+
+    Folders of runs are relative to `page_folder`, so that the page can be sent elsewhere together with them.
+    """
     names = label_runs(runs)
     jobs = failed_jobs(runs, names=names)
-    kinds = [_workload_data(workload, members, names=names) for workload, members in group_by_workload(runs)]
-    for point in [point for kind in kinds for view in (kind, kind["study"]) if view for point in view["points"]]:
-        point["folders"] = [Path(relpath(folder, beside)).as_posix() for folder in point["folders"]]
     return {
         "title": title,
-        "kinds": kinds,
+        "workloads": [
+            _workload_data(workload, members, names=names, page_folder=page_folder)
+            for workload, members in group_by_workload(runs)
+        ],
         "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
         "race": None if race is None else race_table(race),
     }
 
 
 def race_table(race: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a race.json as text, and its sentences. Recipes are sorted by the number of stages they
-    ran, then by their mean in the last one."""
+    """The table of a race.json as text, and its sentences. Recipes are sorted by the number of stages that they ran,
+    then by their mean in the last one."""
     stages = list(dict.fromkeys(stage for row in race["entrants"] for stage in row["stages"]))
-
     sign = -1 if race["higher_is_better"] else 1
 
     def rank(row: Mapping[str, Any]) -> tuple[int, float]:
@@ -78,9 +81,9 @@ def race_table(race: Mapping[str, Any]) -> dict[str, Any]:
     for row in sorted(race["entrants"], key=rank):
         cells = [_score_text(row["stages"].get(stage)) for stage in stages]
         rate = "" if row["rate"] is None else f"{row['rate']:g}"
-        left = row["left"] or ("a control, never chosen" if row["control"] else "")
-        kind = "chosen" if row["name"] == race["choice"] else left
-        rows.append([row["name"], f"{row['state_share']:.1%}", rate, *cells, kind])
+        remark = row["left"] or ("a control, never chosen" if row["control"] else "")
+        remark = "chosen" if row["name"] == race["choice"] else remark
+        rows.append([row["name"], f"{row['state_share']:.1%}", rate, *cells, remark])
     lines = [race["told"], race["verdict"]["reason"], race["claim"]]
     return {"head": ["recipe", "state", "rate", *stages, ""], "rows": rows, "lines": lines}
 
@@ -98,9 +101,9 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mappi
     from plotly.offline import get_plotlyjs
 
     assets = files("baoc.frontier") / "assets"
-    data = json.dumps(page_data(runs, title=title, beside=path.parent, race=race), allow_nan=False)
-    for mark in "&<>":  # in HTML `</script` would end the script that holds it, and `<!--<script` keep it from ending
-        data = data.replace(mark, f"\\u{ord(mark):04x}")
+    data = json.dumps(page_data(runs, title=title, page_folder=path.parent, race=race), allow_nan=False)
+    for character in "&<>":  # in HTML `</script` ends the script that holds it; `<!--<script` keeps it from ending
+        data = data.replace(character, f"\\u{ord(character):04x}")
     parts = {
         "TITLE": html.escape(title),
         "DATA": data,
@@ -108,31 +111,35 @@ def write_page(runs: Sequence[RunFolder], *, path: Path, title: str, race: Mappi
         "PLOTLY": get_plotlyjs(),
     }
     text = (assets / "page.html").read_text(encoding="utf-8")
-    write_text(path, re.sub(f"%({'|'.join(parts)})%", lambda mark: parts[mark[1]], text))  # once: values may hold marks
+    # one pass, since values may hold placeholders too
+    write_text(path, re.sub(f"%({'|'.join(parts)})%", lambda placeholder: parts[placeholder[1]], text))
 
 
-def _workload_data(workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels) -> dict[str, Any]:
-    """One workload, grouped by family; `study` has the groups by study if there are several."""
+def _workload_data(
+    workload: Workload, runs: Sequence[RunFolder], *, names: RunLabels, page_folder: Path
+) -> dict[str, Any]:
+    """One workload with its points grouped by family. `study` has the groups by study, if there are several studies."""
     task, model, dataset, quality = workload
-    settings = {run.path: own for run, own in zip(runs, varying_settings(runs), strict=True)}
+    settings = dict(zip((run.path for run in runs), varying_settings(runs), strict=True))
     data = {
         "name": " / ".join(part for part in (task, model, dataset) if part),
         "quality": quality,
         "higher": quality_objective(runs).higher_is_better,
         "runs": [run.name for run in runs],
-        "settings": list(dict.fromkeys(key for own in settings.values() for key in own)),
+        "settings": list(dict.fromkeys(chain.from_iterable(settings.values()))),
         "importances": importances(runs, settings=settings),
         "study": None,
     }
-    data |= _group_data(runs, names=names, settings=settings, group=by_family, metric=quality)
+    group_data = partial(_group_data, runs, names=names, settings=settings, metric=quality, page_folder=page_folder)
+    data |= group_data(group=by_family)
     if has_several_studies(runs):
-        data["study"] = _group_data(runs, names=names, settings=settings, group=by_study, metric=quality)
+        data["study"] = group_data(group=by_study)
     return data
 
 
 def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
-    """Setting -> its share in telling the best quarter of runs from the others: PED-ANOVA (arXiv 2304.10255), as Optuna
-    has it. Empty for few runs, and without Optuna.
+    """Setting -> its share, of a sum of 1, in what separates the best quarter of runs from the others: Optuna's
+    PED-ANOVA (arXiv 2304.10255). Empty for fewer than MIN_RUNS_FOR_IMPORTANCES runs, and without Optuna.
 
     Settings that some runs lack are left out, as are runs that diverged.
     """
@@ -140,28 +147,34 @@ def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[st
         import optuna
     except ImportError:
         return {}
-    known = [(settings[run.path], result_of(run)["quality"]) for run in runs]
-    known = [(own, quality) for own, quality in known if isinstance(quality["value"], int | float)]
-    keys = [key for key in dict.fromkeys(key for own, _ in known for key in own) if all(key in own for own, _ in known)]
-    if len(known) < MIN_RUNS_FOR_IMPORTANCES or not keys:
+    runs = [run for run in runs if isinstance(result_of(run)["quality"]["value"], int | float)]
+    settings_of_runs = [settings[run.path] for run in runs]
+    keys = [
+        key
+        for key in dict.fromkeys(chain.from_iterable(settings_of_runs))
+        if all(key in own for own in settings_of_runs)
+    ]
+    if len(runs) < MIN_RUNS_FOR_IMPORTANCES or not keys:
         return {}
     space: dict[str, Any] = {}
+    columns: dict[str, list[Any]] = {}
     for key in keys:
-        values = [own[key] for own, _ in known]
+        values = [own[key] for own in settings_of_runs]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             low, high = min(values), max(values)
+            columns[key] = list(map(float, values))
             space[key] = optuna.distributions.FloatDistribution(low, high, log=low > 0 and high > 20 * low)
         else:
-            space[key] = optuna.distributions.CategoricalDistribution(sorted({str(value) for value in values}))
+            columns[key] = list(map(str, values))
+            space[key] = optuna.distributions.CategoricalDistribution(sorted(set(columns[key])))
+    qualities = [result_of(run)["quality"] for run in runs]
     verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of each study that is created
-    study = optuna.create_study(direction="maximize" if known[0][1]["higher_is_better"] else "minimize")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # without a line for the study that is created
+    study = optuna.create_study(direction="maximize" if qualities[0]["higher_is_better"] else "minimize")
     optuna.logging.set_verbosity(verbosity)
-    for own, quality in known:
-        numeric = {key: isinstance(space[key], optuna.distributions.FloatDistribution) for key in keys}
-        params = {key: float(own[key]) if numeric[key] else str(own[key]) for key in keys}
-        trial = optuna.trial.create_trial(params=params, distributions=space, value=quality["value"])
-        study.add_trial(trial)
+    for i, quality in enumerate(qualities):
+        params = {key: column[i] for key, column in columns.items()}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=quality["value"]))
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.25, region_quantile=1.0)
     return optuna.importance.get_param_importances(study, evaluator=evaluator)
 
@@ -173,47 +186,59 @@ def _group_data(
     settings: Mapping[Path, Mapping[str, Any]],
     group: Grouping,
     metric: str,
+    page_folder: Path,
 ) -> dict[str, Any]:
-    objective = quality_objective(runs)
-    own_names = labels_with_study(runs, names=names) if group is by_study else names
-    seeds: dict[str, list[RunFolder]] = {}
+    """The points of one workload with the group of each, and what compares the groups."""
+    quality = quality_objective(runs)
+    labels = labels_with_study(runs, names=names) if group is by_study else names
+    seeds: dict[str, list[RunFolder]] = {}  # label -> runs that differ in their seed only
     for run in runs:
-        seeds.setdefault(own_names[run.path], []).append(run)
-    points = workload_frontier(runs, names=own_names).points
-    groups = [group(seeds[entry.label][0]) for entry in points]
-    entries = []
-    for entry, own in zip(points, groups, strict=True):
-        result = result_of(seeds[entry.label][0])
-        budget = result["budget"]
-        limit = int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
-        entries.append(ComparedPoint(point=entry, family=own, allocator=result["allocator"], memory_limit=limit))
+        seeds.setdefault(labels[run.path], []).append(run)
+    points = workload_frontier(runs, names=labels).points
+    first_runs = [seeds[point.label][0] for point in points]
+    families = [group(run) for run in first_runs]
+    short = _point_names([point.label for point in points], families, names=[names[run.path] for run in first_runs])
+    compared = [
+        ComparedPoint(
+            point=point, family=family, allocator=result_of(run)["allocator"], memory_limit=_memory_limit_bytes(run)
+        )
+        for point, family, run in zip(points, families, first_runs, strict=True)
+    ]
     adamw_bytes = max(result_of(run)["state_bytes_adamw"] for run in runs)
-    levels = best_at_levels(entries, quality=objective, adamw_bytes=adamw_bytes)
-    setting = {entry.label: names[seeds[entry.label][0].path] for entry in points}
-    brief, counts = short_names(list(dict.fromkeys(setting.values()))), Counter(setting.values())
-    short = {
-        entry.label: (f"{own}: " if counts[setting[entry.label]] > 1 else "") + brief[setting[entry.label]]
-        for entry, own in zip(points, groups, strict=True)
-    }
-    summary = summary_sentence(entries, levels, metric=metric, quality=objective, adamw_bytes=adamw_bytes)
+    levels = best_at_levels(compared, quality=quality, adamw_bytes=adamw_bytes)
+    summary = summary_sentence(compared, levels, metric=metric, quality=quality, adamw_bytes=adamw_bytes)
     steps = _steps(runs)
     if not steps.isdigit():
         summary = f"Unlike runs: they trained for {steps} steps; give runs of one length. {summary}"
-    told = []
-    for entry, own in zip(points, groups, strict=True):
-        first = seeds[entry.label][0]
-        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in settings[first.path].items()}
-        about = {"family": own, "short": short[entry.label], "settings": plain}
-        told.append(about | _point(entry, seeds[entry.label]))
+    rows = []
+    for point, family, run in zip(points, families, first_runs, strict=True):
+        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in settings[run.path].items()}
+        row = {"family": family, "short": short[point.label], "settings": plain}
+        rows.append(row | _point_data(point, seeds[point.label], page_folder=page_folder))
     return {
-        "about": _describe_runs(runs, points=len(entries)),
+        "about": _describe_runs(runs, points=len(points)),
         "verdict": summary,
         "levels": [_level(level, short=short) for level in levels],
-        "points": told,
-        "volumes": hypervolume_shares(points, groups=groups, quality=objective),
+        "points": rows,
+        "volumes": hypervolume_shares(points, groups=families, quality=quality),
         "histories": hypervolume_histories(runs, group=group),
-        "knees": knee_labels(points, quality=objective),
+        "knees": knee_labels(points, quality=quality),
     }
+
+
+def _point_names(labels: Sequence[str], families: Sequence[str], *, names: Sequence[str]) -> dict[str, str]:
+    """Label -> short name of a point, after its family where several points have the same settings (`names`)."""
+    short, counts = short_names(list(dict.fromkeys(names))), Counter(names)
+    return {
+        label: (f"{family}: " if counts[name] > 1 else "") + short[name]
+        for label, family, name in zip(labels, families, names, strict=True)
+    }
+
+
+def _memory_limit_bytes(run: RunFolder) -> int | None:
+    """The limit of a run's memory budget; None for another kind of budget."""
+    budget = result_of(run)["budget"]
+    return int(budget["limit"]) if budget["kind"] == "memory" and budget["limit"] else None
 
 
 def _level(level: MemoryLevel, *, short: Mapping[str, str]) -> dict[str, Any]:
@@ -246,8 +271,8 @@ def _steps(runs: Sequence[RunFolder]) -> str:
 
 
 def short_names(labels: Sequence[str]) -> dict[str, str]:
-    """Label -> short name for a figure: values whose keys follow from them, or the name alone of a uniform baseline.
-    Labels whose short names would be equal stay whole."""
+    """Label -> short name for a figure. It drops keys that the value makes obvious (`budget=8gb` becomes `8gb`), and
+    all but the name of a uniform baseline. Labels whose short names would be equal are kept as they are."""
     names = {label: _short_name(label) for label in labels}
     counts = Counter(names.values())
     return {label: name if counts[name] == 1 else label for label, name in names.items()}
@@ -279,24 +304,25 @@ def _half_interval(point: FrontierPoint) -> float | None:
     return half_interval(point.quality_spread, n=point.num_seeds, level=SEED_LEVEL)
 
 
-def _point(entry: FrontierPoint, seeds: Sequence[RunFolder]) -> dict[str, Any]:
+def _point_data(point: FrontierPoint, seeds: Sequence[RunFolder], *, page_folder: Path) -> dict[str, Any]:
+    """A point of the page: the mean over `seeds`; command, plan and curves are those of the first seed."""
     result = result_of(seeds[0])
     return {
-        "label": entry.label,
-        "folders": [run.path for run in seeds],
+        "label": point.label,
+        "folders": [Path(relpath(run.path, page_folder)).as_posix() for run in seeds],
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
-        "quality": _null_if_not_finite(entry.quality),
-        "spread": entry.quality_spread,
-        "interval": _half_interval(entry),
-        "seeds": entry.num_seeds,
-        "ranks": entry.num_ranks,
-        "peak_mib": entry.peak_bytes / MIB,
-        "state_mib": entry.state_bytes / MIB,
-        "state_share": 100 * entry.state_bytes / result["state_bytes_adamw"],
-        "samples_per_s": _null_if_not_finite(entry.samples_per_s),
+        "quality": _null_if_not_finite(point.quality),
+        "spread": point.quality_spread,
+        "interval": _half_interval(point),
+        "seeds": point.num_seeds,
+        "ranks": point.num_ranks,
+        "peak_mib": point.peak_bytes / MIB,
+        "state_mib": point.state_bytes / MIB,
+        "state_share": 100 * point.state_bytes / result["state_bytes_adamw"],
+        "samples_per_s": _null_if_not_finite(point.samples_per_s),
         "risk": _null_if_not_finite(result["risk_total"]),
-        "dominated": entry.dominated,
+        "dominated": point.dominated,
         "command": result["command"],
         "choices": _read_choices(seeds[0]),
         "basis": basis_text(seeds[0]),
@@ -311,8 +337,8 @@ def _read_choices(run: RunFolder) -> dict[str, str]:
 
 
 def basis_text(run: RunFolder) -> str:
-    """What a run's last plan was chosen by, with the figures that are known of the choice; empty where a run of an
-    earlier version did not say."""
+    """What a run's last plan was chosen by, and the measurements behind it; empty for a run of an earlier version that
+    does not record them."""
     basis = (_read_allocation(run) or {}).get("basis")
     if not isinstance(basis, dict) or "by" not in basis or "text" not in basis:
         return ""
@@ -334,7 +360,9 @@ def _kept_state_percent(run: RunFolder) -> dict[str, float]:
     file = run.path / "candidates.csv"
     if not file.is_file():
         return {}
-    chosen, adamw_bytes, own = _read_choices(run), dict[str, float](), dict[str, float]()
+    chosen = _read_choices(run)
+    adamw_bytes: dict[str, float] = {}
+    chosen_bytes: dict[str, float] = {}
     try:
         with file.open(encoding="utf-8", newline="") as rows:
             for row in csv.DictReader(rows):
@@ -342,26 +370,26 @@ def _kept_state_percent(run: RunFolder) -> dict[str, float]:
                 if row["spec"] == "adamw":
                     adamw_bytes[block] = float(row["state_bytes"])
                 if row["spec"] == chosen.get(block):
-                    own[block] = float(row["state_bytes"])
+                    chosen_bytes[block] = float(row["state_bytes"])
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise BadInputError(f"{file} is no table of candidates ({error}): it was damaged; remove it") from error
-    return {block: 100 * kept / adamw_bytes[block] for block, kept in own.items() if adamw_bytes.get(block)}
+    return {block: 100 * size / adamw_bytes[block] for block, size in chosen_bytes.items() if adamw_bytes.get(block)}
 
 
 def _read_curves(run: RunFolder, *, keys: Sequence[str]) -> dict[str, list[list[float]]]:
-    """Metric -> (step, value) pairs, evenly thinned to MAX_CURVE_POINTS with the last one kept; absent metrics are left
-    out."""
+    """Metric -> (step, value) pairs, evenly thinned to about MAX_CURVE_POINTS with the last one; without absent
+    metrics."""
     file = run.path / "metrics.jsonl"
     rows = read_jsonl(file) if file.is_file() else []
     curves: dict[str, list[list[float]]] = {}
     for key in keys:
-        found = [
+        pairs = [
             [row["step"], row[key]] for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
         ]
-        stride = -(-len(found) // MAX_CURVE_POINTS) or 1
-        if found:
-            thinned = found[::stride]
-            curves[key] = thinned if thinned[-1] is found[-1] else [*thinned, found[-1]]
+        if pairs:
+            stride = -(-len(pairs) // MAX_CURVE_POINTS)
+            thinned = pairs[::stride]
+            curves[key] = thinned if thinned[-1] is pairs[-1] else [*thinned, pairs[-1]]
     return curves
 
 

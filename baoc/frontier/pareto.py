@@ -1,10 +1,11 @@
 """Dominance, hypervolume and knee of runs, and the rows of frontier.csv.
 
-All objectives are minimised inside; those that are better when higher are negated first.
+Functions of `costs` minimise all objectives; `Objective.cost` negates those that are better when higher.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from math import isfinite, log2
 from statistics import fmean, stdev
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from baoc.types import FrontierPoint
 
 _VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
-MAX_DOUBLINGS = 7.0  # 1/128 of the reference and less count alike: no state at all is not infinitely good
+MAX_DOUBLINGS = 7.0  # anything below 1/128 of the reference counts as 1/128: no state is not infinitely good
 MEASURE = "quality x doublings"  # unit of a frontier's hypervolume
 
 
@@ -44,9 +45,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Points with their `dominated` flags, in the given order. `reference` is in the objectives' own units and order.
-    `hypervolume` is measured from the reference along `Objective.gain`, with at most MAX_DOUBLINGS per axis of bytes or
-    samples/s."""
+    """Points with their `dominated` flags. `reference` is in the objectives' own units and order. `hypervolume` is
+    measured from the reference along `Objective.gain`, with at most MAX_DOUBLINGS per axis of bytes or samples/s."""
 
     points: tuple[FrontierPoint, ...]
     objectives: tuple[Objective, ...]
@@ -67,17 +67,18 @@ def build_frontier(
         reference: the worst finite value of each objective by default. Hypervolumes compare only for the same one.
     """
     costs = [tuple(objective.cost(point) for objective in objectives) for point in points]
-    finite = [all(isfinite(value) for value in cost) for cost in costs]
-    alive = [cost for cost, ok in zip(costs, finite, strict=True) if ok]
-    kept = iter(pareto(alive))
-    dominated = [not (ok and next(kept)) for ok in finite]
+    is_finite = [all(map(isfinite, cost)) for cost in costs]
+    finite_costs = list(compress(costs, is_finite))
+    on_front = iter(pareto(finite_costs))
+    dominated = [not (finite and next(on_front)) for finite in is_finite]
     if reference is None:
-        worst = [max(values) for values in zip(*alive, strict=True)] or [0.0] * len(objectives)
+        worst = [max(values) for values in zip(*finite_costs, strict=True)] or [0.0] * len(objectives)
         reference = [-value if o.higher_is_better else value for o, value in zip(objectives, worst, strict=True)]
-    best = [point for point, bad in zip(points, dominated, strict=True) if not bad]
-    relative_costs = [_relative_cost(point, objectives=objectives, reference=reference) for point in best]
+    marked = [replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)]
+    front = [point for point in marked if not point.dominated]
+    relative_costs = [_relative_cost(point, objectives=objectives, reference=reference) for point in front]
     return Frontier(
-        points=tuple(replace(point, dominated=flag) for point, flag in zip(points, dominated, strict=True)),
+        points=tuple(marked),
         objectives=tuple(objectives),
         reference=tuple(float(value) for value in reference),
         hypervolume=hypervolume(relative_costs, reference=[0.0] * len(objectives)),
@@ -85,9 +86,11 @@ def build_frontier(
 
 
 def doublings(value: float, *, up_to: float) -> float:
-    """How often `value` doubles to reach `up_to`: log2 of their ratio, negative if `value` is larger. Clipped to
-    MAX_DOUBLINGS either way, so that 0 bytes (`sign` keeps no state) has a position that does not outweigh the rest: a
-    budget of 1 % is 6.6 doublings below AdamW's state, and everything further down counts as 7. 0 for two zeros."""
+    """log2(up_to / value), clipped to [-MAX_DOUBLINGS, MAX_DOUBLINGS]; 0 for two zeros.
+
+    The clip gives 0 bytes (the rule `sign` has no state) a position that does not outweigh all others: a budget of 1 %
+    is 6.6 doublings below AdamW's state, and anything below 1/128 counts as 7.
+    """
     if value <= 0 or up_to <= 0:
         return MAX_DOUBLINGS * ((up_to > 0) - (value > 0))
     return max(-MAX_DOUBLINGS, min(log2(up_to) - log2(value), MAX_DOUBLINGS))
@@ -111,9 +114,11 @@ def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Exact volume that the points dominate up to `reference` (minimised), swept along the last axis: between two
-    values lies a slice of one dimension less times a height. Points that are not better than the reference in every
-    dimension add nothing. Give the front alone where there are many points."""
+    """Exact volume that the points dominate up to `reference` (minimised).
+
+    Sweeps along the last axis: between two neighbouring values lies a slice of one dimension less times a height.
+    Points that are not better than the reference in every dimension add nothing. Of many points pass the front only.
+    """
     inside = [cost for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))]
     if not inside:
         return 0.0
@@ -136,28 +141,29 @@ def hypervolume_history(
 
     Points with a non-finite objective add nothing.
     """
-    kept: list[tuple[float, ...]] = []
-    found: list[float] = []
+    front: list[tuple[float, ...]] = []
+    history: list[float] = []
+    volume = 0.0
     for point in points:
-        relative = _relative_cost(point, objectives=objectives, reference=reference)
-        if all(isfinite(objective.cost(point)) for objective in objectives) and not any(
-            _dominates(other, relative) for other in kept
-        ):
-            kept = [other for other in kept if not _dominates(relative, other)] + [relative]
-            found.append(hypervolume(kept, reference=[0.0] * len(objectives)))
-        else:
-            found.append(found[-1] if found else 0.0)
-    return found
+        cost = _relative_cost(point, objectives=objectives, reference=reference)
+        is_finite = all(isfinite(objective.cost(point)) for objective in objectives)
+        if is_finite and not any(_dominates(other, cost) for other in front):
+            front = [other for other in front if not _dominates(cost, other)] + [cost]
+            volume = hypervolume(front, reference=[0.0] * len(objectives))
+        history.append(volume)
+    return history
 
 
 def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objective) -> FrontierPoint | None:
-    """The point of a front of two objectives beyond which more memory buys little quality. It is the point farthest
-    below the line through the front's ends (Kneedle; Satopaa et al., 2011), with quality scaled to its range and bytes
-    to their doublings up to the largest. None if no point lies below that line, as for fewer than three."""
+    """The point of the front beyond which more memory buys little quality; None if the front has none.
+
+    It is the point farthest below the line through the front's ends (Kneedle; Satopaa et al., 2011), with quality
+    scaled to its range and bytes as doublings up to the largest. There is none if no point lies below that line.
+    """
     costs = [(quality.cost(point), memory.cost(point)) for point in points]
-    known = [(cost, point) for cost, point in zip(costs, points, strict=True) if all(map(isfinite, cost))]
-    kept = pareto([cost for cost, _ in known])
-    front = sorted((entry for entry, best in zip(known, kept, strict=True) if best), key=lambda entry: entry[0][1])
+    finite = [(cost, point) for cost, point in zip(costs, points, strict=True) if all(map(isfinite, cost))]
+    on_front = pareto([cost for cost, _ in finite])
+    front = sorted(compress(finite, on_front), key=lambda entry: entry[0][1])
     if len(front) < 3:
         return None
     logs = [-doublings(cost[1], up_to=front[-1][0][1]) for cost, _ in front]
@@ -168,14 +174,16 @@ def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objecti
         1.0 - (x - logs[0]) / (logs[-1] - logs[0]) - (cost[0] - best) / (worst - best)
         for x, (cost, _) in zip(logs, front, strict=True)
     ]
-    at = max(range(len(front)), key=lambda index: below[index])
-    return front[at][1] if below[at] > 1e-9 else None
+    farthest = max(range(len(front)), key=lambda i: below[i])
+    return front[farthest][1] if below[farthest] > 1e-9 else None
 
 
 def average_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """One point per (task, model, label), in order of first appearance: means of quality and throughput over seeds.
-    Bytes are the maximum over seeds, since a budget must hold for each. The spread is the sample standard deviation of
-    the quality. The points must not be means already."""
+    """One point per (task, model, label), in order of first appearance, of points that are single runs.
+
+    Quality and throughput are means over seeds. Bytes are the maximum, since a budget must hold for each seed. The
+    spread is the sample standard deviation of the quality.
+    """
     groups: dict[tuple[str, str, str], list[FrontierPoint]] = {}
     for point in points:
         assert point.num_seeds == 1, f"{point.run} is a mean over seeds already"
@@ -185,7 +193,7 @@ def average_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 def _mean(group: Sequence[FrontierPoint]) -> FrontierPoint:
     qualities = [point.quality for point in group]
-    several = len(group) > 1 and all(isfinite(quality) for quality in qualities)
+    has_spread = len(group) > 1 and all(map(isfinite, qualities))
     return replace(
         group[0],
         run=" ".join(point.run for point in group),
@@ -194,7 +202,7 @@ def _mean(group: Sequence[FrontierPoint]) -> FrontierPoint:
         state_bytes=max(point.state_bytes for point in group),
         samples_per_s=fmean(point.samples_per_s for point in group),
         num_seeds=len(group),
-        quality_spread=stdev(qualities) if several else None,
+        quality_spread=stdev(qualities) if has_spread else None,
         dominated=False,
     )
 

@@ -1,4 +1,4 @@
-"""frontier.png beside frontier.html: a screenshot of the page by an installed Chromium, for mails and reports."""
+"""frontier.png: a screenshot of frontier.html by an installed Chromium, for mails and reports."""
 
 import os
 import shutil
@@ -6,19 +6,19 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSERS = ("chromium", "chromium-find_browser", "google-chrome", "chrome")
 SIZE = (1400, 1800)  # pixels: the page's frontiers and its table
 TIMEOUT_S = 60.0
 
 
-def browser() -> str | None:
+def find_browser() -> str | None:
     """Path of the first Chromium on PATH; None if there is none."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
 def render_picture(page: Path) -> Path | None:
-    """Renders `page` into a PNG of the same name; None if there is no browser, or it fails or times out."""
-    program = browser()
+    """Renders `page` into a PNG of the same name; None if there is no find_browser, or it fails or times out."""
+    program = find_browser()
     if program is None:
         return None
     png = page.with_suffix(".png")

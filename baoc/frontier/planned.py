@@ -1,4 +1,4 @@
-"""The planned frontier of a multirun with mode=plan: the predictions for each budget, without any run."""
+"""The planned frontier of a multirun with mode=plan: the predictions for each budget, before any run."""
 
 import json
 from pathlib import Path
@@ -13,20 +13,20 @@ def read_plans(folder: Path) -> list[dict[str, Any]]:
     """The plan.json of every job of a multirun, ordered by peak, with `dominated` and the `settings` it differs in.
 
     A plan is dominated if another one for the same device is at least as good in peak, risk and samples/s, and better
-    in one.
+    in one of them.
     """
     paths = sorted(folder.glob("*/plan.json"))
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    plans = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     runs = find_runs(folder)
     labels = {run.path: label for run, label in zip(runs, setting_labels(runs), strict=True)}
-    for path, plan in zip(paths, found, strict=True):
+    for path, plan in zip(paths, plans, strict=True):
         plan["settings"] = labels.get(path.parent, "")
-    for device in {plan["device"] for plan in found}:
-        own = [plan for plan in found if plan["device"] == device]
-        kept = pareto([(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in own])
-        for plan, best in zip(own, kept, strict=True):
+    for device in {plan["device"] for plan in plans}:
+        comparable = [plan for plan in plans if plan["device"] == device]
+        on_front = pareto([(plan["peak_bytes"], plan["risk"], -(plan["samples_per_s"] or 0.0)) for plan in comparable])
+        for plan, best in zip(comparable, on_front, strict=True):
             plan["dominated"] = not best
-    return sorted(found, key=lambda plan: (plan["name"].rpartition("_")[0], plan["peak_bytes"]))
+    return sorted(plans, key=lambda plan: (plan["name"].rpartition("_")[0], plan["peak_bytes"]))
 
 
 def write_planned_frontier(folder: Path) -> Path:

@@ -20,10 +20,10 @@ def main(argv: Arguments = None) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of runs, at any depth")
     parser.add_argument("--out", type=Path, help="where to write; the first folder by default")
     parser.add_argument("--picture", action="store_true", help="frontier.png beside the page, by a Chromium")
-    given = parser.parse_args(argv)
-    out = given.out or given.folders[0]
-    build_report(given.folders, out=out)
-    if given.picture:
+    args = parser.parse_args(argv)
+    out = args.out or args.folders[0]
+    build_report(args.folders, out=out)
+    if args.picture:
         png = render_picture(out / "frontier.html")
         say(f"drawn in {png}" if png else f"no picture: none of {', '.join(BROWSERS)} is there and draws it")
 

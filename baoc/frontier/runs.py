@@ -14,18 +14,17 @@ from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 STUDY_FILE = "study.json"  # in a study's folder
-# Settings that do not change what is trained; runs that differ only in these are seeds of one another.
+# Settings that do not change what is trained: runs that differ in these only are seeds of one point.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
 _RESULT_FIELDS = (
     *("task", "model", "allocator", "risk", "budget", "quality", "peak_bytes", "state_bytes", "state_bytes_adamw"),
     *("samples_per_s", "num_steps", "seed", "risk_total", "command"),
 )
-SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # folders inside a run with another config.yaml
-_UNQUOTED = re.compile(  # text that Hydra reads as such without quotes
+SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # inside a run; their config.yaml is not a run's
+_UNQUOTED = re.compile(  # text that Hydra reads as a string without quotes
     r"(?!(?:true|false|null|[-+]?(?:nan|inf|[\d_.]+(?:e[-+]?[\d_]+)?))\Z)[A-Z0-9_./:+@-]+", re.IGNORECASE | re.ASCII
 )
-
-AT, SHOWN_SHA = "@", 8  # between a data set's name and the beginning of its hash
+AT, SHA_CHARS = "@", 8  # between a data set's name and its hash; characters of the hash
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 
 
@@ -34,11 +33,11 @@ class RunFolder:
     """A run's folder: its flattened settings, its result if it finished, and its error if it failed."""
 
     path: Path
-    name: str  # relative to the folder that was searched
+    name: str  # its path below the folder that was searched
     settings: Mapping[str, Any]
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
-    study: str = ""  # name of its study's folder, if several are compared
+    study: str = ""  # name of its study's folder, set by the report
 
     @property
     def workload(self) -> Workload:
@@ -48,12 +47,12 @@ class RunFolder:
         """
         result = result_of(self)
         dataset = str(result.get("dataset") or self.settings.get("dataset.name", ""))
-        sha = str(result.get("data_sha256") or "")[:SHOWN_SHA]
+        sha = str(result.get("data_sha256") or "")[:SHA_CHARS]
         return result["task"], result["model"], f"{dataset}{AT}{sha}" if sha else dataset, result["quality"]["name"]
 
 
 def result_of(run: RunFolder) -> Mapping[str, Any]:
-    """`result.json` of a finished run."""
+    """The content of result.json; the run must have finished."""
     assert run.result is not None
     return run.result
 
@@ -71,39 +70,45 @@ def find_runs(folder: Path) -> list[RunFolder]:
 
 
 def setting_labels(runs: Sequence[RunFolder]) -> list[str]:
-    """For each run its `varying_settings` as a command has them, as in `budget=state_25 allocator=random`; its name
-    where it has none. Risk weights of 1 are not shown."""
+    """For each run its `varying_settings` as overrides, such as `budget=state_25 allocator=random`; its name if it has
+    none. Risk weights of 1 are not shown."""
     labels = []
     for run, settings in zip(runs, varying_settings(runs), strict=True):
-        told = {key: value for key, value in settings.items() if not (key.startswith("risk.weights.") and value == 1)}
-        labels.append(" ".join(f"{key}={_override_text(value)}" for key, value in told.items()) or run.name)
+        overrides = [
+            f"{key}={_override_text(value)}"
+            for key, value in settings.items()
+            if not (key.startswith("risk.weights.") and value == 1)
+        ]
+        labels.append(" ".join(overrides) or run.name)
     return labels
 
 
 def varying_settings(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """For each run the settings that vary among runs of its workload; the budget where none does. A budget is told by
-    its name, unless different ones share it. A job that failed early has none."""
+    """For each run the settings that vary among the runs of its workload; the budget if none does. A budget is one
+    setting, its name, unless different budgets share a name. A job that failed before it was configured has none."""
     workloads: dict[tuple[str, ...], list[int]] = {}
     for index, run in enumerate(runs):
         key = tuple(str(run.settings.get(f"{group}.name")) for group in ("task", "model", "dataset"))
         workloads.setdefault(key, []).append(index)
-    found: list[dict[str, Any]] = [{} for _ in runs]
+    varying_of_run: list[dict[str, Any]] = [{} for _ in runs]
     for indices in workloads.values():
-        known = [dict(runs[index].settings) for index in indices]
-        limits = {str(sorted((k, str(v)) for k, v in s.items() if k.startswith("budget."))) for s in known if s}
-        if len(limits) == len({settings.get("budget.name") for settings in known if settings}):
-            known = [_budget_as_name(settings) for settings in known]
-        keys = dict.fromkeys(key for settings in known for key in settings)
-        varying = [key for key in keys if len({str(s.get(key)) for s in known if s}) > 1] or ["budget"]
-        for index, settings in zip(indices, known, strict=True):
-            found[index] = {key.removesuffix(".name"): settings[key] for key in varying if key in settings}
-    return found
+        all_settings = [dict(runs[index].settings) for index in indices]
+        configured = [settings for settings in all_settings if settings]
+        budgets = {str(sorted((k, str(v)) for k, v in s.items() if k.startswith("budget."))) for s in configured}
+        if len(budgets) == len({settings.get("budget.name") for settings in configured}):
+            all_settings = [_budget_as_name(settings) for settings in all_settings]
+            configured = [settings for settings in all_settings if settings]
+        keys = dict.fromkeys(key for settings in all_settings for key in settings)
+        varying = [key for key in keys if len({str(settings.get(key)) for settings in configured}) > 1] or ["budget"]
+        for index, settings in zip(indices, all_settings, strict=True):
+            varying_of_run[index] = {key.removesuffix(".name"): settings[key] for key in varying if key in settings}
+    return varying_of_run
 
 
 def _override_text(value: Any) -> str:
     """A value as Hydra's command line reads it back."""
     if isinstance(value, list):
-        return f"[{','.join(map(_override_text, value))}]"  # a space would end it in a shell
+        return f"[{','.join(map(_override_text, value))}]"  # without spaces, at which a shell splits
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{_override_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, str):
@@ -112,16 +117,16 @@ def _override_text(value: Any) -> str:
 
 
 def quote(value: str) -> str:
-    """Text as Hydra's command line reads it, with quotes if it needs them."""
+    """A string for Hydra's command line, in quotes if it needs them."""
     if _UNQUOTED.fullmatch(value):
         return value
-    # Hydra reads a backslash as an escape before a quote only
-    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    # Hydra reads backslashes as escapes before a quote only
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)
     return f"'{escaped}'"
 
 
 def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:
-    """A finished run as a point; null in JSON (not finite) is NaN."""
+    """A finished run as a point. Null in JSON stands for a number that is not finite and becomes NaN."""
     result = result_of(run)
     return FrontierPoint(
         run=run.name,
@@ -137,7 +142,7 @@ def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:
 
 
 def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
-    """Why a run has no result, or why it ended badly despite one (a breached budget); None if neither."""
+    """Why a run has no result, or failed despite one (a breached budget); None for a good one."""
     if run.error is not None:
         return FailedRun(run=run.name, label=label, exit_code=run.error["exit_code"], message=run.error["message"])
     if run.result is None:

@@ -1,7 +1,7 @@
 """The text of the frontier page: the best point of each family at equal memory, and a sentence about it.
 
-Readers come with a budget, so families are compared within the same memory: shares of fp32 AdamW's state, or the runs'
-own memory budgets. The best of many is biased upwards, so each is given with the number it was selected from.
+Readers have a budget, so families are compared within the same memory: shares of fp32 AdamW's state, or the runs' own
+memory budgets. The best of many points is biased upwards, so each is shown with the number of points it is the best of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from baoc.units import format_bytes
 
 STATE_SHARES = (0.5, 0.25, 0.1, 0.03)  # of fp32 AdamW's state
 PREFERRED_SHARES = (0.25, 0.1, 0.5, 0.03)  # order in which equally good levels are chosen for the sentence
-SLACK = 1.001  # padding may take a few bytes more than a quarter
+SLACK = 1.001  # padding may take a few bytes more than a share
 ADAMW = "uniform_adamw"
 
 
@@ -43,29 +43,28 @@ def best_at_levels(
     entries: Sequence[ComparedPoint], *, quality: Objective, adamw_bytes: int
 ) -> tuple[MemoryLevel, ...]:
     """The best points at shares of fp32 AdamW's state (`adamw_bytes`), or at the runs' own memory budgets."""
-    limits = sorted({e.memory_limit for e in entries if e.memory_limit is not None}, reverse=True)
-    compared = [(f"{format_bytes(limit)} peak memory", "peak_bytes", float(limit)) for limit in limits]
-    if not compared:
-        compared = [
-            (f"{share:.0%} of fp32 AdamW's state", "state_bytes", share * adamw_bytes) for share in STATE_SHARES
-        ]
+    limits = sorted({entry.memory_limit for entry in entries if entry.memory_limit is not None}, reverse=True)
+    if limits:
+        axis = "peak_bytes"
+        compared = [(f"{format_bytes(limit)} peak memory", float(limit)) for limit in limits]
+    else:
+        axis = "state_bytes"
+        compared = [(f"{share:.0%} of fp32 AdamW's state", share * adamw_bytes) for share in STATE_SHARES]
     levels = []
-    for name, axis, limit in compared:
+    for name, limit in compared:
+        within = [e for e in entries if isfinite(e.point.quality) and getattr(e.point, axis) <= limit * SLACK]
         best: dict[str, tuple[ComparedPoint, int]] = {}
-        for family in dict.fromkeys(e.family for e in entries):
-            fits = [
-                e
-                for e in entries
-                if e.family == family and isfinite(e.point.quality) and getattr(e.point, axis) <= limit * SLACK
-            ]
-            if fits:
-                best[family] = (min(fits, key=lambda e: quality.cost(e.point)), len(fits))
-        levels.append(MemoryLevel(name=name, axis=axis, limit=limit, best=best))
-    return tuple(level for level in levels if level.best)
+        for family in dict.fromkeys(entry.family for entry in entries):
+            members = [entry for entry in within if entry.family == family]
+            if members:
+                best[family] = (min(members, key=lambda entry: quality.cost(entry.point)), len(members))
+        if best:
+            levels.append(MemoryLevel(name=name, axis=axis, limit=limit, best=best))
+    return tuple(levels)
 
 
 def choose_level(levels: Sequence[MemoryLevel], *, adamw_bytes: int) -> MemoryLevel | None:
-    """The level of the sentence: most families have a point there; among equals PREFERRED_SHARES decides."""
+    """The level that the sentence is about: that of most families; among equals, PREFERRED_SHARES decides."""
     order = [share * adamw_bytes for share in PREFERRED_SHARES]
     ranked = sorted(levels, key=lambda lv: (-len(lv.best), order.index(lv.limit) if lv.limit in order else 0))
     return ranked[0] if ranked else None
@@ -111,7 +110,7 @@ def _quality_text(entry: ComparedPoint, num_points: int = 1) -> str:
 
 
 def _significance(best: FrontierPoint, rival_point: FrontierPoint, *, rival: str) -> str:
-    """The difference of two means with its 95 % interval by Welch; unpaired, since points need not share seeds."""
+    """The difference of two means with its 95 % interval by Welch's unpaired test: points need not share seeds."""
     gap = abs(best.quality - rival_point.quality)
     variances = [(p.quality_spread**2 / p.num_seeds, p.num_seeds) for p in (best, rival_point) if p.quality_spread]
     if best.quality_spread is None or rival_point.quality_spread is None:

@@ -18,7 +18,7 @@ JOB_TYPE = "frontier"
 
 
 def log_frontier(folder: Path, built: SweepFrontier) -> bool:
-    """Logs the frontiers of a folder; returns whether there was something to log and W&B is enabled."""
+    """Logs the frontiers of a folder; returns False if none of its runs logged to W&B, or W&B is disabled."""
     settings = _wandb_settings(folder)
     if settings is None or not any(frontier.points for frontier in built.frontiers):
         return False
@@ -41,7 +41,10 @@ def log_frontier(folder: Path, built: SweepFrontier) -> bool:
     import wandb
 
     run = logger.experiment
-    for rows, frontier in ((frontier_rows(frontier), frontier) for frontier in built.frontiers if frontier.points):
+    for frontier in built.frontiers:
+        if not frontier.points:
+            continue
+        rows = frontier_rows(frontier)
         name, columns = f"{rows[0]['task']}_{rows[0]['model']}", cast(list[Any], list(rows[0]))
         run.log({f"frontier/{name}": wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
         run.summary[f"frontier/{name}_hypervolume_doublings"] = frontier.hypervolume

@@ -70,7 +70,7 @@ ACTS = {
         told.moved = document.activeElement === two;
         one.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
         told.open = document.querySelector("#points tr.more").textContent;
-        told.csv = await (await fetch(save(view(whole())).href)).text();
+        told.csv = await (await fetch(saveCsv(view(currentWorkload())).href)).text();
     """,
     "brush": """
         const label = "allocator=random";
@@ -240,7 +240,7 @@ def body_of(folder: Path, *flags: str, act: str, framed: bool = False) -> str:
     page, text = folder / "acted.html", (folder / "frontier.html").read_text().replace("</body>", script)
     frame = f'<body><iframe width="1400" height="3000" srcdoc="{html.escape(text)}"></iframe></body>'
     page.write_text(frame if framed else text)
-    program = picture.browser()
+    program = picture.find_browser()
     assert program is not None, "this test needs a Chromium"
     command = [program, "--headless=new", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--no-sandbox"]
     command += ["--window-size=1400,4000", "--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()]

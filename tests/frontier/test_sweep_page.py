@@ -35,11 +35,11 @@ def test_families():
 def test_a_page_compares_families_on_one_reference(tmp_path: Path):
     three_families(tmp_path)
     write_frontier(tmp_path, show=False)
-    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
-    points = {point["allocator"]: point for point in kind["points"]}
+    (workload,) = data_in(tmp_path / "frontier.html")["workloads"]
+    points = {point["allocator"]: point for point in workload["points"]}
     assert points["exact"]["quality"] == pytest.approx(0.15) and points["exact"]["seeds"] == 2
     assert points["exact"]["spread"] == pytest.approx(0.0707, abs=1e-4)
-    shares = {(row["axis"], row["family"]): row["share"] for row in kind["volumes"]}
+    shares = {(row["axis"], row["family"]): row["share"] for row in workload["volumes"]}
     # from (0.5, 100), 1 and l doublings above: exact dominates .35 x 1, uniform .3 x l, together .3 x l + .05 x 1
     uniform = 0.3 * log2(100 / 20)
     assert shares["state_bytes", "BAOC"] == pytest.approx(100 * 0.35 / (uniform + 0.05))
@@ -54,7 +54,7 @@ def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path
     text = (tmp_path / "frontier.html").read_text()
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
     data = data_in(tmp_path / "frontier.html")
-    assert data["kinds"][0]["points"][0]["command"].endswith("'</script><b>'")
+    assert data["workloads"][0]["points"][0]["command"].endswith("'</script><b>'")
     assert data["failed"] == [{"run": "1", "label": "1", "code": 4, "message": "</script> out of memory"}]
 
 
@@ -72,7 +72,7 @@ def test_no_text_of_a_run_means_anything_to_a_browser(tmp_path: Path, text: str)
     assert scripts.count == 3 and page.rstrip().endswith("</html>")
     data = json.loads(scripts.data)
     assert data["failed"][0]["message"] == text
-    assert data["kinds"][0]["points"][0]["command"].endswith(f"'{text}'")
+    assert data["workloads"][0]["points"][0]["command"].endswith(f"'{text}'")
     assert not set("<>&") & set(scripts.data)
 
 
@@ -106,12 +106,12 @@ def test_diverged_runs_curves_and_choices(tmp_path: Path):
     text = "\n".join(json.dumps(row) for row in rows) + '\n{"step": 1001, "train/lo'
     (tmp_path / "0" / "metrics.jsonl").write_text(text)
     (tmp_path / "0" / "allocation.json").write_text(json.dumps({"choices": {"head": "sign"}}))
-    (kind,) = page_data(find_runs(tmp_path), title="t", beside=tmp_path)["kinds"]
-    (point,) = kind["points"]
+    (workload,) = page_data(find_runs(tmp_path), title="t", page_folder=tmp_path)["workloads"]
+    (point,) = workload["points"]
     assert point["quality"] is None and point["choices"] == {"head": "sign"}
     curve = point["curves"]["train/loss"]
     assert len(curve) <= MAX_CURVE_POINTS + 1 and curve[0] == [0, 1.0] and curve[-1][0] == 1000
-    assert all(row["share"] is None for row in kind["volumes"])
+    assert all(row["share"] is None for row in workload["volumes"])
 
 
 def test_the_page_says_what_each_plan_rests_on(tmp_path: Path):
@@ -135,8 +135,8 @@ def test_the_page_says_what_each_plan_rests_on(tmp_path: Path):
         "state_12": "exact: the least risk",  # an allocator's name stands once
         "state_13": "",
     }
-    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
-    assert {point["budget"]: point["basis"] for point in kind["points"]} == told
+    (workload,) = data_in(tmp_path / "frontier.html")["workloads"]
+    assert {point["budget"]: point["basis"] for point in workload["points"]} == told
     assert {row["basis"] for row in csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines())} == set(
         told.values()
     )
@@ -146,8 +146,8 @@ def test_several_studies_become_one_page(tmp_path: Path, capsys: pytest.CaptureF
     job(tmp_path / "ours" / "0", loss=0.1)
     job(tmp_path / "theirs" / "0", loss=0.2, allocator="random")
     assert main([str(tmp_path / "ours"), str(tmp_path / "theirs"), "--out", str(tmp_path / "both")]) == 0
-    (kind,) = data_in(tmp_path / "both" / "frontier.html")["kinds"]
-    assert {point["family"] for point in kind["points"]} == {"BAOC", "random feasible"}
+    (workload,) = data_in(tmp_path / "both" / "frontier.html")["workloads"]
+    assert {point["family"] for point in workload["points"]} == {"BAOC", "random feasible"}
     assert "ours/0" in (tmp_path / "both" / "frontier.csv").read_text()
     assert not (tmp_path / "ours" / "frontier.html").exists()
 
@@ -162,9 +162,9 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
     job(tmp_path / "10_then", loss=0.10, budget="state_40", state_bytes=40, allocator="random")
     job(tmp_path / "11_last", loss=0.09, budget="state_50", state_bytes=80)
     write_frontier(tmp_path, show=False)
-    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
-    assert kind["runs"] == ["2_first", "10_then", "11_last"]
-    lines = {(line["axis"], line["family"]): line for line in kind["histories"]}
+    (workload,) = data_in(tmp_path / "frontier.html")["workloads"]
+    assert workload["runs"] == ["2_first", "10_then", "11_last"]
+    lines = {(line["axis"], line["family"]): line for line in workload["histories"]}
     # from (0.5, 80) the first and the last run are on its edges; the second dominates 0.4 x one doubling
     assert lines["state_bytes", "all"] == {
         "axis": "state_bytes",
@@ -173,7 +173,7 @@ def test_how_the_front_was_found_and_its_knee(tmp_path: Path):
         "share": [0.0, 100.0, 100.0],
     }
     assert lines["state_bytes", "BAOC"]["runs"] == [1, 3] and lines["state_bytes", "BAOC"]["share"] == [0.0, 0.0]
-    assert kind["knees"]["state_bytes"] == "budget=state_40 allocator=random"
+    assert workload["knees"]["state_bytes"] == "budget=state_40 allocator=random"
     told = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
     assert [row["label"] for row in told if "state_bytes" in row["knee_of"]] == ["budget=state_40 allocator=random"]
     history = list(csv.DictReader((tmp_path / "hypervolume.csv").read_text().splitlines()))
@@ -193,19 +193,22 @@ def test_studies_are_compared_with_each_other(tmp_path: Path):
         job(tmp_path / folder / "0", loss=0.5, allocator="uniform_adamw", state_bytes=100, peak_bytes=100)
         job(tmp_path / folder / "1", loss=loss, state_bytes=50, peak_bytes=50)
     assert main([str(tmp_path)]) == 0
-    (kind,) = data_in(tmp_path / "frontier.html")["kinds"]
-    shares = {row["family"]: round(row["share"], 1) for row in kind["study"]["volumes"]}
+    (workload,) = data_in(tmp_path / "frontier.html")["workloads"]
+    shares = {row["family"]: round(row["share"], 1) for row in workload["study"]["volumes"]}
     assert shares == {"a/study": 100.0, "b/study": 66.7}
-    assert len(kind["points"]) == 2 and len(kind["study"]["points"]) == 4
-    assert {(point["short"], point["family"]) for point in kind["study"]["points"]} == {
+    assert len(workload["points"]) == 2 and len(workload["study"]["points"]) == 4
+    assert {(point["short"], point["family"]) for point in workload["study"]["points"]} == {
         (f"{study}: {name}", study) for study in ("a/study", "b/study") for name in ("exact", "adamw")
     }
-    assert "a/study is best: val/loss 0.2" in kind["study"]["verdict"] and ". b/study: 0.3" in kind["study"]["verdict"]
+    assert (
+        "a/study is best: val/loss 0.2" in workload["study"]["verdict"]
+        and ". b/study: 0.3" in workload["study"]["verdict"]
+    )
     rows = list(csv.DictReader((tmp_path / "hypervolume.csv").read_text().splitlines()))
     assert {row["study"] for row in rows} == {"", "a/study", "b/study"}
     assert main([str(tmp_path / "a/study/0"), str(tmp_path / "b/study/1"), "--out", str(tmp_path / "single")]) == 0
-    (kind,) = data_in(tmp_path / "single" / "frontier.html")["kinds"]
-    assert kind["study"] is None, "runs that were given one by one are no studies"
+    (workload,) = data_in(tmp_path / "single" / "frontier.html")["workloads"]
+    assert workload["study"] is None, "runs that were given one by one are no studies"
 
 
 def test_a_race_stands_at_the_head_of_its_page(tmp_path: Path):

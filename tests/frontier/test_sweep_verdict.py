@@ -105,19 +105,22 @@ def test_the_page_tells_what_its_points_are_and_how_much_state_each_block_keeps(
         rows = csv.writer(file)
         rows.writerows([["block", "spec", "state_bytes"], ["head", "adamw", 80], ["head", "foam", 20]])
         rows.writerows([["body", "sign", 0]])
-    (kind,) = page_data(find_runs(tmp_path), title="t", beside=tmp_path)["kinds"]
-    (point,) = kind["points"]
-    assert kind["about"].startswith("2 finished runs of 200,000 parameters,") and "2 seeds: 1 point," in kind["about"]
-    assert kind["verdict"].startswith("Within ")
+    (workload,) = page_data(find_runs(tmp_path), title="t", page_folder=tmp_path)["workloads"]
+    (point,) = workload["points"]
+    assert (
+        workload["about"].startswith("2 finished runs of 200,000 parameters,")
+        and "2 seeds: 1 point," in workload["about"]
+    )
+    assert workload["verdict"].startswith("Within ")
     result = json.loads((tmp_path / "1" / "result.json").read_text())
     (tmp_path / "1" / "result.json").write_text(json.dumps(result | {"num_steps": 7 * result["num_steps"]}))
-    verdict = page_data(find_runs(tmp_path), title="t", beside=tmp_path)["kinds"][0]["verdict"]
+    verdict = page_data(find_runs(tmp_path), title="t", page_folder=tmp_path)["workloads"][0]["verdict"]
     assert verdict.startswith(
         f"Unlike runs: they trained for {result['num_steps']} to {7 * result['num_steps']} steps;"
     )
     assert point["kept"] == {"head": 25.0}, "of the body AdamW's bytes are not known"
     assert point["state_share"] == pytest.approx(100 * 100 / 2**22)
-    assert kind["levels"][0]["best"]["BAOC"] == {
+    assert workload["levels"][0]["best"]["BAOC"] == {
         "quality": pytest.approx(0.1),
         "interval": 0.0,
         "seeds": 2,

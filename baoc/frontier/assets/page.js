@@ -9,7 +9,7 @@ const NARROW = window.innerWidth < 600;
 const CONFIG = {displaylogo: false, displayModeBar: NARROW ? false : "hover", showSendToCloud: false, plotlyServerURL: "",
   toImageButtonOptions: {format: "png", scale: 2, filename: "frontier"}, modeBarButtonsToRemove: ["autoScale2d"]}; // a picture on this machine, and nothing to a server
 const EDGE = NARROW ? 44 : 60;
-const MOST_COLUMNS = 40, MOST_CURVES = 60; // of a figure: more cannot be told apart, and take seconds to draw
+const MAX_COLUMNS = 40, MAX_CURVES = 60; // of a figure: more cannot be distinguished, and take seconds to draw
 const SHARES = [1, 2, 5, 10, 25, 50, 100];
 const THEMES = ["auto", "light", "dark"];
 const byId = (id) => document.getElementById(id);
@@ -20,20 +20,20 @@ const distinct = (values) => [...new Set(values)];
 // What is shown: a query, the labels of points in a brush, and ranges of the parallel axes; how rows are sorted, and which is open
 const state = {brush: null, ranges: {}, sort: null, descending: false, open: null};
 
-// Of one task what is compared: families, or the studies that runs come from
-const whole = () => data.kinds[byId("kind").value];
-const comparedBy = () => (whole().study ? byId("by").value : "family");
-const view = (kind, by = kind.study ? byId("by").value : "family") => (by === "study" ? {...kind, ...kind.study} : kind);
+// One workload, with its points grouped by family or by the study that a run belongs to
+const currentWorkload = () => data.workloads[byId("kind").value];
+const comparedBy = () => (currentWorkload().study ? byId("by").value : "family");
+const view = (workload, by = workload.study ? byId("by").value : "family") => (by === "study" ? {...workload, ...workload.study} : workload);
 
 function colour(family) {
-  const others = distinct(data.kinds.flatMap((kind) => view(kind).points.map((point) => point.family))).filter((name) => !COLOURS[name]);
+  const others = distinct(data.workloads.flatMap((workload) => view(workload).points.map((point) => point.family))).filter((name) => !COLOURS[name]);
   return (COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length])[isDark() ? 1 : 0];
 }
 
 function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const created = Object.assign(document.createElement(tag), properties);
+  created.append(...children);
+  return created;
 }
 
 function table(id, heads, rows, numeric = []) {
@@ -43,13 +43,13 @@ function table(id, heads, rows, numeric = []) {
 }
 
 const wrapped = (text) => text.replace(/(.{1,80})(\s|$)/g, "$1<br>").replace(/<br>$/, "");
-const judged = (kind) => `${kind.quality}, ${kind.higher ? "higher" : "lower"} is better`;
+const qualityTitle = (workload) => `${workload.quality}, ${workload.higher ? "higher" : "lower"} is better`;
 
 // ---- what is shown
 
-function columnsOf(kind) {
-  const settings = kind.settings.map((name) => ({key: name, head: name, of: (p) => p.settings[name] ?? null, setting: true}));
-  const numbers = [["quality", kind.quality, 4], ["interval", "± 95 %", 2], ["seeds", "seeds"], ["ranks", "ranks"], ["state_share", "state, %", 3], ["state_mib", "state, MiB", 3],
+function columnsOf(workload) {
+  const settings = workload.settings.map((name) => ({key: name, head: name, of: (p) => p.settings[name] ?? null, setting: true}));
+  const numbers = [["quality", workload.quality, 4], ["interval", "± 95 %", 2], ["seeds", "seeds"], ["ranks", "ranks"], ["state_share", "state, %", 3], ["state_mib", "state, MiB", 3],
     ["peak_mib", "peak, MiB", 4], ["samples_per_s", "samples/s", 4]].map(([key, head, digits]) => ({key, head, digits, numeric: true, of: (p) => p[key]}));
   return [{key: "point", head: "point", of: (p) => p.short}, {key: comparedBy(), head: comparedBy(), of: (p) => p.family}, ...numbers, ...settings];
 }
@@ -57,8 +57,8 @@ function columnsOf(kind) {
 const asNumber = (value) => (typeof value === "number" ? value : typeof value === "string" && value.trim() !== "" && isFinite(value) ? Number(value) : null);
 
 // A test of points for a query: words that a row has, and comparisons of a column or setting, by its name or the end of it
-function queryTest(kind, text) {
-  const columns = columnsOf(kind);
+function queryTest(workload, text) {
+  const columns = columnsOf(workload);
   const tests = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
     const [, name, sign, wanted] = word.match(/^([\w./]+)(<=|>=|<|>|=)(.+)$/) || [];
     const column = name && columns.find((c) => [c.key, c.head].some((own) => own.toLowerCase() === name || own.toLowerCase().endsWith(`.${name}`)));
@@ -75,10 +75,10 @@ function queryTest(kind, text) {
 const inRanges = (point) => Object.values(state.ranges).every(({axis, ranges}) => ranges.some(([low, high]) => { const at = axis.place(point); return at !== null && low <= at && at <= high; }));
 
 // Points that a figure shows; the figure that a brush or range was drawn in also shows those outside of it
-function shownIn(kind, without = "") {
+function shownIn(workload, without = "") {
   const families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
-  const matches = queryTest(kind, byId("query").value);
-  return kind.points.filter((p) => families.includes(p.family) && matches(p) && (without === "brush" || !state.brush || state.brush.has(p.label)) && (without === "ranges" || inRanges(p)));
+  const matches = queryTest(workload, byId("query").value);
+  return workload.points.filter((p) => families.includes(p.family) && matches(p) && (without === "brush" || !state.brush || state.brush.has(p.label)) && (without === "ranges" || inRanges(p)));
 }
 
 // ---- figures
@@ -90,53 +90,53 @@ function plot(id, traces, layout) {
     modebar: {bgcolor: "rgba(0,0,0,0)", color: css("soft"), activecolor: css("link")}, legend: {orientation: "h", x: 0, y: 1.01, yanchor: "bottom"}, ...layout, ...axes}, CONFIG);
 }
 
-function hover(kind, point) {
+function hover(workload, point) {
   const spread = point.interval === null ? "" : ` ± ${number(point.interval, 2)} (95 %, ${point.seeds} seeds)`;
-  return `<b>${point.short}</b>, ${point.family}<br>${kind.quality} ${number(point.quality)}${spread}<br>state ${number(point.state_mib, 3)} MiB (${number(point.state_share, 3)} % of fp32 AdamW's), peak ` +
+  return `<b>${point.short}</b>, ${point.family}<br>${workload.quality} ${number(point.quality)}${spread}<br>state ${number(point.state_mib, 3)} MiB (${number(point.state_share, 3)} % of fp32 AdamW's), peak ` +
     `${number(point.peak_mib)} MiB<br>${number(point.samples_per_s)} samples/s${point.basis ? `<br>chosen by ${wrapped(point.basis)}` : ""}<br>${wrapped(point.command)}`;
 }
 
-function front(kind, points, axis) {
-  const sign = kind.higher ? -1 : 1, along = axis === "samples_per_s" ? -1 : 1;
+function front(workload, points, axis) {
+  const sign = workload.higher ? -1 : 1, along = axis === "samples_per_s" ? -1 : 1;
   const better = (a, b) => sign * a.quality <= sign * b.quality && along * a[axis] <= along * b[axis] && (a.quality !== b.quality || a[axis] !== b[axis]);
   return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point))).sort((a, b) => a[axis] - b[axis]);
 }
 
 // Markers of each family; those outside of the brush are faded
-function markers(kind, points, x) {
+function markers(workload, points, x) {
   return distinct(points.map((point) => point.family)).map((family) => {
     const mine = points.filter((point) => point.family === family && point.quality !== null && x(point) !== null);
-    return {x: mine.map(x), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(kind, p)), hoverinfo: "text", customdata: mine.map((p) => p.label),
+    return {x: mine.map(x), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(workload, p)), hoverinfo: "text", customdata: mine.map((p) => p.label),
       error_y: {type: "data", array: mine.map((p) => p.interval || 0), thickness: 1, width: 3, visible: mine.some((p) => p.interval)},
       selectedpoints: state.brush ? mine.map((p, at) => (state.brush.has(p.label) ? at : -1)).filter((at) => at >= 0) : null, unselected: {marker: {opacity: 0.15}},
       marker: {color: colour(family), size: mine.map((p) => (p.label === state.open ? 15 : 9)), symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}};
   });
 }
 
-function scatter(kind) {
-  const axis = byId("axis").value, points = shownIn(kind, "brush");
+function scatter(workload) {
+  const axis = byId("axis").value, points = shownIn(workload, "brush");
   const lines = distinct(points.map((point) => point.family)).map((family) => {
-    const edge = front(kind, points.filter((point) => point.family === family), axis);
+    const edge = front(workload, points.filter((point) => point.family === family), axis);
     return {x: edge.map((p) => p[axis]), y: edge.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"}, hoverinfo: "skip", showlegend: false};
   });
-  const knee = kneeOf(kind, axis);
+  const knee = kneeOf(workload, axis);
   const star = knee && points.includes(knee) ? [{x: [knee[axis]], y: [knee.quality], name: "knee", mode: NARROW ? "markers" : "markers+text", text: [knee.short], textposition: "top right", cliponaxis: false,
     hoverinfo: "skip", marker: {size: 20, symbol: "star-open", color: css("text"), line: {width: 2}}}] : [];
   const along = axis === "state_share" ? {type: "log", tickvals: SHARES, ticktext: SHARES.map(String)} : {type: axis === "samples_per_s" ? "linear" : "log", dtick: axis === "state_mib" ? "D2" : undefined, nticks: 8};
-  return plot("scatter", [...lines, ...markers(kind, points, (p) => p[axis]), ...star],
-    {xaxis: {title: {text: TITLES[axis]}, ...along}, yaxis: {title: {text: judged(kind)}}, dragmode: NARROW ? false : "select", uirevision: kind.name + axis});
+  return plot("scatter", [...lines, ...markers(workload, points, (p) => p[axis]), ...star],
+    {xaxis: {title: {text: TITLES[axis]}, ...along}, yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + axis});
 }
 
-function kneeOf(kind, axis) {
-  const label = kind.knees[{state_share: "state_bytes", state_mib: "state_bytes", peak_mib: "peak_bytes"}[axis]];
-  return kind.points.find((point) => point.label === label);
+function kneeOf(workload, axis) {
+  const label = workload.knees[{state_share: "state_bytes", state_mib: "state_bytes", peak_mib: "peak_bytes"}[axis]];
+  return workload.points.find((point) => point.label === label);
 }
 
 // A measure or setting as an axis: a number along doublings where it spans decades, else the place of its value
-function axisOf(kind, key) {
-  const of = kind.settings.includes(key) ? (p) => p.settings[key] ?? null : (p) => p[key];
-  const values = kind.points.map(of).filter((value) => value !== null), numbers = values.map(asNumber);
-  const title = key === "quality" ? kind.quality : key === "state_share" ? "state, % of AdamW's" : TITLES[key] || key;
+function axisOf(workload, key) {
+  const of = workload.settings.includes(key) ? (p) => p.settings[key] ?? null : (p) => p[key];
+  const values = workload.points.map(of).filter((value) => value !== null), numbers = values.map(asNumber);
+  const title = key === "quality" ? workload.quality : key === "state_share" ? "state, % of AdamW's" : TITLES[key] || key;
   if (numbers.includes(null)) {
     const names = distinct(values.map(String)).sort((a, b) => a.localeCompare(b, undefined, {numeric: true}));
     return {title, names, place: (p) => (of(p) === null ? null : names.indexOf(String(of(p))))};
@@ -146,40 +146,40 @@ function axisOf(kind, key) {
   return {title, log, place: (p) => { const value = asNumber(of(p)); return value === null ? null : log ? Math.log10(Math.max(value, least)) : value; }};
 }
 
-function slice(kind) {
-  const key = byId("slice_by").value, axis = key && axisOf(kind, key);
+function slice(workload) {
+  const key = byId("slice_by").value, axis = key && axisOf(workload, key);
   if (!axis) return plot("slice", [], {annotations: [{text: "All points have the same settings.", showarrow: false, font: {color: css("soft")}}]});
   // Points of a name lie beside each other: as many places as points, in the order of the points
-  const points = shownIn(kind, "brush"), beside = (p) => (axis.names ? 0.5 * ((kind.points.indexOf(p) * 0.618) % 1) - 0.25 : 0);
+  const points = shownIn(workload, "brush"), beside = (p) => (axis.names ? 0.5 * ((workload.points.indexOf(p) * 0.618) % 1) - 0.25 : 0);
   const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p); };
-  return plot("slice", markers(kind, points, x), {xaxis: {title: {text: axis.title}, type: axis.log ? "log" : "linear", ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24))} : {})},
-    yaxis: {title: {text: judged(kind)}}, dragmode: NARROW ? false : "select", uirevision: kind.name + key});
+  return plot("slice", markers(workload, points, x), {xaxis: {title: {text: axis.title}, type: axis.log ? "log" : "linear", ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24))} : {})},
+    yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + key});
 }
 
-function importance(kind) {
-  const shares = Object.entries(kind.importances).sort((a, b) => a[1] - b[1]);
+function importance(workload) {
+  const shares = Object.entries(workload.importances).sort((a, b) => a[1] - b[1]);
   byId("importance").style.height = `${80 + 26 * shares.length}px`;
   return plot("importance", [{type: "bar", orientation: "h", x: shares.map(([, share]) => 100 * share), y: shares.map(([name]) => name), text: shares.map(([, share]) => `${(100 * share).toFixed(0)} %`), textposition: "outside",
     cliponaxis: false, hoverinfo: "skip", marker: {color: css("link")}}], {margin: {l: 200, r: 48, t: 24, b: 40}, xaxis: {title: {text: "share, %"}, rangemode: "tozero"}, yaxis: {ticklen: 4}});
 }
 
-function history(kind) {
+function history(workload) {
   const group = comparedBy(), families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
   const along = byId("axis").value === "peak_mib" ? "peak_bytes" : "state_bytes";
-  const lines = kind.histories.filter((line) => line.axis === along && (families.includes(line.family) || (group === "family" && line.family === "all")));
+  const lines = workload.histories.filter((line) => line.axis === along && (families.includes(line.family) || (group === "family" && line.family === "all")));
   const places = (line) => (group === "study" ? line.runs.map((_, at) => at + 1) : line.runs);
   return plot("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
-    color: line.family === "all" ? css("text") : colour(line.family)}, text: line.runs.map((at) => kind.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
-  {xaxis: {title: {text: group === "study" ? "run number in its study" : "run number"}, dtick: kind.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}});
+    color: line.family === "all" ? css("text") : colour(line.family)}, text: line.runs.map((at) => workload.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
+  {xaxis: {title: {text: group === "study" ? "run number in its study" : "run number"}, dtick: workload.runs.length <= 20 ? 1 : undefined}, yaxis: {title: {text: "dominated area, %"}, rangemode: "tozero"}});
 }
 
-function parallel(kind) {
-  const points = shownIn(kind, "ranges").filter((point) => point.quality !== null), families = distinct(points.map((point) => point.family));
+function parallel(workload) {
+  const points = shownIn(workload, "ranges").filter((point) => point.quality !== null), families = distinct(points.map((point) => point.family));
   const usable = (key) => points.every((p) => p[key] !== null) && distinct(points.map((p) => p[key])).length > 1;
-  const keys = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter(usable).concat(kind.settings.filter((name) => points.every((p) => (p.settings[name] ?? null) !== null)));
+  const keys = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter(usable).concat(workload.settings.filter((name) => points.every((p) => (p.settings[name] ?? null) !== null)));
   const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
   const dimensions = keys.map((key) => {
-    const axis = axisOf(kind, key), values = points.map(axis.place), kept = state.ranges[key]?.ranges;
+    const axis = axisOf(workload, key), values = points.map(axis.place), kept = state.ranges[key]?.ranges;
     const names = axis.names && {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 18)), range: [-0.3, axis.names.length - 0.7]};
     const low = Math.min(...values), high = Math.max(...values), ticks = [...Array(5).keys()].map((at) => low + (at * (high - low)) / 4);
     const decades = axis.log && {tickvals: ticks, ticktext: ticks.map((at) => String(Number((10 ** at).toPrecision(2))))};
@@ -192,10 +192,10 @@ function parallel(kind) {
     unselected: {line: {color: css("line"), opacity: 0.3}}, labelfont: {color: css("text")}, tickfont: {color: css("text")}, rangefont: {color: css("ground"), size: 1}, dimensions}] : [], {margin: {l: 70, r: 70, t: 60, b: 30}});
 }
 
-function heat(kind) {
-  const axis = byId("axis").value, known = shownIn(kind).filter((point) => Object.keys(point.choices).length);
-  const fronts = distinct(known.map((point) => point.family)).flatMap((family) => front(kind, known.filter((point) => point.family === family), axis));
-  const ordered = distinct([...fronts, ...ranked(kind, known)]).slice(0, MOST_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
+function heat(workload) {
+  const axis = byId("axis").value, known = shownIn(workload).filter((point) => Object.keys(point.choices).length);
+  const fronts = distinct(known.map((point) => point.family)).flatMap((family) => front(workload, known.filter((point) => point.family === family), axis));
+  const ordered = distinct([...fronts, ...ranked(workload, known)]).slice(0, MAX_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
   byId("heat").hidden = !ordered.length;
   byId("heat_note").textContent = !ordered.length ? "No point shown has a record of its plan." : known.length > ordered.length ? `${ordered.length} of ${known.length} points are drawn, those on fronts and the best; keep others by a filter or brush.` : "";
   const blocks = distinct(ordered.flatMap((point) => Object.keys(point.choices)));
@@ -214,21 +214,21 @@ function heat(kind) {
   {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}});
 }
 
-function curves(kind) {
-  const all = ranked(kind, shownIn(kind)).filter((point) => Object.keys(point.curves).length), points = all.slice(0, MOST_CURVES);
+function curves(workload) {
+  const all = ranked(workload, shownIn(workload)).filter((point) => Object.keys(point.curves).length), points = all.slice(0, MAX_CURVES);
   byId("curves_note").textContent = all.length > points.length ? `${points.length} of ${all.length} are drawn, the best first; keep others by a filter or brush.` : "";
   const traces = points.flatMap((point) => Object.entries(point.curves).map(([key, pairs]) => ({x: pairs.map((p) => p[0]), y: pairs.map((p) => p[1]), customdata: pairs.map(() => point.label), name: key,
     mode: key === "train/loss" ? "lines" : "lines+markers", line: {color: colour(point.family), width: point.label === state.open ? 3 : 1, dash: key === "train/loss" ? "solid" : "dot"}, marker: {color: colour(point.family), size: 6},
     hovertemplate: `${point.short}<br>step %{x}: %{y:.4g}<extra>${key}</extra>`, showlegend: false})));
   const drawn = distinct(traces.map((trace) => trace.name)).map((key) => (key === "train/loss" ? "train/loss (lines)" : `${key} (dots)`));
-  return plot("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, hovermode: "closest", xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: drawn.join(", ")}}, uirevision: kind.name});
+  return plot("curves", traces, {margin: {l: EDGE, r: 12, t: 12, b: 44}, hovermode: "closest", xaxis: {title: {text: "optimizer step"}}, yaxis: {title: {text: drawn.join(", ")}}, uirevision: workload.name});
 }
 
 // ---- tables
 
-function ranked(kind, points) {
-  const sign = kind.higher ? -1 : 1, last = (value) => Number(value === null);
-  const column = columnsOf(kind).find((own) => own.key === state.sort);
+function ranked(workload, points) {
+  const sign = workload.higher ? -1 : 1, last = (value) => Number(value === null);
+  const column = columnsOf(workload).find((own) => own.key === state.sort);
   if (!column) return [...points].sort((a, b) => Number(a.dominated) - Number(b.dominated) || last(a.quality) - last(b.quality) || sign * (a.quality - b.quality));
   const way = state.descending ? -1 : 1;
   return [...points].sort((a, b) => {
@@ -237,23 +237,23 @@ function ranked(kind, points) {
   });
 }
 
-function pointTable(kind) {
-  const columns = columnsOf(kind);
+function pointTable(workload) {
+  const columns = columnsOf(workload);
   const heads = columns.map((column) => {
     const own = state.sort === column.key, cell = element("th", {className: column.numeric ? "number" : ""});
     cell.setAttribute("aria-sort", own ? (state.descending ? "descending" : "ascending") : "none");
     const button = element("button", {textContent: column.head + (own ? (state.descending ? " ▼" : " ▲") : ""), title: `sort by ${column.key}`});
     button.addEventListener("click", () => { // up, down, and as it was
       [state.sort, state.descending] = !own ? [column.key, false] : state.descending ? [null, false] : [column.key, true];
-      pointTable(kind);
-      keepView();
+      pointTable(workload);
+      saveView();
       byId("points").querySelectorAll("th button")[columns.indexOf(column)].focus();
     });
     cell.append(button);
     return cell;
   });
   const body = element("tbody");
-  ranked(kind, shownIn(kind)).forEach((point) => {
+  ranked(workload, shownIn(workload)).forEach((point) => {
     const row = element("tr", {className: `${point.dominated ? "dominated" : ""} ${point.label === state.open ? "open" : ""}`, tabIndex: 0}, ...columns.map((column) => {
       const value = column.of(point), text = column.digits ? (value === null && column.key === "interval" ? "" : number(value, column.digits)) : value ?? "";
       return element("td", {textContent: text, title: value ?? "", className: column.numeric ? "number" : ""});
@@ -268,21 +268,21 @@ function pointTable(kind) {
       event.preventDefault();
     });
     body.append(row);
-    if (point.label === state.open) body.append(element("tr", {className: "more"}, element("td", {colSpan: columns.length}, about(kind, point))));
+    if (point.label === state.open) body.append(element("tr", {className: "more"}, element("td", {colSpan: columns.length}, about(workload, point))));
   });
   byId("points").replaceChildren(element("thead", {}, element("tr", {}, ...heads)), body);
 }
 
-function about(kind, point) {
-  const copied = (text) => {
+function about(workload, point) {
+  const withCopyButton = (text) => {
     const button = element("button", {textContent: "copy", title: "copy"});
     button.addEventListener("click", () => navigator.clipboard.writeText(text).then(() => { button.textContent = "copied"; }, () => { button.textContent = "not allowed here"; }));
     return [element("code", {textContent: text}), button];
   };
-  const opened = (folder) => (addressOf(folder) ? [element("a", {href: addressOf(folder).href, textContent: "open", className: "open"})] : []);
-  const told = [["settings", point.label], ["chosen by", point.basis], [kind.quality, `${number(point.quality, 6)}${point.spread === null ? "" : `, standard deviation ${number(point.spread, 3)} of ${point.seeds} seeds`}`]];
-  return element("dl", {}, ...told.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {textContent: name}), element("dd", {textContent: text})]),
-    element("dt", {textContent: "command"}), element("dd", {}, ...copied(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...copied(placeOf(folder)), ...opened(folder))]));
+  const openLink = (folder) => (addressOf(folder) ? [element("a", {href: addressOf(folder).href, textContent: "open", className: "open"})] : []);
+  const rows = [["settings", point.label], ["chosen by", point.basis], [workload.quality, `${number(point.quality, 6)}${point.spread === null ? "" : `, standard deviation ${number(point.spread, 3)} of ${point.seeds} seeds`}`]];
+  return element("dl", {}, ...rows.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {textContent: name}), element("dd", {textContent: text})]),
+    element("dt", {textContent: "command"}), element("dd", {}, ...withCopyButton(point.command)), ...point.folders.flatMap((folder, at) => [element("dt", {textContent: at ? "" : "folder"}), element("dd", {}, ...withCopyButton(placeOf(folder)), ...openLink(folder))]));
 }
 
 // Folders are kept relative to the page, which may be sent elsewhere. Opened as a file it knows where they are and can
@@ -299,27 +299,27 @@ function placeOf(folder) {
 // Opens a point's row, or closes it; a click in a figure brings the row into view
 function open(label, {scroll = false} = {}) {
   state.open = state.open === label && !scroll ? null : label;
-  const kind = view(whole());
-  pointTable(kind);
-  keepView();
+  const workload = view(currentWorkload());
+  pointTable(workload);
+  saveView();
   ["scatter", "slice", "curves"].forEach(redraw);
   const row = [...byId("points").querySelectorAll("tr[data-label]")].find((own) => own.dataset.label === label);
   if (scroll) row?.scrollIntoView({block: "nearest"});
   row?.focus({preventScroll: true});
 }
 
-function levels(kind) {
-  const families = distinct(kind.levels.flatMap((level) => Object.keys(level.best)));
-  const best = (level) => Object.entries(level.best).sort((a, b) => (kind.higher ? -1 : 1) * (a[1].quality - b[1].quality))[0][0];
+function levels(workload) {
+  const families = distinct(workload.levels.flatMap((level) => Object.keys(level.best)));
+  const best = (level) => Object.entries(level.best).sort((a, b) => (workload.higher ? -1 : 1) * (a[1].quality - b[1].quality))[0][0];
   const bestText = (own) => (own ? `${number(own.quality)}${own.interval === null ? "" : ` ± ${number(own.interval, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
-  const holder = table("levels", [`at most (${judged(kind)})`, ...families], kind.levels.map((level) => [level.name, ...families.map((family) => bestText(level.best[family]))]));
-  kind.levels.forEach((level, at) => { holder.rows[at + 1].cells[1 + families.indexOf(best(level))].style.fontWeight = "600"; });
+  const holder = table("levels", [`at most (${qualityTitle(workload)})`, ...families], workload.levels.map((level) => [level.name, ...families.map((family) => bestText(level.best[family]))]));
+  workload.levels.forEach((level, at) => { holder.rows[at + 1].cells[1 + families.indexOf(best(level))].style.fontWeight = "600"; });
 }
 
-function save(kind) {
-  const columns = [...columnsOf(kind), ...["label", "basis", "command"].map((key) => ({key, of: (p) => p[key]})), {key: "folders", of: (p) => p.folders.map(placeOf).join(" ")}];
+function saveCsv(workload) {
+  const columns = [...columnsOf(workload), ...["label", "basis", "command"].map((key) => ({key, of: (p) => p[key]})), {key: "folders", of: (p) => p.folders.map(placeOf).join(" ")}];
   const quoted = (value) => (/[",\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
-  const lines = [columns.map((column) => column.key), ...ranked(kind, shownIn(kind)).map((point) => columns.map((column) => column.of(point)))];
+  const lines = [columns.map((column) => column.key), ...ranked(workload, shownIn(workload)).map((point) => columns.map((column) => column.of(point)))];
   const link = element("a", {download: "points.csv", href: URL.createObjectURL(new Blob([lines.map((line) => line.map(quoted).join(",") + "\n").join("")], {type: "text/csv"}))});
   link.click();
   return link;
@@ -337,35 +337,35 @@ const watcher = new IntersectionObserver((entries) => entries.forEach(({target, 
 function redraw(id) {
   if (!near.has(id)) return stale.add(id);
   stale.delete(id);
-  return FIGURES[id](view(whole()));
+  return FIGURES[id](view(currentWorkload()));
 }
 
 function draw() {
-  const kind = view(whole()), shown = shownIn(kind), axis = byId("axis").value;
+  const workload = view(currentWorkload()), shown = shownIn(workload), axis = byId("axis").value;
   const lost = shown.filter((point) => point.quality === null).length;
-  byId("summary").textContent = `${shown.length} of ${kind.points.length} points${lost ? `, ${lost} of them diverged and cannot be drawn` : ""}`;
-  byId("all").hidden = shown.length === kind.points.length;
-  const knee = kneeOf(kind, axis);
+  byId("summary").textContent = `${shown.length} of ${workload.points.length} points${lost ? `, ${lost} of them diverged and cannot be drawn` : ""}`;
+  byId("all").hidden = shown.length === workload.points.length;
+  const knee = kneeOf(workload, axis);
   const unit = axis === "state_share" ? " % of fp32 AdamW's optimizer state" : axis === "state_mib" ? " MiB of optimizer state" : " MiB peak memory";
-  byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${kind.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, less costs much.`
+  byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${workload.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, less costs much.`
     : axis === "samples_per_s" ? "" : "This front has no knee.";
-  pointTable(kind);
-  keepView();
+  pointTable(workload);
+  saveView();
   Object.keys(FIGURES).forEach(redraw);
 }
 
 // The view is in the address, so that a bookmark or a link shows it again; brushes are not. The address of a frame is not
 // the reader's, and changing that of a srcdoc loads another page into it.
-function keepView() {
+function saveView() {
   if (window !== window.top) return;
   const off = [...document.querySelectorAll("#families input:not(:checked)")].map((box) => box.value);
-  const own = {kind: byId("kind").value === "0" ? "" : whole().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
+  const own = {kind: byId("kind").value === "0" ? "" : currentWorkload().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
     query: byId("query").value, off: off.length ? JSON.stringify(off) : "", sort: state.sort ? (state.descending ? "-" : "") + state.sort : "", open: state.open || ""};
-  const said = new URLSearchParams(Object.entries(own).filter(([, value]) => value)).toString() || (location.hash && "view");
-  if (said && location.hash.slice(1) !== said) location.replace(`#${said}`); // history.replaceState is refused to files
+  const hash = new URLSearchParams(Object.entries(own).filter(([, value]) => value)).toString() || (location.hash && "view");
+  if (hash && location.hash.slice(1) !== hash) location.replace(`#${hash}`); // history.replaceState is refused to files
 }
 
-// Of a link that was mistyped nothing is taken
+// A list in a link; empty if the link was mistyped
 function listOf(text) {
   try {
     const list = JSON.parse(text);
@@ -373,36 +373,36 @@ function listOf(text) {
   } catch { return []; }
 }
 
-function takeView() {
-  const said = new URLSearchParams(location.hash.slice(1)), off = listOf(said.get("off")), sort = said.get("sort") || "";
-  const at = data.kinds.findIndex((kind) => kind.name === said.get("kind"));
+function restoreView() {
+  const saved = new URLSearchParams(location.hash.slice(1)), off = listOf(saved.get("off")), sort = saved.get("sort") || "";
+  const at = data.workloads.findIndex((workload) => workload.name === saved.get("kind"));
   const pick = (id, value) => { if ([...byId(id).options].some((option) => option.value === value)) byId(id).value = value; };
   if (at >= 0) byId("kind").value = at;
-  pick("by", said.get("by"));
-  pick("axis", said.get("axis"));
-  byId("query").value = said.get("query") || "";
-  Object.assign(state, {sort: sort.replace("-", "") || null, descending: sort.startsWith("-"), open: said.get("open")});
+  pick("by", saved.get("by"));
+  pick("axis", saved.get("axis"));
+  byId("query").value = saved.get("query") || "";
+  Object.assign(state, {sort: sort.replace("-", "") || null, descending: sort.startsWith("-"), open: saved.get("open")});
   choose(() => {
-    pick("slice_by", said.get("against"));
+    pick("slice_by", saved.get("against"));
     document.querySelectorAll("#families input").forEach((box) => { box.checked = !off.includes(box.value); });
   });
 }
 
 function choose(then = () => {}) {
-  const kind = view(whole()), group = comparedBy(), weights = kind.importances;
+  const workload = view(currentWorkload()), group = comparedBy(), weights = workload.importances;
   state.brush = null;
   state.ranges = {};
-  byId("compare").hidden = !whole().study;
+  byId("compare").hidden = !currentWorkload().study;
   byId("families_note").hidden = group === "study";
   byId("studies_note").hidden = group !== "study";
-  byId("about").textContent = kind.about;
-  byId("verdict").textContent = kind.verdict;
-  levels(kind);
-  table("volumes", ["memory axis", group, "points", "share, %"], kind.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
-  const names = [...kind.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
+  byId("about").textContent = workload.about;
+  byId("verdict").textContent = workload.verdict;
+  levels(workload);
+  table("volumes", ["memory axis", group, "points", "share, %"], workload.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
+  const names = [...workload.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
   byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
   byId("settings").hidden = !Object.keys(weights).length;
-  byId("families").replaceChildren(...distinct(kind.points.map((point) => point.family)).map((family) => {
+  byId("families").replaceChildren(...distinct(workload.points.map((point) => point.family)).map((family) => {
     const label = element("label", {}, element("input", {type: "checkbox", value: family, checked: true}), ` ${family}`);
     label.style.color = colour(family);
     return label;
@@ -424,7 +424,7 @@ function showTheme(theme, {remember = true} = {}) {
   document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `colours: ${theme}`;
   if (remember) try { localStorage.setItem("baoc-theme", theme); } catch { /* a browser that keeps nothing of files */ }
-  if (data.kinds.length) {
+  if (data.workloads.length) {
     document.querySelectorAll("#families label").forEach((label) => { label.style.color = colour(label.querySelector("input").value); });
     Object.keys(FIGURES).forEach(redraw);
   }
@@ -434,10 +434,10 @@ function listen() {
   const later = (what) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(what, 150); }; };
   ["kind", "by"].forEach((id) => byId(id).addEventListener("change", () => choose()));
   ["axis", "families"].forEach((id) => byId(id).addEventListener("change", draw));
-  byId("slice_by").addEventListener("change", () => { keepView(); redraw("slice"); });
+  byId("slice_by").addEventListener("change", () => { saveView(); redraw("slice"); });
   byId("query").addEventListener("input", later(draw));
   byId("all").addEventListener("click", showAll);
-  byId("csv").addEventListener("click", () => save(view(whole())));
+  byId("csv").addEventListener("click", () => saveCsv(view(currentWorkload())));
   byId("theme").addEventListener("click", () => showTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showTheme(document.documentElement.dataset.theme, {remember: false}));
   addEventListener("resize", later(() => Object.keys(FIGURES).forEach(redraw)));
@@ -452,7 +452,7 @@ function listen() {
     watcher.observe(holder);
     if (id === "parallel") holder.on("plotly_restyle", () => {
       const ranges = (kept) => (Array.isArray(kept[0]) ? kept : [kept]);
-      state.ranges = Object.fromEntries((holder.data[0]?.dimensions || []).flatMap((own, at) => (own.constraintrange ? [[holder.keys[at], {axis: axisOf(view(whole()), holder.keys[at]), ranges: ranges(own.constraintrange)}]] : [])));
+      state.ranges = Object.fromEntries((holder.data[0]?.dimensions || []).flatMap((own, at) => (own.constraintrange ? [[holder.keys[at], {axis: axisOf(view(currentWorkload()), holder.keys[at]), ranges: ranges(own.constraintrange)}]] : [])));
       draw();
     });
     if (["scatter", "slice", "curves"].includes(id)) holder.on("plotly_click", ({points}) => { if (points[0].customdata) open(points[0].customdata, {scroll: true}); });
@@ -465,7 +465,7 @@ function listen() {
 
 let theme = "auto";
 try { theme = localStorage.getItem("baoc-theme") || theme; } catch { /* the system's */ }
-data.kinds.forEach((kind, at) => byId("kind").add(new Option(kind.name, at)));
+data.workloads.forEach((workload, at) => byId("kind").add(new Option(workload.name, at)));
 showTheme(THEMES.includes(theme) ? theme : "auto", {remember: false});
 if (data.failed.length) {
   byId("failed").append(element("h2", {textContent: "Runs without a good end"}), element("div", {className: "wide"}, element("table", {id: "failures"})));
@@ -476,8 +476,8 @@ if (data.race) {
   byId("race_lines").replaceChildren(...data.race.lines.map((text) => element("p", {textContent: text})));
   table("race_table", data.race.head, data.race.rows, data.race.head.map((_, at) => at).slice(1, -1));
 }
-if (data.kinds.length) {
-  takeView();
+if (data.workloads.length) {
+  restoreView();
   listen();
 } else {
   byId("nothing").textContent = "No run has finished yet, so there is nothing to compare.";
