@@ -1,4 +1,4 @@
-"""Filling a live optimizer from a checkpoint: by name, bit for bit where specs agree, converted where they do not."""
+"""Fills a live optimizer from a checkpoint by name: bit for bit where specs agree, converted where they do not."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ from baoc.planning.candidates import shards_cut_rows
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
 log = logging.getLogger(__name__)
-MAX_FP32_STEPS = 2**24  # where a count in fp32 ends
+MAX_FP32_STEPS = 2**24  # from here on fp32 does not count by 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class LoadReport:
 
     moves: tuple[BlockMove, ...] = ()
     new_names: tuple[str, ...] = ()  # trained here, not in the checkpoint: they start afresh
-    whole_names: tuple[str, ...] = ()  # whose weights the checkpoint's model has in all of their bits
+    whole_names: tuple[str, ...] = ()  # saved with native weights: the checkpoint's model has all of their bits
     waiting_names: tuple[str, ...] = ()  # in the checkpoint, frozen here: their states come back when they are thawed
     unknown_names: tuple[str, ...] = ()  # in the checkpoint, not here: left out, unless a parameter of that name comes
 
@@ -61,24 +61,19 @@ def load(
 
     `checked` is called between the two and may change the plan.
     """
-    aliases = {alias: p.name for live in registry.live.values() for p in live.block.params for alias in p.aliases}
-    saved = saved.renamed(aliases)
-    here = {name for group in param_groups for name in group["param_names"]}
-    bare = {unwrapped_name(name): name for name in here if name not in saved.states}
-    rewrapped = {name: bare[own] for name in saved.states if name not in here and (own := unwrapped_name(name)) in bare}
-    saved = saved.renamed(rewrapped)  # what only a wrapper of the model calls otherwise
-    saved = saved.renamed(_by_position(saved, param_groups=param_groups))
-    _check_known(saved, param_groups=param_groups)
-    given, slots = saved, _slots_in(saved, registry=registry)
-    saved, sources = _fitted(given, slots=slots)
-    settings = _match_groups(saved, param_groups=param_groups)
+    own_names = {name for group in param_groups for name in group["param_names"]}
+    saved = _renamed(saved, own_names=own_names, registry=registry, param_groups=param_groups)
+    _check_names(saved, param_groups=param_groups)
+    slots = _slots_in(saved, registry=registry)
+    fitted, sources = _fit_to_slots(saved, slots=slots)
+    settings = _saved_settings(saved, param_groups=param_groups)
     checked()
-    if (now := _slots_in(saved, registry=registry)) != slots:
-        slots = now
-        saved, sources = _fitted(given, slots=slots)
+    if (new_slots := _slots_in(saved, registry=registry)) != slots:
+        slots = new_slots
+        fitted, sources = _fit_to_slots(saved, slots=slots)
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
-    saved = _apart(saved, registry=registry, slots=slots)
+    saved = _copy_live_corrections(fitted, registry=registry, slots=slots)
     registry.drop_stale_corrections()
     moves = []
     for live in registry.live.values():
@@ -86,108 +81,133 @@ def load(
             move = _load_block(live, sources=sources, saved=saved, registry=registry, groups=param_groups)
         if move is not None:
             moves.append(move)
-    left = [name for name in saved.states if name not in sources]
-    registry.pending_states = saved.subset([name for name in left if name in saved.specs])
+    unused = [name for name in saved.states if name not in sources]
+    registry.pending_states = saved.subset([name for name in unused if name in saved.specs])
     report = LoadReport(
         moves=tuple(moves),
         new_names=tuple(name for name in registry.names.values() if name not in sources),
         whole_names=tuple(name for name in sources if saved.specs[name].weights == "native"),
-        waiting_names=tuple(name for name in left if name in here),
-        unknown_names=tuple(name for name in left if name not in here),
+        waiting_names=tuple(name for name in unused if name in own_names),
+        unknown_names=tuple(name for name in unused if name not in own_names),
     )
     _log(report)
     return report
+
+
+def _renamed(
+    saved: ParsedCheckpoint, *, own_names: set[str], registry: BlockRegistry, param_groups: list[dict[str, Any]]
+) -> ParsedCheckpoint:
+    """The checkpoint by this optimizer's names: of tied parameters, of wrapped modules, and of unnamed parameters."""
+    params = [param for live in registry.live.values() for param in live.block.params]
+    saved = saved.renamed({alias: param.name for param in params for alias in param.aliases})
+    unwrapped = {unwrapped_name(name): name for name in own_names if name not in saved.states}
+    unknown = [name for name in saved.states if name not in own_names]
+    rewrapped = {name: unwrapped[bare] for name in unknown if (bare := unwrapped_name(name)) in unwrapped}
+    saved = saved.renamed(rewrapped)
+    return saved.renamed(_by_position(saved, param_groups=param_groups))
 
 
 def _slots_in(saved: ParsedCheckpoint, *, registry: BlockRegistry) -> list[Slot]:
     return [slot for live in registry.live.values() for slot in live.slots if slot.name in saved.states]
 
 
-def _fitted(saved: ParsedCheckpoint, *, slots: Iterable[Slot]) -> tuple[ParsedCheckpoint, dict[str, Slot]]:
-    """The same with the states of `slots` as their specs keep them here: this rank's rows of what all ranks have, or
-    the whole where it takes that to convert it, and in the storage that goes with being sharded or not, where the
-    checkpoint is of the other kind. And the slots as they were when saved, by name, checked."""
+def _fit_to_slots(saved: ParsedCheckpoint, *, slots: Iterable[Slot]) -> tuple[ParsedCheckpoint, dict[str, Slot]]:
+    """Cuts or gathers the saved states of `slots` to what this rank needs, and checks them.
+
+    A state becomes this rank's rows of what all ranks have; or all rows, if its conversion takes all. A state whose
+    codec differs between sharded and unsharded parameters is encoded again if the checkpoint is of the other kind.
+
+    Returns:
+        The checkpoint with these states, and the slots as they were when saved, by name.
+    """
     states = dict(saved.states)
     for slot in slots:
         if (spec := saved.specs.get(slot.name)) is None:
             continue
-        source, state = _source(slot, spec=spec), states[slot.name]
+        source, state = _saved_slot(slot, spec=spec), states[slot.name]
         if source.shard is not slot.shard:
             state = {
                 key: unsharded(value).cpu() if isinstance(value, Tensor) else value for key, value in state.items()
             }
-        states[slot.name] = _fitted_state(source, state, spec=spec)
+        states[slot.name] = _fit_state(source, state, spec=spec)
     saved = replace(saved, states=states)
-    return saved, {slot.name: _check(slot, saved=saved) for slot in slots}
+    return saved, {slot.name: _check_state(slot, saved=saved) for slot in slots}
 
 
-def _fitted_state(slot: Slot, given: State, *, spec: OptimizerSpec) -> State:
-    there = unsharded_slot(slot, spec=spec, sharded=slot.shard is None)  # as it is on the other side
-    here = unsharded_slot(slot, spec=spec, sharded=slot.shard is not None)
-    found = dict(given)
-    ours, theirs = ({part.key: part for part in side.tensors} for side in (here, there))
-    held = {kept.decl: kept for kept in slot.states}
-    for kept, other in zip(here.states, there.states, strict=True):
-        keys = [key for _, key in other.keys]
-        strays = {key for _, key in kept.keys}.difference(keys)
-        given_so = all(isinstance(given.get(key), Tensor) and given[key].dtype is theirs[key].dtype for key in keys)
-        if kept.codec.info != other.codec.info and strays.isdisjoint(given) and given_so:
-            values = other.decode({key: unsharded(given[key]).reshape(theirs[key].shape) for key in keys})
-            parts = kept.codec.allocate(kept.shape, values.device)
-            kept.codec.encode_(parts, values)
-            found |= {key: parts[part] for part, key in held.get(kept.decl, kept).keys}
-    alike, rows = per_column_keys(slot), slot.group_param.shape[:1].numel()
-    for part in slot.tensors:
-        value, shape = found.get(part.key), ours[part.key].shape
-        if isinstance(value, Tensor) and tuple(value.shape) in (shape, row_first_shape(shape, rows=rows)):
-            shard = None if part.key in alike else slot.shard
-            found[part.key] = (
-                shard.local_part(value, shape=part.shape) if shard else unsharded(value).reshape(part.shape)
+def _fit_state(slot: Slot, saved: State, *, spec: OptimizerSpec) -> State:
+    """One parameter's state for `slot`. Tensors of unexpected shapes or types stay as they are, for the check."""
+    own = unsharded_slot(slot, spec=spec, sharded=slot.shard is not None)
+    other = unsharded_slot(slot, spec=spec, sharded=slot.shard is None)  # as if the parameter was of the other kind
+    own_tensors, other_tensors = ({tensor.key: tensor for tensor in side.tensors} for side in (own, other))
+    local_states = {state.decl: state for state in slot.states}
+    fitted = dict(saved)
+    for own_state, other_state in zip(own.states, other.states, strict=True):
+        other_keys = [key for _, key in other_state.keys]
+        own_keys_only = {key for _, key in own_state.keys}.difference(other_keys)
+        saved_as_other = own_keys_only.isdisjoint(saved) and all(
+            isinstance(saved.get(key), Tensor) and saved[key].dtype is other_tensors[key].dtype for key in other_keys
+        )
+        if own_state.codec.info != other_state.codec.info and saved_as_other:
+            values = other_state.decode(
+                {key: unsharded(saved[key]).reshape(other_tensors[key].shape) for key in other_keys}
             )
-    return found
+            encoded = own_state.codec.allocate(own_state.shape, values.device)
+            own_state.codec.encode_(encoded, values)
+            fitted |= {key: encoded[part] for part, key in local_states.get(own_state.decl, own_state).keys}
+    same_on_all_ranks, rows = per_column_keys(slot), slot.group_param.shape[:1].numel()
+    for tensor in slot.tensors:
+        key, value, shape = tensor.key, fitted.get(tensor.key), own_tensors[tensor.key].shape
+        if isinstance(value, Tensor) and tuple(value.shape) in (shape, row_first_shape(shape, rows=rows)):
+            if slot.shard is None or key in same_on_all_ranks:
+                fitted[key] = unsharded(value).reshape(tensor.shape)
+            else:
+                fitted[key] = slot.shard.local_part(value, shape=tensor.shape)
+    return fitted
 
 
-def _apart(saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]) -> ParsedCheckpoint:
-    """The same with copies of corrections that are the live ones: torch.distributed.checkpoint fills a state dict in
-    place, and live corrections go where weights were loaded since they were taken in."""
+def _copy_live_corrections(
+    saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]
+) -> ParsedCheckpoint:
+    """Copies those saved corrections that are the live tensors, as torch.distributed.checkpoint fills a state dict in
+    place. Live corrections are zeroed if weights were loaded since they were made."""
     states = dict(saved.states)
     for slot in slots:
-        live, given = (of.get(weights.CORRECTION) for of in (registry.state[slot.param], states[slot.name]))
-        if live is not None and given is not None and live.data_ptr() == given.data_ptr():
-            states[slot.name] = {**states[slot.name], weights.CORRECTION: given.clone()}
+        live, loaded = (state.get(weights.CORRECTION) for state in (registry.state[slot.param], states[slot.name]))
+        if live is not None and loaded is not None and live.data_ptr() == loaded.data_ptr():
+            states[slot.name] = {**states[slot.name], weights.CORRECTION: loaded.clone()}
     return replace(saved, states=states)
 
 
 def _by_position(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Saved name -> name here, as torch tells parameters, where those of one side are made up: by position in groups
-    of the same sizes. Empty where every name has its like, and where positions say nothing."""
-    theirs = [name for names, _ in saved.groups for name in names]
-    ours = [name for group in param_groups for name in group["param_names"]]
-    odd, new = set(theirs) - set(ours), set(ours) - set(theirs)
-    if (
-        not odd
-        or not new
-        or not (all(map(groups.is_placeholder_name, odd)) or all(map(groups.is_placeholder_name, new)))
-    ):
+    """Saved name -> this optimizer's name by position, as torch does it, if one side has placeholder names only.
+
+    Empty if every name is on both sides. Raises CheckpointError if the groups are of other sizes.
+    """
+    saved_names = [name for names, _ in saved.groups for name in names]
+    own_names = [name for group in param_groups for name in group["param_names"]]
+    saved_only, own_only = set(saved_names) - set(own_names), set(own_names) - set(saved_names)
+    if not saved_only or not own_only:
+        return {}
+    if not any(all(map(groups.is_placeholder_name, names)) for names in (saved_only, own_only)):
         return {}
     sizes = [len(names) for names, _ in saved.groups], [len(group["param_names"]) for group in param_groups]
-    pairs = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
-    if sizes[0] != sizes[1] or any(a not in odd or b not in new for a, b in pairs):
+    pairs = [pair for pair in zip(saved_names, own_names, strict=False) if pair[0] != pair[1]]
+    if sizes[0] != sizes[1] or any(a not in saved_only or b not in own_only for a, b in pairs):
         raise CheckpointError(
-            f"the checkpoint has {groups.shorten(theirs)} in groups of {sizes[0]} parameters, this optimizer has "
-            f"{groups.shorten(ours)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
+            f"the checkpoint has {groups.shorten(saved_names)} in groups of {sizes[0]} parameters, this optimizer has "
+            f"{groups.shorten(own_names)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
             "same parameters in the same groups, or both on named_parameters()"
         )
     return dict(pairs)
 
 
-def _check_known(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> None:
-    """Raises CheckpointError where a group has nothing of the checkpoint, while one of the checkpoint's goes unused."""
-    here = {name for group in param_groups for name in group["param_names"]}
-    unused = [name for names, _ in saved.groups if here.isdisjoint(names) for name in names]
-    there = {name for names, _ in saved.groups for name in names}
+def _check_names(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> None:
+    """Raises CheckpointError if a group has no name of the checkpoint, while one of the checkpoint's groups is unused."""
+    own_names = {name for group in param_groups for name in group["param_names"]}
+    unused = [name for names, _ in saved.groups if own_names.isdisjoint(names) for name in names]
+    saved_names = {name for names, _ in saved.groups for name in names}
     for position, group in enumerate(param_groups):
-        if unused and group["param_names"] and there.isdisjoint(group["param_names"]):
+        if unused and group["param_names"] and saved_names.isdisjoint(group["param_names"]):
             raise CheckpointError(
                 f"parameter group {position} has {groups.shorten(group['param_names'])}, of which the checkpoint has "
                 f"nothing; it has {groups.shorten(unused)}: build the optimizer on the names that it was saved with (a "
@@ -196,7 +216,7 @@ def _check_known(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]])
 
 
 def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> None:
-    """Gives parameters that came after a checkpoint was loaded the states that it had of them."""
+    """Gives parameters that were added after a checkpoint was loaded the states that it had of them."""
     for live in registry.live.values():
         saved = registry.pending_states
         slots = [slot for slot in live.slots if saved is not None and slot.name in saved.states]
@@ -205,7 +225,7 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
         names = [slot.name for slot in slots]
         registry.pending_states = saved.subset([name for name in saved.states if name not in names])
         try:
-            sources = {slot.name: _check(slot, saved=saved) for slot in slots}
+            sources = {slot.name: _check_state(slot, saved=saved) for slot in slots}
         except CheckpointError as error:
             log.warning("%s starts afresh: %s", ", ".join(names), error)
             continue
@@ -214,12 +234,12 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
         log.info("%s goes on from the states in the checkpoint", ", ".join(names))
 
 
-def _check(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
+def _check_state(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
     """The slot as it was when saved. Raises CheckpointError where the saved tensors are not what its spec keeps."""
     name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")
-    source = replace(_source(slot, spec=spec), tuned=saved.tuned.get(slot.name))
+    source = replace(_saved_slot(slot, spec=spec), tuned=saved.tuned.get(slot.name))
     wanted = [(part.key, part.shape, part.dtype) for part in source.tensors]
     if source.counts_steps:
         wanted.append(("step", (), torch.float32))
@@ -242,9 +262,12 @@ def _check(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
     return source
 
 
-def _source(slot: Slot, *, spec: OptimizerSpec) -> Slot:
-    """The slot under `spec`, of the whole tensor where one that is cut is converted as a whole: the spec kept what no
-    rank has a part of, or its v becomes another by sums over all rows."""
+def _saved_slot(slot: Slot, *, spec: OptimizerSpec) -> Slot:
+    """The slot as it was when saved under `spec`.
+
+    It is unsharded if all rows have to be converted together: because the spec keeps a state of which no rank has a
+    part, or because its v becomes another by sums over all rows.
+    """
     rule = RULES[spec.rule].info
     as_whole = shards_cut_rows(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
     if slot.shard is None or not as_whole:
@@ -273,12 +296,12 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
             )
 
 
-def _match_groups(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved settings for each group, by the names in it; none for a group that the checkpoint does not know."""
-    origin = {name: index for index, (names, _) in enumerate(saved.groups) for name in names}
-    found = []
+def _saved_settings(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved settings for each group, settings_by_group by the names in it; empty if the checkpoint has none of them."""
+    group_of = {name: index for index, (names, _) in enumerate(saved.groups) for name in names}
+    settings_by_group = []
     for position, group in enumerate(param_groups):
-        indices = sorted({origin[name] for name in group["param_names"] if name in origin})
+        indices = sorted({group_of[name] for name in group["param_names"] if name in group_of})
         settings = [dict(saved.groups[index][1]) for index in indices]
         if any(other != settings[0] for other in settings[1:]):
             raise CheckpointError(
@@ -291,8 +314,8 @@ def _match_groups(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]
             new["betas"] = tuple(float(beta) for beta in new["betas"])
             if FIRST_BETAS in group:  # those of a checkpoint without it were as no schedule had moved them
                 new[FIRST_BETAS] = tuple(new.get(FIRST_BETAS, new["betas"]))
-        found.append(new)
-    return found
+        settings_by_group.append(new)
+    return settings_by_group
 
 
 def _load_block(
@@ -303,8 +326,8 @@ def _load_block(
     registry: BlockRegistry,
     groups: list[dict[str, Any]],
 ) -> BlockMove | None:
-    """Fills one block; returns what was converted, if anything."""
-    report, rms, origins, held = ConversionReport(), [], set(), 0
+    """Fills one block. Returns its conversion; None if the block was saved under the same spec."""
+    report, rms, old_specs, bytes_before = ConversionReport(), [], set(), 0
     live.unseeded.clear()
     for slot in live.slots:
         state = registry.state[slot.param]
@@ -312,24 +335,24 @@ def _load_block(
         if slot.name not in sources:
             _zero(own)
             continue
-        source, spec, given = sources[slot.name], saved.specs[slot.name], saved.states[slot.name]
-        unseeded = slot.name in saved.unseeded
+        source, spec, loaded = sources[slot.name], saved.specs[slot.name], saved.states[slot.name]
+        v_waits = slot.name in saved.unseeded
         if spec.placement == Placement.DEVICE:
-            held += source.slab_bytes + sum(given[key].nbytes for key in ("step",) if key in given)
+            bytes_before += source.slab_bytes + sum(loaded[key].nbytes for key in ("step",) if key in loaded)
         if not stored_alike(spec, live.spec):
-            origins.add(spec.name)
+            old_specs.add(spec.name)
         if (spec.rule, spec.storage) == (live.spec.rule, live.spec.storage):
-            for key, value in own.items():  # which may be the given one itself
-                value.copy_(given[key])
+            for key, value in own.items():  # which may be the loaded tensor itself
+                value.copy_(loaded[key])
         else:
             (old,) = allocate([source])  # its own dtype, device and strides
-            for key, value in old.items():  # first: what is given may be the live one, filled in place
-                value.copy_(given[key])
+            for key, value in old.items():  # before `own` is zeroed: the loaded tensors may be the live ones
+                value.copy_(loaded[key])
             _zero(own)
             if live.matched:
                 before = LiveBlock(block=live.block, spec=spec, rule=source.rule, slots=[source])
                 rms.append(migration.last_update_rms(before, state={source.param: old}, param_groups=groups))
-            unseeded = migration.convert(
+            v_waits = migration.convert(
                 source,
                 old,
                 slot,
@@ -338,24 +361,24 @@ def _load_block(
                 betas=slot.betas(groups),
                 report=report,
                 before_first_step=saved.num_steps == 0,
-                old_v_initialised=not unseeded,
+                old_v_initialised=not v_waits,
             )
-        if unseeded:
+        if v_waits:
             live.unseeded.add(slot.name)
-        correction = given.get(weights.CORRECTION)
+        correction = loaded.get(weights.CORRECTION)
         if correction is not None and slot.shard is not None and source.shard is None:
             correction = slot.shard.local_part(correction, shape=slot.param.shape)
-        _load_weights(slot, state, kept=spec.weights, correction=correction, report=report)
-    _load_match(live, saved=saved, registry=registry, converted=bool(origins), rms=[r for r in rms if r])
-    if not origins:
+        _load_weights(slot, state, saved_format=spec.weights, correction=correction, report=report)
+    _load_match(live, saved=saved, registry=registry, converted=bool(old_specs), rms=[r for r in rms if r])
+    if not old_specs:
         return None
     return BlockMove(
         block=live.block.name,
-        source=", ".join(sorted(origins)),
+        source=", ".join(sorted(old_specs)),
         target=live.spec.name,
         kept=report.outcomes,
         conversion_error=report.relative_errors(),
-        bytes_before=held,
+        bytes_before=bytes_before,
         bytes_after=registry.block_bytes(live),
         why="the checkpoint was saved under another plan",
     )
@@ -366,27 +389,29 @@ def _zero(state: State) -> None:
         tensor.zero_()
 
 
-def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | None, report: ConversionReport) -> None:
-    """Adds the checkpoint's correction to weights that the model has loaded, if they were `kept` so.
+def _load_weights(
+    slot: Slot, state: State, *, saved_format: str, correction: Tensor | None, report: ConversionReport
+) -> None:
+    """Adds the checkpoint's correction to weights that the model has loaded, if they belong together.
 
-    Weights that are no bf16 numbers did not come with that correction, and are whole already. A correction that this
-    plan has and the checkpoint does not stays where it is compared with the weights by their bits; in mid-run none
-    can tell whether they were overwritten, and it goes.
+    Weights that are no bf16 numbers did not come with that correction, and have all of their bits. If the checkpoint
+    has no correction and this plan has, the live one stays while a checksum can tell whether it belongs to the weights;
+    in mid-run there is none, and it is zeroed.
     """
     param, own = slot.param, state.get(weights.CORRECTION)
-    if correction is not None and kept == slot.weights:
+    if correction is not None and saved_format == slot.weights:
         assert own is not None
         own.copy_(correction)
-        slot.weight_checksum = None  # its weights may come after it
+        slot.weight_checksum = None  # its weights may be loaded later
     elif correction is not None:
-        near = param.detach().to(torch.bfloat16)
-        if torch.equal(near.to(param.dtype), param.detach()):
-            whole = merge_weights(near, correction.to(near.device))
+        rounded = param.detach().to(torch.bfloat16)
+        if torch.equal(rounded.to(param.dtype), param.detach()):
+            values = merge_weights(rounded, correction.to(rounded.device))
             if own is not None:
                 own.zero_()
-            weights.store_(param, state, whole, weights=slot.weights, name=slot.name)
+            weights.store_(param, state, values, weights=slot.weights, name=slot.name)
             report.note("weights", "converted")
-            report.measure("weights", wanted=whole, stored=weights.master(param, state).detach())
+            report.measure("weights", wanted=values, stored=weights.master(param, state).detach())
     elif own is not None and slot.weight_checksum is None:
         own.zero_()
 
@@ -394,7 +419,8 @@ def _load_weights(slot: Slot, state: State, *, kept: str, correction: Tensor | N
 def _load_match(
     live: LiveBlock, *, saved: ParsedCheckpoint, registry: BlockRegistry, converted: bool, rms: list[float]
 ) -> None:
-    """The block's matching state; where it is another block than when saved, its target and a new measurement."""
+    """Loads the block's matching state. If the block or its spec was another when saved, loads the target alone, and
+    the own RMS is measured anew."""
     live.rms_unmeasured = True
     if not live.matched or not live.slots:
         return
@@ -403,8 +429,10 @@ def _load_match(
         live.match = match.to(device=live.slots[0].param.device, dtype=torch.float32, copy=True)
         live.rms_unmeasured = bool(match[1] < 0)
         return
-    targets = [m[0].item() for ns, m in saved.matches.values() if not {s.name for s in live.slots}.isdisjoint(ns)]
-    known = (targets or rms) if registry.matched_by == "rms" else []  # else they may be of rules that average nothing
+    own_names = {slot.name for slot in live.slots}
+    targets = [match[0].item() for names, match in saved.matches.values() if not own_names.isdisjoint(names)]
+    # By displacement a target may be that of a rule without momentum, which is not AdamW's RMS.
+    known = (targets or rms) if registry.matched_by == "rms" else []
     registry.init_match(live, rms=(sum(r * r for r in known) / len(known)) ** 0.5 if known else None)
 
 
