@@ -2,13 +2,12 @@
 
 Schema 2: {"baoc_schema": 2, "num_steps": int, "param_groups": [{settings, "param_names", "params": indices}],
 "state": {index: {key: tensor}}, "blocks": {block: {"spec", "rule", "storage", "weights", "params", and "match",
-"tuned" and "unseeded" where there are any}}}. State and groups are laid out as torch's, so that what collects them
-does:
-torch.distributed.checkpoint's get_optimizer_state_dict puts names of its own for the indices, and drops the rest. So
-the first group has that too, as text under "baoc".
+"tuned" and "unseeded" if there are any}}}. State and groups are laid out as torch's, so that tools for torch's
+optimizers collect them. torch.distributed.checkpoint's get_optimizer_state_dict is one: it replaces indices by names of
+its own, and drops the other keys. So the first group has these too, as JSON under "baoc".
 
-The weights themselves are the model's to save. torch.optim.AdamW's checkpoint is read and written too. Filling an
-optimizer from what was read is `optim.loading`.
+The model's checkpoint has the weights. torch.optim.AdamW's checkpoint is read and written too. `optim.loading` fills an
+optimizer from a checkpoint that was read here.
 """
 
 import json
@@ -30,16 +29,16 @@ from baoc.optim.state import ParsedCheckpoint, allocate, checkpoint_state, new_s
 from baoc.types import OptimizerSpec
 
 SCHEMA = 2
-MAX_STEPS = 2**53
-_COLLECTED = "baoc"  # key of the first group: what is not state or settings, as text
+MAX_STEPS = 2**53  # of `num_steps`; more would not be a count in float64
+_COLLECTED = "baoc"  # key of the first group that has all but states and settings, as JSON
 _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec adamw, and of torch's AdamW
 
 
 def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them out before stepping on.
+    """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them before the next step.
 
-    Each is a storage of its own, so that a file of all or some of them holds their bytes and no others. Among them are
-    loaded states of parameters that are frozen so far.
+    Each has a storage of its own, so that a file of all or some of them holds their bytes and no others. Loaded states
+    of parameters that are still frozen are saved again.
     """
     registry.drop_stale_corrections()
     registry.synchronize()
@@ -54,12 +53,15 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
         names, tuned = [slot.name for slot in live.slots], live.slots[0].tuned if live.slots else None
         blocks[name] = _spec_entry(live.spec, params=names, unseeded=live.unseeded, tuned=tuned)
         blocks[name] |= {} if live.match is None else {"match": live.match}
-    if (waiting := registry.pending_states) is not None:
-        for name in (name for name in waiting.states if name in index):
-            state[index[name]] = dict(waiting.states[name])
-            tuned = waiting.tuned.get(name)
-            entry = _spec_entry(waiting.specs[name], params=[name], unseeded=waiting.unseeded, tuned=tuned)
-            blocks[_free(name, taken=blocks)] = entry
+    if (pending := registry.pending_states) is not None:
+        for name in (name for name in pending.states if name in index):
+            state[index[name]] = dict(pending.states[name])
+            tuned = pending.tuned.get(name)
+            entry = _spec_entry(pending.specs[name], params=[name], unseeded=pending.unseeded, tuned=tuned)
+            block_name = name
+            while block_name in blocks:
+                block_name += "_waiting"
+            blocks[block_name] = entry
     own = {"baoc_schema": SCHEMA, "num_steps": num_steps, "blocks": blocks}
     groups = _plain_groups(param_groups)
     groups[0][_COLLECTED] = json.dumps(own, default=Tensor.tolist)
@@ -69,21 +71,15 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
 def _spec_entry(
     spec: OptimizerSpec, *, params: list[str], unseeded: Collection[str], tuned: BlockTuning | None
 ) -> dict[str, Any]:
-    waiting = [name for name in params if name in unseeded]
+    unseeded = [name for name in params if name in unseeded]
     entry = {"spec": spec.name, "rule": spec.rule, "storage": spec.storage, "weights": spec.weights, "params": params}
     if tuned is not None:
         entry["tuned"] = {"lr": tuned.lr, "betas": None if tuned.betas is None else list(tuned.betas)}
-    return {**entry, "unseeded": waiting} if waiting else entry
-
-
-def _free(name: str, *, taken: Collection[str]) -> str:
-    while name in taken:
-        name += "_waiting"
-    return name
+    return {**entry, "unseeded": unseeded} if unseeded else entry
 
 
 def stored_alike(a: OptimizerSpec, b: OptimizerSpec) -> bool:
-    """True if states and weights of both are kept in the same way, whatever they are called."""
+    """True if states and weights of both have the same formats, whatever the specs are called."""
     return (a.rule, a.storage, a.weights) == (b.rule, b.storage, b.weights)
 
 
@@ -111,8 +107,8 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckp
         if "baoc_schema" in checkpoint:
             return _named(_read_own(checkpoint))
         if set(checkpoint) >= {"state", "param_groups"}:
-            if (own := _collected(checkpoint)) is not None:
-                return _named(_read_own({**checkpoint, **own}))
+            if (dropped := _dropped_by_collecting(checkpoint)) is not None:
+                return _named(_read_own({**checkpoint, **dropped}))
             return _named(_read_torch(checkpoint, names=names))
     except CheckpointError:
         raise
@@ -127,7 +123,7 @@ def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckp
 
 
 def _named(saved: ParsedCheckpoint) -> ParsedCheckpoint:
-    """The same; raises TypeError for a name that is no text."""
+    """Returns `saved`. Raises TypeError for a name that is no string."""
     names = [*saved.states, *saved.specs, *saved.unseeded, *(name for group, _ in saved.groups for name in group)]
     for name in names:
         if not isinstance(name, str):
@@ -135,17 +131,17 @@ def _named(saved: ParsedCheckpoint) -> ParsedCheckpoint:
     return saved
 
 
-def _collected(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `save` wrote beside state and groups, where those were collected without it; None where nothing is ours."""
-    told = [group[_COLLECTED] for group in checkpoint["param_groups"] if _COLLECTED in group]
-    if told:
-        own = json.loads(told[0])
+def _dropped_by_collecting(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The keys that `save` wrote beside state and groups, from the first group; None if the checkpoint is not BAOC's."""
+    texts = [group[_COLLECTED] for group in checkpoint["param_groups"] if _COLLECTED in group]
+    if texts:
+        own = json.loads(texts[0])
         for entry in own["blocks"].values():
             if "match" in entry:
                 entry["match"] = torch.tensor(entry["match"], dtype=torch.float32)
         return own
-    theirs = set(_TORCH_KEYS.values())
-    if any(isinstance(key, str) and set(state) != theirs for key, state in checkpoint["state"].items()):
+    torch_keys = set(_TORCH_KEYS.values())
+    if any(isinstance(key, str) and set(state) != torch_keys for key, state in checkpoint["state"].items()):
         raise CheckpointError(
             "the optimizer checkpoint was collected by name, and its states are not torch.optim.AdamW's: which of "
             "BAOC's they are is what flatten_optimizer_state_dict=True drops. Save it without, or save "
@@ -157,8 +153,8 @@ def _collected(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 def _names_of(group: Mapping[str, Any]) -> dict[Any, str]:
     """Key of each parameter's state in a group -> the parameter's name.
 
-    Names of the model in place of indices are in this optimizer's order, and "param_names" in that of the one that was
-    saved, so they go by themselves where they are the same.
+    If a tool has put the model's names in place of indices, they are in this optimizer's order, while "param_names" are
+    in that of the optimizer that was saved. So equal names are matched by name.
     """
     keys, names = group["params"], group["param_names"]
     same = set(keys) == set(names)
@@ -212,7 +208,7 @@ def _read_own(checkpoint: Mapping[str, Any]) -> ParsedCheckpoint:
 
 
 def _read_spec(entry: Mapping[str, Any]) -> OptimizerSpec:
-    """The spec of a block: by what it is where that was written, for users may call their own rows what they like."""
+    """The spec of a block, by its rule, storage and weights if they were saved: users may choose names of own specs."""
     if not isinstance(entry["spec"], str):
         raise TypeError(f"{entry['spec']!r} is no name of a spec")
     if "rule" not in entry:
@@ -228,7 +224,7 @@ def _saved_group(group: Mapping[str, Any], *, names: Sequence[str]) -> tuple[tup
 
 
 def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckpoint:
-    """torch.optim.AdamW's: by its own names where it has them, else by position, as torch does."""
+    """Parses torch.optim.AdamW's checkpoint: by its names if it has them, else by position, as torch does."""
     total = sum(len(group["params"]) for group in checkpoint["param_groups"])
     if not all("param_names" in group for group in checkpoint["param_groups"]) and total != len(names):
         raise CheckpointError(
@@ -243,9 +239,9 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Parse
                 f"a parameter group of the checkpoint has {', '.join(map(str, group))}: it is that of another "
                 "optimizer than torch.optim.AdamW. Start afresh, or load AdamW's"
             )
-        own = group.get("param_names") or [names[len(by_index) + i] for i in range(len(group["params"]))]
-        by_index |= dict(zip(group["params"], own, strict=True))
-        saved_groups.append(_saved_group(group, names=own))
+        group_names = group.get("param_names") or [names[len(by_index) + i] for i in range(len(group["params"]))]
+        by_index |= dict(zip(group["params"], group_names, strict=True))
+        saved_groups.append(_saved_group(group, names=group_names))
     states = {}
     for index, entry in checkpoint["state"].items():
         name = by_index[index]
@@ -254,7 +250,7 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Parse
                 f"the state of {name} in the checkpoint has {', '.join(entry) or 'nothing'}: BAOC reads its own states "
                 "and torch.optim.AdamW's without amsgrad (step, exp_avg, exp_avg_sq)"
             )
-        states[name] = {own: entry[theirs] for own, theirs in _TORCH_KEYS.items()}
+        states[name] = {key: entry[torch_key] for key, torch_key in _TORCH_KEYS.items()}
         states[name]["step"] = new_step(int(entry["step"]))  # old checkpoints have a plain number
     steps = [int(state["step"]) for state in states.values()]
     adamw = dict.fromkeys(by_index.values(), SPECS["adamw"])
@@ -262,7 +258,8 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Parse
 
 
 def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state dict for torch.optim.AdamW over the same groups, on the CPU; states it lacks are inferred or left out."""
+    """A state dict for torch.optim.AdamW over the same groups, on the CPU. States that a rule does not keep are inferred,
+    or left out if they are unknown."""
     plain = _plain_groups(param_groups)
     flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     index = {name: i for group in plain for i, name in zip(group["params"], group["param_names"], strict=True)}
@@ -273,7 +270,7 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
             (new,) = allocate([adamw])
             with registry.states_on_device(live, write_back=False):
                 state = registry.state[slot.param]
-                unknown = migration.convert(
+                v_unknown = migration.convert(
                     *migration.gather_if_needed(slot, state, spec=live.spec, into=adamw.rule.info),
                     adamw,
                     new,
@@ -287,6 +284,6 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                 found = {
                     key: unsharded(value) for key, value in checkpoint_state(adamw, new, spec=SPECS["adamw"]).items()
                 }
-                states[index[slot.name]] = {theirs: found[own].cpu() for own, theirs in _TORCH_KEYS.items()}
+                states[index[slot.name]] = {torch_key: tensors[key].cpu() for key, torch_key in _TORCH_KEYS.items()}
     extra = {"fused": None, "decoupled_weight_decay": True}
     return {"state": states, "param_groups": [{**flags, **extra, **group} for group in plain]}

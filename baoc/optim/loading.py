@@ -195,14 +195,14 @@ def _by_position(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]])
     if sizes[0] != sizes[1] or any(a not in saved_only or b not in own_only for a, b in pairs):
         raise CheckpointError(
             f"the checkpoint has {groups.shorten(saved_names)} in groups of {sizes[0]} parameters, this optimizer has "
-            f"{groups.shorten(own_names)} in groups of {sizes[1]}: without names they are told by position. Build it on the "
-            "same parameters in the same groups, or both on named_parameters()"
+            f"{groups.shorten(own_names)} in groups of {sizes[1]}: without names they are told by position. Build it "
+            "on the same parameters in the same groups, or both on named_parameters()"
         )
     return dict(pairs)
 
 
 def _check_names(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> None:
-    """Raises CheckpointError if a group has no name of the checkpoint, while one of the checkpoint's groups is unused."""
+    """Raises CheckpointError if a group shares no name with the checkpoint, while a group of that is unused."""
     own_names = {name for group in param_groups for name in group["param_names"]}
     unused = [name for names, _ in saved.groups if own_names.isdisjoint(names) for name in names]
     saved_names = {name for names, _ in saved.groups for name in names}
@@ -269,25 +269,25 @@ def _saved_slot(slot: Slot, *, spec: OptimizerSpec) -> Slot:
     part, or because its v becomes another by sums over all rows.
     """
     rule = RULES[spec.rule].info
-    as_whole = shards_cut_rows(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
-    if slot.shard is None or not as_whole:
+    takes_all_rows = shards_cut_rows(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
+    if slot.shard is None or not takes_all_rows:
         return slot_with_spec(slot, spec=spec)
     return unsharded_slot(slot, spec=spec, sharded=False, device="cpu")
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError for numbers that no step leaves: NaN and infinities, steps that are no count, and scales
-    and squares below zero."""
-    squares = {key for kept in slot.states if kept.decl.kind is StateKind.V for _, key in kept.keys}
-    for key in (*(part.key for part in slot.tensors), *(["step"] if slot.counts_steps else [])):
+    """Raises CheckpointError for numbers that no step leaves: NaN and infinities, steps that are no count, and negative
+    scales and squares."""
+    squares = {key for each in slot.states if each.decl.kind is StateKind.V for _, key in each.keys}
+    for key in (*(tensor.key for tensor in slot.tensors), *(["step"] if slot.counts_steps else [])):
         value = state[key].detach()
         if not value.is_floating_point() or not value.numel() or value.is_meta:
             continue
         low, high = (float(end) for end in value.aminmax())  # either is NaN if any element is
-        never_below = key in squares or key.endswith(".scale") or key == "step"
+        never_negative = key in squares or key.endswith(".scale") or key == "step"
         if (
             not isfinite(high - low)
-            or (never_below and low < 0)
+            or (never_negative and low < 0)
             or (key == "step" and (low != int(low) or low > MAX_FP32_STEPS))
         ):
             raise CheckpointError(
@@ -297,7 +297,7 @@ def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
 
 
 def _saved_settings(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved settings for each group, settings_by_group by the names in it; empty if the checkpoint has none of them."""
+    """Saved settings for each group, found by its names; empty if the checkpoint has none of them."""
     group_of = {name: index for index, (names, _) in enumerate(saved.groups) for name in names}
     settings_by_group = []
     for position, group in enumerate(param_groups):
@@ -312,7 +312,7 @@ def _saved_settings(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any
         groups.check_settings({**group, **new})
         if "betas" in new:
             new["betas"] = tuple(float(beta) for beta in new["betas"])
-            if FIRST_BETAS in group:  # those of a checkpoint without it were as no schedule had moved them
+            if FIRST_BETAS in group:  # a checkpoint without them has betas that no schedule had moved
                 new[FIRST_BETAS] = tuple(new.get(FIRST_BETAS, new["betas"]))
         settings_by_group.append(new)
     return settings_by_group
