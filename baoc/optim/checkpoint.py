@@ -95,9 +95,9 @@ def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckpoint:
-    """A checkpoint as `Saved`; `names` are this optimizer's, in group order, for torch's that has none.
+    """Parses BAOC's or torch.optim.AdamW's checkpoint. `names` are this optimizer's in group order, for one without.
 
-    Raises CheckpointError for what is neither BAOC's nor torch.optim.AdamW's.
+    Raises CheckpointError for any other.
     """
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(
@@ -132,7 +132,7 @@ def _named(saved: ParsedCheckpoint) -> ParsedCheckpoint:
 
 
 def _dropped_by_collecting(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The keys that `save` wrote beside state and groups, from the first group; None if the checkpoint is not BAOC's."""
+    """What `save` wrote beside state and groups, from the first group; None if the checkpoint is not BAOC's."""
     texts = [group[_COLLECTED] for group in checkpoint["param_groups"] if _COLLECTED in group]
     if texts:
         own = json.loads(texts[0])
@@ -258,8 +258,10 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Parse
 
 
 def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state dict for torch.optim.AdamW over the same groups, on the CPU. States that a rule does not keep are inferred,
-    or left out if they are unknown."""
+    """A state dict for torch.optim.AdamW over the same groups, on the CPU.
+
+    States that a rule does not keep are inferred, or left out if they are unknown.
+    """
     plain = _plain_groups(param_groups)
     flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     index = {name: i for group in plain for i, name in zip(group["params"], group["param_names"], strict=True)}
@@ -280,8 +282,8 @@ def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> 
                     before_first_step=False,
                     old_v_initialised=slot.name not in live.unseeded,
                 )
-            if new.get("step", 0) > 0 and not unknown:
-                found = {
+            if new.get("step", 0) > 0 and not v_unknown:
+                tensors = {
                     key: unsharded(value) for key, value in checkpoint_state(adamw, new, spec=SPECS["adamw"]).items()
                 }
                 states[index[slot.name]] = {torch_key: tensors[key].cpu() for key, torch_key in _TORCH_KEYS.items()}

@@ -44,7 +44,7 @@ class StateTensor:
 class Slot:
     """A parameter with everything that `step` would otherwise look up again each time.
 
-    Of a sharded one `param` and `info` are this rank's part, see `baoc.optim.shards`.
+    `param` and `info` of a sharded parameter are this rank's shard, see `baoc.optim.shards`.
     """
 
     name: str
@@ -52,23 +52,23 @@ class Slot:
     info: ParamInfo
     group: int  # index into param_groups
     options_index: (
-        int  # index into the options of a step: that of its group, or of a row behind all groups where it is tuned
+        int  # into the options of a step: that of its group, or one behind those of all groups if it is tuned
     )
     rule: UpdateRule
     weights: str
     states: tuple[StoredState, ...]
     tensors: tuple[StateTensor, ...]
-    in_place_states: tuple[str, ...]  # states whose stored tensor is what the rule works on
+    in_place_states: tuple[str, ...]  # names of states whose stored tensor the rule updates in place
     encoded_states: tuple[StoredState, ...]  # the others
     counts_steps: bool
     matrix: tuple[int, int] | None
     placement: str = Placement.DEVICE
-    tuned: BlockTuning | None = None  # what changes of its group's settings
-    weight_checksum: int | None = None  # sum of the bits of split weights as they came, until the next step
+    tuned: BlockTuning | None = None  # how its settings differ from those of its group
+    weight_checksum: int | None = None  # of split weights when their correction was made, until the next step
     shard: Shard | None = None
-    gathers_rows: bool = False  # its rule needs whole matrices, of which this rank has some rows
+    gathers_rows: bool = False  # its rule needs all rows of a matrix, of which this rank has some
     sums_over_ranks: bool = False  # its rule needs sums over the rows of all ranks
-    offset: int = 0  # index in the whole parameter of the first element that is stepped here
+    offset: int = 0  # index of its first element in the unsharded parameter
 
     @property
     def group_param(self) -> Tensor:
@@ -77,13 +77,13 @@ class Slot:
 
     @property
     def slab_bytes(self) -> int:
-        return sum(aligned(part.nbytes) for part in self.tensors)
+        return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
     @property
     def state_device(self) -> torch.device:
-        """Where its state is kept between steps: beside the parameter, or on the host."""
-        moved = self.on_host and self.param.device.type != "meta"
-        return torch.device("cpu") if moved else self.param.device
+        """Where its state is kept between steps: on the parameter's device, or on the host."""
+        on_cpu = self.on_host and self.param.device.type != "meta"
+        return torch.device("cpu") if on_cpu else self.param.device
 
     @property
     def on_host(self) -> bool:
@@ -96,7 +96,7 @@ class Slot:
 
     @property
     def shape_context(self) -> RuleContext:
-        """The context of what goes by the tensor's form alone."""
+        """A context for functions that need the tensor's shape only."""
         return self.context(step=0, betas=(0.0, 0.0), eps=0.0)
 
     def context(self, *, step: int, betas: tuple[float, float], eps: float) -> RuleContext:
@@ -112,7 +112,7 @@ class Slot:
 
 
 def betas_of(tuned: BlockTuning, group: Mapping[str, Any]) -> tuple[float, float]:
-    """The betas of a tuned block: its own, but for one that a schedule has moved off the group's first value."""
+    """The betas of a tuned block: its own, except one that a schedule has moved from the group's first value."""
     now = group["betas"]
     if tuned.betas is None:
         return now
@@ -127,9 +127,11 @@ def betas_of(tuned: BlockTuning, group: Mapping[str, Any]) -> tuple[float, float
 class LiveBlock:
     """A block as it runs: its spec, its slots, and its matching state.
 
-    `match` is fp32[2] on the block's device: target and own update RMS, own < 0 where it is not measured yet.
-    `unseeded` names the parameters whose v is initialised from their next gradient, see `optim.seeding`; `previous_rms`
-    is the block's update RMS before the migration that left them so.
+    Attributes:
+        match: fp32[2] on the block's device: target and own update RMS. The own is negative until it is measured.
+        rms_unmeasured: True if the own RMS is to be measured before the next step.
+        unseeded: Names of the parameters whose v is initialised from their next gradient, see `optim.seeding`.
+        previous_rms: The update RMS before the migration that left parameters unseeded.
     """
 
     block: Block
@@ -137,7 +139,7 @@ class LiveBlock:
     rule: UpdateRule
     slots: list[Slot]
     match: Tensor | None = None
-    rms_unmeasured: bool = True  # own RMS is to be measured before the next step
+    rms_unmeasured: bool = True
     unseeded: set[str] = field(default_factory=set)
     previous_rms: float | None = None
 
@@ -155,7 +157,7 @@ class LiveBlock:
 
     @property
     def largest_slab_bytes(self) -> int:
-        """`slab_bytes` of the rank that has most of it: the same on all ranks."""
+        """`slab_bytes` on the rank with the most rows: the same number on all ranks."""
         return sum(slot.slab_bytes if slot.shard is None else _largest_slab(slot, self.spec) for slot in self.slots)
 
 
@@ -169,23 +171,25 @@ def make_slot(
     tuned: BlockTuning | None = None,
     shard: Shard | None = None,
 ) -> Slot:
+    """A slot for `param` under `spec`. If the parameter is sharded, `info` and `param` are this rank's shard."""
     rule, storage = RULES[spec.rule], STORAGES[spec.storage]
-    empty = param.numel() == 0  # it is never stepped, so it has no state but what those who have a part of it share
     sums = shard is not None and sums_columns(rule.info)
-    kept, parts = [], []
+    empty = param.numel() == 0  # never stepped, so it has only the states that are the same on all ranks
+    states: list[StoredState] = []
+    tensors: list[StateTensor] = []
     for decl in rule.info.states:
         if empty and not (sums and decl.layout is StateLayout.PER_COLUMN):
             continue
         shape = decl.shape(info)
         codec = CODEC_IMPLS[storage.codec(decl, param=info)]
-        tensors = codec.allocate(shape, "meta")
-        if codec.in_place and decl.layout is StateLayout.FULL:  # it has the parameter's strides, as torch's has
-            tensors = {"": torch.empty_like(param, dtype=torch.float32, device="meta")}
-        keys = tuple((part, f"{decl.name}{part}") for part in tensors)
-        kept.append(StoredState(decl=decl, codec=codec, shape=shape, keys=keys))
-        parts += [_part(key, tensors[part]) for part, key in keys]
+        stored = codec.allocate(shape, "meta")
+        if codec.in_place and decl.layout is StateLayout.FULL:  # with the parameter's strides, as in torch's optimizers
+            stored = {"": torch.empty_like(param, dtype=torch.float32, device="meta")}
+        keys = tuple((part, f"{decl.name}{part}") for part in stored)
+        states.append(StoredState(decl=decl, codec=codec, shape=shape, keys=keys))
+        tensors += [_state_tensor(key, stored[part]) for part, key in keys]
     if WEIGHTS[spec.weights].correction_bytes and not empty:
-        parts.append(_part(CORRECTION, torch.empty(param.shape, dtype=torch.int8, device="meta")))
+        tensors.append(_state_tensor(CORRECTION, torch.empty(param.shape, dtype=torch.int8, device="meta")))
     return Slot(
         name=name,
         param=param,
@@ -195,10 +199,10 @@ def make_slot(
         rule=rule,
         tuned=tuned,
         weights=spec.weights,
-        states=tuple(kept),
-        tensors=tuple(parts),
-        in_place_states=tuple(k.decl.name for k in kept if k.codec.in_place),
-        encoded_states=tuple(k for k in kept if not k.codec.in_place),
+        states=tuple(states),
+        tensors=tuple(tensors),
+        in_place_states=tuple(state.decl.name for state in states if state.codec.in_place),
+        encoded_states=tuple(state for state in states if not state.codec.in_place),
         counts_steps=rule.info.counts_steps and not (empty and (shard is None or not shard.param.numel())),
         matrix=info.matrix_shape,
         placement=spec.placement,
@@ -218,13 +222,16 @@ def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
 
 def slot_with_spec(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
     """A slot of the same parameter under another spec."""
-    given = {"info": slot.info, "group": slot.group, "shard": slot.shard}
-    return make_slot(slot.name, slot.param, spec=spec, tuned=tuned, **given)
+    return make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, tuned=tuned, shard=slot.shard)
 
 
 def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
-    """The slot under `spec` as it is of all ranks together, which of a sharded one is on `device`; not `sharded`: as it
-    would be on one device."""
+    """A slot under `spec` for all rows of the parameter.
+
+    Args:
+        sharded: Whether states have the codecs that they have on a parameter that is sharded.
+        device: Where the placeholder of a sharded parameter is.
+    """
     info, param = slot.info, slot.param
     if slot.shard is not None:
         assert info.whole is not None
@@ -236,12 +243,13 @@ def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, dev
 
 
 def per_column_keys(slot: Slot) -> set[str]:
-    """Keys of states that are the same on all ranks which have rows of the parameter, and on the others."""
-    return {key for kept in slot.states if kept.decl.layout is StateLayout.PER_COLUMN for _, key in kept.keys}
+    """Keys of the states with one number per column, which are the same on all ranks."""
+    return {key for state in slot.states if state.decl.layout is StateLayout.PER_COLUMN for _, key in state.keys}
 
 
 def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
-    """The shape of a state with rows of its parameter first, or parts of them where rows do not have whole groups."""
+    """The shape of a state with the parameter's rows as first dimension, or NUM_ROW_PARTS parts of all rows if rows do
+    not hold whole groups of the codec."""
     numel = prod(shape)
     if not shape or shape[0] == rows or not rows:
         return shape
@@ -249,54 +257,54 @@ def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
 
 
 def checkpoint_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
-    """A parameter's state as a checkpoint has it: of a sharded one DTensors, whose rows are the parameter's.
+    """A parameter's state as a checkpoint has it. States of a sharded parameter are DTensors with the parameter's rows.
 
-    All ranks show the same keys, those without a row of it too. What a rule keeps by column is the same on all.
+    All ranks have the same keys, ranks without rows too. A state per column is a plain tensor, the same on all ranks.
     """
     if slot.shard is None:
         return {key: with_own_storage(value) for key, value in state.items()}
-    rows, found, whole_ = slot.shard.param.shape[0], State(), unsharded_slot(slot, spec=spec)
-    alike = per_column_keys(whole_)
-    for part in whole_.tensors:
-        if part.key in alike:
-            found[part.key] = with_own_storage(state[part.key])
+    rows, unsharded_like = slot.shard.param.shape[0], unsharded_slot(slot, spec=spec)
+    same_on_all_ranks = per_column_keys(unsharded_like)
+    saved = {"step": with_own_storage(state["step"])} if "step" in state else State()
+    for tensor in unsharded_like.tensors:
+        if tensor.key in same_on_all_ranks:
+            saved[tensor.key] = with_own_storage(state[tensor.key])
             continue
-        shape, own = row_first_shape(part.shape, rows=rows), state.get(part.key)
-        value = (
-            torch.empty(0, *shape[1:], dtype=part.dtype, device=slot.param.device)
-            if own is None
-            else with_own_storage(own)
-        )
-        found[part.key] = slot.shard.as_dtensor(value, shape=shape)
-    return {**({"step": with_own_storage(state["step"])} if "step" in state else {}), **found}
+        shape = row_first_shape(tensor.shape, rows=rows)
+        if tensor.key in state:
+            value = with_own_storage(state[tensor.key])
+        else:
+            value = torch.empty(0, *shape[1:], dtype=tensor.dtype, device=slot.param.device)
+        saved[tensor.key] = slot.shard.as_dtensor(value, shape=shape)
+    return saved
 
 
 def unsharded_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
-    """The state of a sharded parameter as it is of all ranks together, on the CPU. Collective."""
-    shapes = {part.key: part.shape for part in unsharded_slot(slot, spec=spec).tensors}
-    found = {key: unsharded(value).cpu() for key, value in checkpoint_state(slot, state, spec=spec).items()}
-    return {key: value.reshape(shapes.get(key, value.shape)) for key, value in found.items()}
+    """The state of a sharded parameter with the rows of all ranks, on the CPU. Collective."""
+    shapes = {tensor.key: tensor.shape for tensor in unsharded_slot(slot, spec=spec).tensors}
+    gathered = {key: unsharded(value).cpu() for key, value in checkpoint_state(slot, state, spec=spec).items()}
+    return {key: value.reshape(shapes.get(key, value.shape)) for key, value in gathered.items()}
 
 
-def _part(key: str, tensor: Tensor) -> StateTensor:
+def _state_tensor(key: str, tensor: Tensor) -> StateTensor:
     shape, stride = tuple(tensor.shape), tensor.stride()
     return StateTensor(key=key, dtype=tensor.dtype, shape=shape, stride=stride, nbytes=tensor.nbytes)
 
 
-@torch.inference_mode(False)  # states that are made inside of one could never be stepped
+@torch.inference_mode(False)  # inference tensors could never be stepped
 def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
     """The states of a block's parameters before its first step: zeros in one slab, or one per device.
 
-    `at_home` False: on the parameters' devices, wherever they are kept.
+    `at_home`: where they are kept between steps; if False, on the parameters' devices.
     """
-    homes = [slot.state_device if at_home else slot.param.device for slot in slots]
+    devices = [slot.state_device if at_home else slot.param.device for slot in slots]
     sizes: dict[torch.device, int] = {}
-    for slot, device in zip(slots, homes, strict=True):
+    for slot, device in zip(slots, devices, strict=True):
         sizes[device] = sizes.get(device, 0) + slot.slab_bytes
     slabs = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items() if size}
     offsets = dict.fromkeys(slabs, 0)
     states = initial_states(slots)
-    for slot, device, state in zip(slots, homes, states, strict=True):
+    for slot, device, state in zip(slots, devices, states, strict=True):
         if slot.tensors:
             state |= slab_views(slot, slabs[device], begin=offsets[device])
             offsets[device] += slot.slab_bytes
@@ -304,23 +312,24 @@ def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
 
 
 def initial_states(slots: Sequence[Slot]) -> list[State]:
-    """The states of parameters before their first step, without what lies in slabs."""
+    """The states of parameters before their first step, without the tensors that lie in slabs."""
     return [{"step": new_step(0)} if slot.counts_steps else {} for slot in slots]
 
 
 def slab_views(slot: Slot, slab: Tensor, *, begin: int) -> State:
-    """The parameter's state tensors, steps apart, in a slab (uint8), from byte `begin` on."""
+    """The parameter's state tensors, except step, as views of a slab (uint8) from byte `begin` on."""
     state: State = {}
-    for part in slot.tensors:
-        state[part.key] = slab[begin : begin + part.nbytes].view(part.dtype).as_strided(part.shape, part.stride)
-        begin += aligned(part.nbytes)
+    for tensor in slot.tensors:
+        memory = slab[begin : begin + tensor.nbytes].view(tensor.dtype)
+        state[tensor.key] = memory.as_strided(tensor.shape, tensor.stride)
+        begin += aligned(tensor.nbytes)
     return state
 
 
 def pack_states(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
-    """The states in slabs where they are to be kept: as they are where they lie so, else copies."""
-    held = [(slot, state[part.key]) for slot, state in zip(slots, states, strict=True) for part in slot.tensors]
-    storages = {tensor.untyped_storage()._cdata for _, tensor in held}
+    """The states in slabs on the devices where they are kept: the given ones if they lie so already, else copies."""
+    tensors = [(slot, state[each.key]) for slot, state in zip(slots, states, strict=True) for each in slot.tensors]
+    storages = {tensor.untyped_storage()._cdata for _, tensor in tensors}
     sizes: dict[torch.device, int] = {}
     for slot in slots:
         if slot.tensors:
@@ -328,24 +337,24 @@ def pack_states(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
     # One tensor alone is not padded, so its memory may be too small for a slab.
     if len(storages) <= len(sizes) and all(
         tensor.device == slot.state_device and tensor.untyped_storage().nbytes() >= sizes[slot.state_device]
-        for slot, tensor in held
+        for slot, tensor in tensors
     ):
         return list(states)
-    moved = allocate(slots)
-    for new, state in zip(moved, states, strict=True):
+    copies = allocate(slots)
+    for new, state in zip(copies, states, strict=True):
         for key, value in new.items():
             value.copy_(state[key])
-    return moved
+    return copies
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage is no larger than itself, so that no slab is saved or copied with it.
 
-    A copy only where that cannot be.
+    A copy if the device allows no such tensor.
     """
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    if tensor.device.type == "cpu" and tensor.is_pinned():  # which from_dlpack takes for memory of a GPU
+    if tensor.device.type == "cpu" and tensor.is_pinned():  # from_dlpack takes pinned memory for a GPU's
         size = (tensor.nbytes // tensor.element_size(),)
         flat = tensor.as_strided(size, (1,)).view(torch.uint8).numpy()
         return torch.from_numpy(flat).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -369,7 +378,7 @@ def step_of(slot: Slot, state: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCheckpoint:
-    """A checkpoint of either kind, read and checked for form."""
+    """BAOC's or torch.optim.AdamW's checkpoint, parsed. The names in it and the tensors' shapes are not checked yet."""
 
     states: Mapping[str, State]
     specs: Mapping[str, OptimizerSpec]  # by parameter name
@@ -381,29 +390,32 @@ class ParsedCheckpoint:
     )  # by parameter name, of blocks with settings of their own
     num_steps: int = 0
 
-    def renamed(self, owners: Mapping[str, str]) -> "ParsedCheckpoint":
-        """A copy with parameters renamed as `owners` says."""
+    def renamed(self, new_names: Mapping[str, str]) -> "ParsedCheckpoint":
+        """A copy with parameters renamed; `new_names` maps old names to new ones."""
 
-        def own(name: str) -> str:
-            return owners.get(name, name)
+        def new(name: str) -> str:
+            return new_names.get(name, name)
 
         return replace(
             self,
-            states={own(name): state for name, state in self.states.items()},
-            specs={own(name): spec for name, spec in self.specs.items()},
-            groups=[(tuple(map(own, names)), settings) for names, settings in self.groups],
-            matches={own(block): (tuple(map(own, names)), match) for block, (names, match) in self.matches.items()},
-            unseeded=frozenset(map(own, self.unseeded)),
-            tuned={own(name): tuned for name, tuned in self.tuned.items()},
+            states={new(name): state for name, state in self.states.items()},
+            specs={new(name): spec for name, spec in self.specs.items()},
+            groups=[(tuple(map(new, names)), settings) for names, settings in self.groups],
+            matches={new(block): (tuple(map(new, names)), match) for block, (names, match) in self.matches.items()},
+            unseeded=frozenset(map(new, self.unseeded)),
+            tuned={new(name): tuned for name, tuned in self.tuned.items()},
         )
 
     def subset(self, names: Collection[str]) -> "ParsedCheckpoint":
         """The saved states of some parameters, copied to the CPU."""
-        states = {n: {key: t.detach().to("cpu", copy=True) for key, t in self.states[n].items()} for n in names}
+        states = {
+            name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.states[name].items()}
+            for name in names
+        }
         matches = {
-            block: (own, match.detach().to("cpu", copy=True))
-            for block, (own, match) in self.matches.items()
-            if not set(own).isdisjoint(names)
+            block: (own_names, match.detach().to("cpu", copy=True))
+            for block, (own_names, match) in self.matches.items()
+            if not set(own_names).isdisjoint(names)
         }
         return replace(self, states=states, specs={n: self.specs[n] for n in names}, groups=(), matches=matches)
 
