@@ -1,4 +1,7 @@
-"""Blocks under a budget: what a planner holds of a run, and the candidates, limits and costs that follow from it."""
+"""Blocks under a budget: the settings of planning, and the candidates, limits, bytes and seconds that follow.
+
+`BudgetedBlocks` is `Planner` without its way to a plan, in a module that attempts, messages and recipes can import.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -29,7 +32,6 @@ from baoc.planning.limits import (
 from baoc.planning.risk import RISKS, RiskModel, measured_risk
 from baoc.planning.transfer import PIECE_BYTES, STORED_RATES, drain_seconds, pinned_room
 from baoc.types import (
-    Allocation,
     Block,
     Budget,
     Candidate,
@@ -45,21 +47,21 @@ from baoc.types import (
 )
 
 MEASURED = "measured"
-MAX_CACHED = 64  # sets of candidates that are kept
+MAX_CACHED = 64  # results that `BudgetedBlocks` caches, mostly sets of candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """A user's choices about planning; defaults are those of `conf/`.
+    """A user's settings of planning; defaults are those of `conf/`.
 
-    `risk="measured"` chooses by measurements of the `family`, or of the nearest one where nothing was measured of the
-    network's kind; where it has no hidden matrices it is `prior`. `task`: the family of the task, where it is known; a
-    network that looks like another family's is then of no measured kind. `from_conf`: run.py plans, which knows whether
-    it trains from scratch, and has race=auto. At other doors weights may be pretrained, so a guess from the nearest
-    family raises no learning rate there.
+    `risk="measured"` chooses by measurements of the network's `family`, else of the nearest family. Without hidden
+    matrices there is none, and risk is `prior`. `task`: the family of the task, if known; a network that looks like
+    another family then counts as not measured. `from_conf`: the caller is run.py, which knows whether training is from
+    scratch, and has race=auto. For other callers weights may be pretrained, so a rate of the nearest family may lower
+    the learning rate but not raise it.
 
-    A `recipe` chooses in place of an allocator: it brings its own rows of the catalogue, runs them on every role, and
-    has blocks by part where it tells parts apart. Blocks made otherwise than by layer and role stay as they are.
+    A `recipe` takes the place of the allocator. It sets the specs, runs them on every role, and makes blocks by part if
+    it names parts and `blocks_by` is "layer_role".
     """
 
     specs: tuple[str, ...] = ("*",)
@@ -70,15 +72,15 @@ class PlannerSettings:
     risk_weights: Mapping[str, float] = field(default_factory=dict)
     allocator: str = "exact"
     seed: int = 0
-    measured_specs: tuple[str, ...] = ()  # rows beside `specs` that risk=measured alone may choose
+    measured_specs: tuple[str, ...] = ()  # specs beside `specs` that only risk=measured may choose
     recipe: Recipe | None = None
-    family: str | None = None  # of risk=measured: AUTO goes by the network, None has no measurements
+    family: str | None = None  # for risk=measured: AUTO is by the network, None uses no measurements
     task: str | None = None
     from_conf: bool = False
 
     @property
     def all_specs(self) -> dict[str, OptimizerSpec]:
-        """Every row of the catalogue that a plan may run, by name; host placement apart."""
+        """Every spec that a plan may run, by name, without those that a budget of host memory adds."""
         return select((*self.specs, *self.measured_specs))
 
     def __post_init__(self) -> None:
@@ -94,31 +96,30 @@ class PlannerSettings:
                 f"recipe={self.recipe.name} and allocator={self.allocator} exclude each other: a recipe says what "
                 "every block runs, so that nothing is left to an allocator. Leave one out"
             )
-        own: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.all_specs, "keep_fp32_roles": ()}
-        own["measured_specs"] = ()
+        changes: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.all_specs}
+        changes |= {"keep_fp32_roles": (), "measured_specs": ()}
         if self.blocks_by == "layer_role" and self.recipe.needs_part_blocks:
-            own["blocks_by"] = "layer_part"
-        for key, value in own.items():
+            changes["blocks_by"] = "layer_part"
+        for key, value in changes.items():
             object.__setattr__(self, key, value)
 
 
-def checked_name(name: str, options: Mapping[str, object], what: str) -> str:
-    """`name` if it is one of `options`, else BadInputError that lists them."""
+def check_name(name: str, options: Mapping[str, object], what: str) -> None:
+    """Raises BadInputError, which lists the `options`, if `name` is none of them."""
     if name not in options:
-        if told := removal_message(name):
-            raise BadInputError(told)
+        if message := removal_message(name):
+            raise BadInputError(message)
         raise BadInputError(f"unknown {what} {name!r}: choose one of {', '.join(options)}")
-    return name
 
 
 def may_use_host(settings: PlannerSettings, *, budget: Budget) -> bool:
-    """Whether some spec that is offered keeps its states on the host."""
+    """Whether a plan may keep states on the host."""
     named = any(map(is_on_host, select(settings.specs).values()))
     return named or budget.host_memory_bytes is not None
 
 
 class BudgetedBlocks(ABC):
-    """The blocks of a network under a budget: what the budget leaves them, what each may run, and what a choice takes.
+    """The blocks of a network under a budget: limits of the budget, candidates of blocks, bytes and seconds of choices.
 
     Raises BadInputError for unknown names.
     """
@@ -134,10 +135,10 @@ class BudgetedBlocks(ABC):
         latency: LatencyTable | None = None,
     ):
         self.settings = settings = settings or PlannerSettings()
-        checked_name(settings.risk, RISKS, "risk")
-        checked_name(settings.allocator, ALLOCATORS, "allocator")
+        check_name(settings.risk, RISKS, "risk")
+        check_name(settings.allocator, ALLOCATORS, "allocator")
         if settings.task is not None:
-            checked_name(settings.task, families(), "task_family")
+            check_name(settings.task, families(), "task_family")
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget
@@ -161,19 +162,21 @@ class BudgetedBlocks(ABC):
             self.allocator = RecipeAllocator(picks={b.name: pick_spec(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = sum(block.numel for block in self.blocks)
-        named = family_of(self.params) if settings.family == AUTO else settings.family
-        if settings.family == AUTO and settings.task is not None and named != settings.task:
-            named = None
-        # Nothing was measured of this kind: whole recipes of the nearest one are a guess, its entries by role are not.
-        self.extrapolates = named is None and settings.family == AUTO
-        named = nearest_family(self.params, task=settings.task) if self.extrapolates else named
-        self.family = families().get(named or "") if settings.risk == MEASURED else None
+        name = settings.family
+        if name == AUTO:
+            name = family_of(self.params)
+            name = name if settings.task in (None, name) else None
+        # Nothing was measured of this kind of network: recipes of the nearest family are a guess, its changes by role
+        # are not used.
+        self.extrapolates = name is None and settings.family == AUTO
+        name = nearest_family(self.params, task=settings.task) if self.extrapolates else name
+        self.family = families().get(name or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={})
         more = settings.measured_specs if self.family is not None and self._has_choice else ()
         self.specs = {**self.offered_specs, **select(more)} if more else self.offered_specs
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
-        self._cache: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # by risk and count; made anew where its basis changed
+        self._cache: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # name -> (inputs, result), see `_cached`
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(
                 f"budget {budget.name} limits device memory, which needs a footprint: give a probe (a callable that "
@@ -184,7 +187,7 @@ class BudgetedBlocks(ABC):
         return {**self.__dict__, "_made": {}}
 
     def with_settings(self, settings: PlannerSettings) -> Self:
-        """The same network under the same budget, planned otherwise."""
+        """A planner of the same network and budget with other settings."""
         return type(self)(
             self.params,
             budget=self.budget,
@@ -195,10 +198,7 @@ class BudgetedBlocks(ABC):
         )
 
     def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
-        """Puts a profiler's buffers into the footprint: they live beside the activations while a run warms up.
-
-        `temporary_bytes`: what it holds for a moment when it samples.
-        """
+        """Adds a profiler's buffers to the footprint; `temporary_bytes` are those of a moment in which it samples."""
         if self.footprint is not None:
             self.footprint = replace(self.footprint, profile_bytes=num_bytes, profile_temporary_bytes=temporary_bytes)
 
@@ -206,19 +206,19 @@ class BudgetedBlocks(ABC):
 
     @property
     def may_use_host(self) -> bool:
-        """Whether some spec keeps its states on the host."""
+        """Whether a plan may keep states on the host."""
         return any(map(is_on_host, self.specs.values()))
 
     @property
     def device_is_host(self) -> bool:
-        """Whether the device is the host, so that what is kept there counts in its memory."""
+        """Whether the device is the host, so that states on the host count in its memory."""
         return self.footprint is not None and self.footprint.device.startswith("cpu")
 
     def limits(self, *, base_peak: int | None = None, staging: StagingLimit | None = None) -> Limits:
-        """The budget as totals over the blocks: what is left of it for charged bytes, for seconds, and on the host.
+        """The budget as limits of totals over the blocks.
 
-        `base_peak` is the predicted peak without state, with native weights; by default that of forward and backward.
-        `staging`: how far host placement goes, for which staging has its room.
+        `base_peak`: the predicted peak without state and with native weights; by default that of forward and backward.
+        `staging`: how far host placement goes, whose largest slab decides the pipeline's drain.
         """
         staging = staging or StagingLimit()
         state_bytes = None
@@ -232,59 +232,60 @@ class BudgetedBlocks(ABC):
         if self.budget.step_time is not None and self.latency is not None:
             fixed_s = self.latency.base_step_s + self.latency.step_s
             step_s = self.budget.step_time * self.latency.reference_step_s - fixed_s
-        host_bytes, beside_s = None, None
+        host_bytes, link_s = None, None
         if self.budget.host_memory_bytes is not None:
             host_bytes = pinned_room(self.budget.host_memory_bytes)
         if step_s is not None and self.latency is not None and self.may_use_host:
-            piece = max(staging.slab_bytes and PIECE_BYTES, staging.slab_bytes)
-            beside_s = max(step_s + self.latency.hidden_s - drain_seconds(piece, link=self.link), 0.0)
-        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=beside_s)
+            piece_bytes = max(staging.slab_bytes, PIECE_BYTES) if staging.slab_bytes else 0
+            link_s = max(step_s + self.latency.hidden_s - drain_seconds(piece_bytes, link=self.link), 0.0)
+        return Limits(state_bytes=state_bytes, step_s=step_s, host_bytes=host_bytes, link_s=link_s)
 
     @property
     def link(self) -> LinkRates:
-        """Rates of this machine where seconds are limited, else stored ones, which decide between equals."""
+        """Measured rates if seconds are limited, else stored ones, which only decide between equal risks."""
         measured = self.latency.link if self.latency is not None and self.budget.step_time is not None else None
         return measured or STORED_RATES
 
     @property
     def savings_modes(self) -> tuple[SavingsMode, ...]:
-        """How savings on weights may be counted, boldest first."""
-        weighted = any(spec.weights != "native" for spec in self.specs.values())
-        if not weighted or self.budget.memory_bytes is None or self.footprint is None:
+        """The ways to count savings of 16-bit weights, boldest first."""
+        any_saves = any(spec.weights != "native" for spec in self.specs.values())
+        if not any_saves or self.budget.memory_bytes is None or self.footprint is None:
             return ("none",)
         return ("copies", "gradients", "weights")
 
     def to_budget_bytes(self, charged_bytes: int, *, base_peak: int | None = None) -> int:
-        """Charged bytes in the budget's own measure: peak bytes under a memory budget, else state bytes."""
+        """Charged bytes in the budget's measure: peak bytes under a memory budget, else state bytes."""
         if self.budget.memory_bytes is None or self.footprint is None:
             return charged_bytes
         return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
 
     def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
-        """Predicted peak of an allocation; its state bytes where no footprint is known.
+        """Predicted peak of an allocation with `state_bytes` on the device, to which staging buffers are added.
 
-        `state_bytes` are those on the device; staging comes to them.
+        Without a footprint it is `state_bytes` alone.
         """
         if self.footprint is None:
             return state_bytes
-        used = tuple(sorted(set(choices.values())))
-        less = savings_of_choices(choices, blocks=self.blocks, specs=self.specs)
-        held = state_bytes + self.staging_bytes(choices)
-        return self.footprint.peak_bytes(state_bytes=held, specs=used, saved=less)
+        return self.footprint.peak_bytes(
+            state_bytes=state_bytes + self.staging_bytes(choices),
+            specs=tuple(sorted(set(choices.values()))),
+            saved=savings_of_choices(choices, blocks=self.blocks, specs=self.specs),
+        )
 
     def staging_bytes(self, choices: Mapping[str, str]) -> int:
-        """Bytes of the device's buffers, through which states pass that are kept on the host."""
+        """Bytes of the device buffers that states on the host pass through."""
         return staging_bytes(choices, blocks=self.blocks, specs=self.specs, rules=self.rules)
 
     def budget_bytes_of(self, chosen: Collection[Candidate]) -> int:
-        """Bytes of one candidate per block in the budget's own measure."""
+        """Bytes of one candidate per block in the budget's measure."""
         state_bytes = sum(c.cost.state_bytes + c.cost.shared_bytes for c in chosen)
         if self.budget.memory_bytes is None:
             return state_bytes
         return self.peak_bytes({c.block: c.spec for c in chosen}, state_bytes=state_bytes)
 
     def step_seconds(self, choices: Mapping[str, str]) -> float:
-        """Predicted seconds of a whole step of an allocation; NaN where the latency table lacks one of its specs."""
+        """Predicted seconds of a whole step; NaN if the latency table lacks one of the specs."""
         if self.latency is None:
             return math.nan
         seconds = whole_step_seconds(choices, blocks=self.blocks, specs=self.specs, latency=self.latency)
@@ -293,7 +294,7 @@ class BudgetedBlocks(ABC):
         )
 
     def _streamed_step_seconds(self, choices: Mapping[str, str], *, latency: LatencyTable) -> float:
-        """Predicted seconds of a whole step whose device never waits: see `baoc.planning.transfer`."""
+        """Predicted seconds of a whole step that waits for the link alone; see `baoc.planning.transfer`."""
         link_s, largest = 0.0, 0
         for block in self.blocks:
             spec = self.specs[choices[block.name]]
@@ -307,7 +308,7 @@ class BudgetedBlocks(ABC):
 
     @property
     def _seconds_per_element(self) -> Mapping[str, float] | None:
-        """The part of the latency table that candidates depend on; None where seconds are not limited."""
+        """The part of the latency table that candidates depend on; None if seconds are not limited."""
         return self.latency.per_element_s if self.latency is not None and self.budget.step_time is not None else None
 
     # -- proposing ------------------------------------------------------------------------------------------------
@@ -315,14 +316,15 @@ class BudgetedBlocks(ABC):
     def candidates(
         self, *, risk: str, profile: Profile | None, count: SavingsMode | None = None, stand_ins: bool = True
     ) -> dict[str, tuple[Candidate, ...]]:
-        """Every spec that applies to each block, dominated ones included, cheapest first.
+        """Every spec that applies to each block, dominated ones included, fewest charged bytes first.
 
-        `stand_ins`: with momentum in 8 bits on roles that keep fp32, which run it only where they would lose it.
+        `count`: how savings are counted; by default as boldly as possible. `stand_ins`: 8-bit momentum is a candidate
+        on roles that keep fp32, too.
         """
         count = self.savings_modes[0] if count is None else count
         profile = profile_for(risk, profile)
         picks = self.allocator.picks if isinstance(self.allocator, RecipeAllocator) else None
-        base = self._cached(
+        without_savings = self._cached(
             ("candidates", risk, self.device_is_host, stand_ins),
             (profile, self._seconds_per_element, self.budget),
             lambda: build_candidates(
@@ -338,70 +340,59 @@ class BudgetedBlocks(ABC):
                 shared=self.device_is_host,
                 keep_fp32_roles=self.settings.keep_fp32_roles if risk != MEASURED else (),
                 stand_ins=stand_ins,
-                only={} if picks is None else {block: one.spec for block, one in picks.items()},
+                only={} if picks is None else {block: pick.spec for block, pick in picks.items()},
             ),
         )
         footprint = self.footprint
         if count == "none" or footprint is None:
-            return base
+            return without_savings
         saved = self._cached(
             ("savings", count),
             (footprint.intervals, footprint.gradient_order),
             lambda: savings_by_format(self.blocks, specs=self.specs, count=count, footprint=footprint),
         )
-        # Footprints of different micro-batches mostly save the same, so the candidates are kept by what is saved.
+        # Footprints of different micro-batches mostly save the same bytes, so these are the key.
         return self._cached(
             ("charged", risk, saved, stand_ins),
-            (base,),
-            lambda: charge_savings(base, blocks=self.blocks, specs=self.specs, saved=saved),
+            (without_savings,),
+            lambda: charge_savings(without_savings, blocks=self.blocks, specs=self.specs, saved=saved),
         )
 
     def _risk_model(self, name: str) -> RiskModel:
         return measured_risk(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
     def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
-        """The risk to judge a saved plan by: its own, the settings' where this version lacks it, `prior` without the
-        profile that it needs."""
+        """The risk to judge a saved plan by: its own, the settings' if this version lacks it, or `prior`.
+
+        `prior` takes the place of a risk whose profile is absent.
+        """
         name = name if name in RISKS else self.settings.risk
         return "prior" if RISKS[name].needs and profile is None else name
 
-    def _cached(self, name: Any, basis: tuple[Any, ...], make: Any) -> Any:
-        """The cached result of `make` for the very same values of `basis`."""
-        made = self._cache.get(name)
-        if made is None or not all(a is b for a, b in zip(made[0], basis, strict=True)):
-            if len(self._cache) >= MAX_CACHED:  # of footprints and profiles of long ago
+    def _cached(self, name: Any, inputs: tuple[Any, ...], make: Any) -> Any:
+        """The result of `make`, computed again if one of the `inputs` is another object than last time."""
+        entry = self._cache.get(name)
+        if entry is None or not all(a is b for a, b in zip(entry[0], inputs, strict=True)):
+            if len(self._cache) >= MAX_CACHED:  # most of them of old footprints and profiles
                 self._cache.clear()
-            made = self._cache[name] = (basis, make())
-        return made[1]
+            entry = self._cache[name] = (inputs, make())
+        return entry[1]
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the plan's own peak, and what it keeps on the host, are within the budget."""
+        """Whether the plan's peak and its host memory are within the budget."""
         memory, host = self.budget.memory_bytes, self.budget.host_memory_bytes
         return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     @property
     def _has_choice(self) -> bool:
+        """Whether the allocator weighs candidates, as baselines and recipes do not."""
         return not self.allocator.traits.every_candidate
-
-    # -- plans ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
-        """See `Planner`, which makes plans of what is here."""
-
-    @abstractmethod
-    def plan_of(
-        self,
-        allocation: Allocation,
-        pool: Mapping[str, Sequence[Candidate]],
-        *,
-        limits: Limits,
-        risk: str,
-        profile: Profile | None,
-    ) -> Plan:
-        """See `Planner`."""
+        """The plan of least risk within the budget, see `Planner`."""
 
 
 def profile_for(risk: str, profile: Profile | None) -> Profile | None:
-    """The profile where the risk reads one: others give the same whatever is newest, and need not be asked again."""
+    """The profile if the risk reads one, else None, so that results are not computed again for a new profile."""
     return profile if RISKS[risk].needs else None

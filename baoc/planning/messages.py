@@ -1,6 +1,7 @@
-"""Texts of plans: why each block runs its spec, and why no allocation meets a budget.
+"""Texts of plans: why each block runs its spec (`reasons`), and why no allocation meets a budget (refusals).
 
-A refusal names what the budget allows, the least feasible amount, and what would lower it.
+A refusal is an InfeasibleBudgetError. It names what the budget allows, the least feasible amount, and what would lower
+that.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -8,16 +9,16 @@ from dataclasses import replace
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning.allocators import NoFeasibleAllocation, possible
-from baoc.planning.allocators.base import allocation_of
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
-from baoc.planning.attempts import Attempt, all_attempts, smallest_attempt
+from baoc.planning.attempts import Attempt
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.transfer import pinned_bytes
-from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Plan, Profile, Reason
+from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Reason
 from baoc.units import format_bytes
 
-SEARCHES, SEARCH_STEP, START_S = 240, 1.05, 1e-5  # from 10 microseconds on, as far as a second
-MOST_RECIPES = 4  # that a refusal names
+# The search for the least step time starts at 10 microseconds and multiplies by 1.05, up to about a second.
+SEARCH_START_S, SEARCH_FACTOR, SEARCH_STEPS = 1e-5, 1.05, 240
+MAX_RECIPES = 4  # named in a refusal
 HOST_ADVICE = "states on the host, by budget.host_memory or catalogue=host"
 
 ADVICE_MEMORY = (
@@ -33,92 +34,27 @@ ADVICE_STATE = (
 
 
 def more_specs(specs: Collection[str]) -> str:
-    """Advice for a catalogue of these rows: which rows to add."""
-    such = "" if any("+split8" in name for name in specs) else ", such as '*+split8'"
-    return f"more catalogue.specs{such}, or fewer roles in catalogue.keep_fp32_roles"
+    """Advice for a catalogue of these specs: which ones to add."""
+    example = "" if any("+split8" in name for name in specs) else ", such as '*+split8'"
+    return f"more catalogue.specs{example}, or fewer roles in catalogue.keep_fp32_roles"
 
 
-def last_resort(
-    planner: BudgetedBlocks,
-    attempts: Sequence[Attempt],
-    *,
-    refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
-    risk: str,
-    profile: Profile | None,
-) -> Plan:
-    """The allocation of fewest bytes if it fits after all, as charges are upper bounds; else raises what would."""
-    free = not planner.allocator.traits.every_candidate and planner.budget.step_time is None
-    smallest = smallest_attempt(planner, all_attempts(planner, risk=risk, profile=profile, every=True))
-    least = smallest.smallest_choice()
-    if free and (planner.budget.memory_bytes is not None or planner.may_use_host):
-        last = allocation_of(least, allocator=planner.settings.allocator)
-        plan = planner.plan_of(last, smallest.pool, limits=smallest.limits, risk=risk, profile=profile)
-        if planner.fits(plan):
-            return plan
-        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.budget_bytes_of(least), refused=refused)
-    if not refused:
-        raise _refusal(planner, attempts[-1].limits, least_bytes=planner.budget_bytes_of(least), refused=())
-    error, one = min(refused, key=lambda r: planner.to_budget_bytes(r[0].least_state_bytes, base_peak=r[1].base_peak))
-    least_bytes = planner.to_budget_bytes(error.least_state_bytes, base_peak=one.base_peak)
-    bytes_fit = one.limits.state_bytes is None or error.least_state_bytes <= one.limits.state_bytes
-    bytes_fit = bytes_fit or (
-        planner.may_use_host and any(t.meets_bytes and t.meets_host for t in attempts)
-    )  # given time
-    host_fits = one.limits.host_bytes is None or error.least_host_bytes <= one.limits.host_bytes
-    if one.limits.step_s is not None and bytes_fit and host_fits:
-        assert planner.latency is not None
-        raise too_slow(
-            planner.budget,
-            latency=planner.latency,
-            least_step_s=error.least_step_s if not planner.may_use_host else _fastest_s(refused),
-            allowed_bytes=one.limits.state_bytes,
-            least_bytes=least_bytes,
-        )
-    raise _refusal(planner, one.limits, least_bytes=least_bytes, refused=refused)
-
-
-def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float:
-    """Seconds of optimizer step that are enough for one of the attempts, sought from the least that might do.
-
-    Device and link may bind together, so that the least of each alone need not be enough.
-    """
-    seconds = max(refused[0][1].limits.step_s or 0.0, START_S)
-    for _ in range(SEARCHES):
-        for _, one in refused:
-            limits = one.limits
-            more = seconds - (limits.step_s or 0.0)
-            wider = replace(limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more)
-            if possible(one.pool, limits=wider):
-                return seconds
-        seconds *= SEARCH_STEP
-    return seconds
-
-
-def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> int | None:
-    """Pinned host memory that some attempt would do with; None where no host memory would help."""
-    needs: list[int] = []
-    for error, one in refused:
-        room = one.limits.host_bytes
-        if room is not None and one.meets_bytes and error.least_host_bytes > room:
-            needs.append(pinned_bytes(error.least_host_bytes))
-    return min(needs, default=None)
-
-
-def _refusal(
+def refusal(
     planner: BudgetedBlocks,
     limits: Limits,
     *,
     least_bytes: int,
     refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
 ) -> InfeasibleBudgetError:
+    """The refusal for too little memory, on the device or on the host; `least_bytes` would do on the device."""
     budget = planner.budget
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes
-    needed = _host_needed(refused)
+    host_needed = _host_needed(refused)
     if planner.settings.recipe is not None and allowed is not None and limits.state_bytes is not None:
         return recipe_too_large(planner, allowed_bytes=allowed, least_bytes=least_bytes, room_bytes=limits.state_bytes)
-    if allowed is None or (needed is not None and least_bytes <= allowed):
-        assert needed is not None
-        return too_small_host(budget, needed_bytes=needed, least_bytes=least_bytes)
+    if allowed is None or (host_needed is not None and least_bytes <= allowed):
+        assert host_needed is not None
+        return too_small_host(budget, needed_bytes=host_needed, least_bytes=least_bytes)
     return too_small(
         budget,
         allowed_bytes=allowed,
@@ -127,20 +63,77 @@ def _refusal(
         allocator=planner.settings.allocator,
         footprint=planner.footprint,
         specs=planner.specs,
-        host_needed=needed,
+        host_needed=host_needed,
     )
+
+
+def nearest_refusal(
+    planner: BudgetedBlocks,
+    attempts: Sequence[Attempt],
+    *,
+    refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
+) -> InfeasibleBudgetError:
+    """The refusal of the attempt that lacks fewest bytes: for too little time if its bytes fit, else for memory."""
+    error, attempt = min(
+        refused, key=lambda r: planner.to_budget_bytes(r[0].least_state_bytes, base_peak=r[1].base_peak)
+    )
+    limits = attempt.limits
+    least_bytes = planner.to_budget_bytes(error.least_state_bytes, base_peak=attempt.base_peak)
+    bytes_fit = limits.state_bytes is None or error.least_state_bytes <= limits.state_bytes
+    # States on the host may bring the bytes within the limits, given time.
+    bytes_fit = bytes_fit or (planner.may_use_host and any(a.meets_bytes and a.meets_host for a in attempts))
+    host_fits = limits.host_bytes is None or error.least_host_bytes <= limits.host_bytes
+    if limits.step_s is None or not bytes_fit or not host_fits:
+        return refusal(planner, limits, least_bytes=least_bytes, refused=refused)
+    assert planner.latency is not None
+    return too_slow(
+        planner.budget,
+        latency=planner.latency,
+        least_step_s=error.least_step_s if not planner.may_use_host else _fastest_s(refused),
+        allowed_bytes=limits.state_bytes,
+        least_bytes=least_bytes,
+    )
+
+
+def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float:
+    """The fewest seconds of optimizer step with which one of the attempts is feasible, by an upward search.
+
+    The limits of device and link may bind together, so the least seconds of each alone need not be enough.
+    """
+    seconds = max(refused[0][1].limits.step_s or 0.0, SEARCH_START_S)
+    for _ in range(SEARCH_STEPS):
+        for _, attempt in refused:
+            limits = attempt.limits
+            more = seconds - (limits.step_s or 0.0)
+            wider = replace(limits, step_s=seconds, link_s=(limits.link_s or 0.0) + more)
+            if possible(attempt.pool, limits=wider):
+                return seconds
+        seconds *= SEARCH_FACTOR
+    return seconds
+
+
+def _host_needed(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> int | None:
+    """The least pinned host memory with which an attempt would fit; None if more host memory would not help."""
+    needs = [
+        pinned_bytes(error.least_host_bytes)
+        for error, attempt in refused
+        if attempt.limits.host_bytes is not None
+        and attempt.meets_bytes
+        and error.least_host_bytes > attempt.limits.host_bytes
+    ]
+    return min(needs, default=None)
 
 
 def recipe_too_large(
     planner: BudgetedBlocks, *, allowed_bytes: int, least_bytes: int, room_bytes: int
 ) -> InfeasibleBudgetError:
-    """A recipe needs what it needs: its bytes, and recipes of the catalogue that would fit in its place."""
+    """The refusal of a recipe: its bytes, and recipes of the catalogue that fit into `room_bytes` of state."""
     recipe, budget = planner.settings.recipe, planner.budget
     assert recipe is not None
-    held = recipe_bytes(planner.blocks, recipe=recipe)
+    state_bytes = recipe_bytes(planner.blocks, recipe=recipe)
     others = recipes_within(planner.blocks, state_bytes=room_bytes)
     adamw = max(planner.state_bytes_adamw, 1)
-    names = ", ".join(f"{name} ({size / adamw:.1%})" for name, size in others[:MOST_RECIPES])
+    names = ", ".join(f"{name} ({size / adamw:.1%})" for name, size in others[:MAX_RECIPES])
     fitting = f"recipes that fit: {names}" if names else "no recipe of the catalogue fits"
     memory = budget.memory_bytes is not None
     unit = "of device memory" if memory else "of optimizer state"
@@ -148,9 +141,9 @@ def recipe_too_large(
     advice = (fitting, "no recipe, so that an allocator chooses", *(ADVICE_MEMORY if memory else ()))
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met: it allows {format_bytes(allowed_bytes)} {unit} ({allowed_bytes} bytes), "
-        f"and recipe={recipe.title}, which keeps {format_bytes(held)} ({held} bytes, {held / adamw:.1%} of fp32 "
-        f"AdamW's) of state, needs {format_bytes(least_bytes)} ({least_bytes} bytes){fraction}. What would do: "
-        f"{'; '.join(advice)}",
+        f"and recipe={recipe.title}, which keeps {format_bytes(state_bytes)} ({state_bytes} bytes, "
+        f"{state_bytes / adamw:.1%} of fp32 AdamW's) of state, needs {format_bytes(least_bytes)} ({least_bytes} bytes)"
+        f"{fraction}. What would do: {'; '.join(advice)}",
         budget_bytes=allowed_bytes,
         least_feasible_bytes=least_bytes,
         advice=advice,
@@ -158,7 +151,7 @@ def recipe_too_large(
 
 
 def too_small_host(budget: Budget, *, needed_bytes: int, least_bytes: int) -> InfeasibleBudgetError:
-    """The refusal where host-placed states do not fit into the host's memory."""
+    """The refusal of states that do not fit into the host's memory."""
     allowed = budget.host_memory_bytes or 0
     advice = ("more host memory", "narrower storage, such as @streamed rows with int8", "rows that stay on the device")
     return InfeasibleBudgetError(
@@ -175,7 +168,7 @@ def too_small_host(budget: Budget, *, needed_bytes: int, least_bytes: int) -> In
 def too_slow(
     budget: Budget, *, latency: LatencyTable, least_step_s: float, allowed_bytes: int | None, least_bytes: int
 ) -> InfeasibleBudgetError:
-    """No allocation that fits the memory is as fast as step_time asks."""
+    """The refusal if no allocation that fits the memory is as fast as step_time asks."""
     whole_s = latency.base_step_s + latency.step_s + least_step_s
     ratio = whole_s / max(latency.reference_step_s, 1e-12)
     return InfeasibleBudgetError(
@@ -201,11 +194,14 @@ def too_small(
     specs: Collection[str] = (),
     host_needed: int | None = None,
 ) -> InfeasibleBudgetError:
-    """Not even the allocation of fewest bytes fits; a footprint tells which part of a memory budget takes most."""
+    """The refusal if not even the allocation of fewest bytes fits.
+
+    `host_needed`: bytes of host memory with which it would fit. `footprint` gives the bytes of the CUDA context.
+    """
     memory = budget.memory_bytes is not None
     advice = (*ADVICE_MEMORY, f"{more_specs(specs)} (state)") if memory else ADVICE_STATE
-    apart = footprint is not None and not footprint.device.startswith("cpu")
-    advice = (*advice, HOST_ADVICE) if memory and apart and budget.host_memory_bytes is None else advice
+    has_host = footprint is not None and not footprint.device.startswith("cpu")
+    advice = (*advice, HOST_ADVICE) if memory and has_host and budget.host_memory_bytes is None else advice
     host = ""
     if host_needed is not None:
         host = (
@@ -215,11 +211,11 @@ def too_small(
     unit = "of device memory" if memory else "of optimizer state"
     fraction = "" if memory else f" (state_fraction={least_bytes / max(state_bytes_adamw, 1):.4f})"
     context = footprint.context_bytes if footprint is not None and memory else 0
-    taken = f"; the CUDA context alone takes {format_bytes(context)}" if context else ""
+    context_text = f"; the CUDA context alone takes {format_bytes(context)}" if context else ""
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met: it allows {format_bytes(allowed_bytes)} {unit} ({allowed_bytes} bytes), "
         f"and the least feasible is {format_bytes(least_bytes)} ({least_bytes} bytes){fraction} with "
-        f"allocator={allocator}{host}{taken}. What would lower it: {'; '.join(advice)}",
+        f"allocator={allocator}{host}{context_text}. What would lower it: {'; '.join(advice)}",
         budget_bytes=allowed_bytes,
         least_feasible_bytes=least_bytes,
         advice=advice,
@@ -261,6 +257,6 @@ def _reason(block: str, spec: str, options: Sequence[Candidate]) -> Reason:
 
 
 def _terms(candidate: Candidate) -> str:
-    """The largest terms of a risk, as `drop_m .12, quantize .03`."""
+    """The two largest terms of a risk, such as `drop_m .12, quantize_v .03`."""
     ranked = sorted(candidate.risk.terms.items(), key=lambda item: -item[1])[:2]
     return ", ".join(f"{name} {value:.2g}" for name, value in ranked if value > 0) or "no term"
