@@ -1,8 +1,8 @@
-"""Chooses which ways to run the batch are measured, until no unmeasured one could beat the best or time is up.
+"""Chooses which options to measure, until no other option could beat the best one or time is up.
 
-The rate of an option is known in three ways. It is promised by lines through small trials, compared by timing two of
-its steps, or tried: bytes and seconds as in training. Each costs more than the one before and is wrong by less. An
-option is measured as long as its rate, times the error that is stated for the way it is known, could make it the best.
+The rate (samples per second) of an option comes from one of three sources, each more expensive and more accurate than
+the one before: extrapolated from small micro-batch measurements; compared, by timing two of its steps; or tried, with
+bytes and seconds as in training. An option is measured as long as it could be the best within its source's error.
 """
 
 import math
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from baoc.planning.microbatch import RATE_TOLERANCE, best_option
 from baoc.types import Option
 
-PROMISED, COMPARED = 0.35, 0.06  # by how much of the true rate a promised one is wrong at most, and a compared one
-BOUND = 0.05  # and above that of an option which does no more for a sample
-WORTH_S = 100.0  # of which a second of deciding is a percent; a longer run is worth more of them
+# Largest error of a rate, as a share of the true one
+EXTRAPOLATED_ERROR, COMPARED_ERROR = 0.35, 0.06
+BOUND_ERROR = 0.05  # of the bound by an option that does no less work per sample
+WORTH_S = 100.0  # a second of measuring has to gain a percent of the rate; less in a run longer than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,87 +24,84 @@ class OptionMeasurer:
     """How options are measured.
 
     Args:
-        measure: compares an option, or tries one that was compared; returns all options as they are known then.
-        cost_s: about the seconds that this takes, of one that `is_tried` (else compared).
-        left_s: seconds that deciding may still take.
-        run_s: of the run that is decided for, by its rate in samples per second.
+        measure: compares an option, or tries one that was compared; returns all options, updated.
+        cost_s: (option, to be tried, not compared) -> estimated seconds of `measure`.
+        remaining_s: seconds that measuring may still take.
+        run_s: samples per second -> seconds of the run to be decided for.
     """
 
     measure: Callable[[Option], list[Option]]
     cost_s: Callable[[Option, bool], float]
-    left_s: Callable[[], float]
+    remaining_s: Callable[[], float]
     run_s: Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChoice:
-    """`chosen` is one of `options` and was tried; None where none found room. `left`: those that could have been the
-    best, by at most `gain` of the rate. `measured`: how often options were; `won`: of the rate, over the option that
-    promised most, 0 where that had no room."""
+    """The outcome of `choose_option`."""
 
     options: list[Option]
-    chosen: Option | None
-    rivals: tuple[Option, ...] = ()
-    gain: float = 0.0
-    measured: int = 0
-    won: float = 0.0
+    chosen: Option | None  # one of `options` that was tried; None if none had room
+    rivals: tuple[Option, ...] = ()  # options that could still be better
+    gain: float = 0.0  # share of the rate that the best of the rivals may gain at most
+    num_measured: int = 0  # calls of `measure`
+    won: float = 0.0  # share of the rate gained over the option that seemed best at first; 0 if that had no room
 
 
-def choose_option(options: Sequence[Option], *, objective: str, race: OptionMeasurer) -> OptionChoice:
-    """The best option by `objective` of those that were tried.
+def choose_option(options: Sequence[Option], *, objective: str, measurer: OptionMeasurer) -> OptionChoice:
+    """Measures options and returns the best tried one by `objective`.
 
-    The most promising one is compared first, then whatever could beat the best so far, most gain for its seconds first;
-    what leads then is tried, and what could beat it at its true rate is measured in turn. An option is left out where
-    the seconds that it takes are worth more than what it may gain: a percent of the rate for each, less in a run of
-    more than WORTH_S, of which they are a smaller part. With no seconds left and nothing tried, one option at most is
-    compared, if it is surest to be fast, and what leads then is tried; where none had room, the one that takes the
-    fewest bytes beside states is next.
+    The option that seems best is compared first. Then come options that could beat the best compared one, the most gain
+    per second first. The leader is tried, and options that could beat its true rate are measured in turn. An option is
+    skipped if measuring it costs more than it may gain (WORTH_S). If time is up with nothing tried, one more option is
+    compared at most, the one that is surest to be fast, and the leader is tried. If no option had room, the one of
+    fewest bytes without state is next.
     """
     options, times, late = list(options), Counter[tuple[int, int, bool]](), False
     first = best_option(options, objective=objective)
     while (
         following := _next(
-            [o for o in options if o.tried or times[o.key] < 2],  # twice, and not tried: nor would a third time
+            [o for o in options if o.tried or times[o.key] < 2],  # not tried at the second time: nor at a third
             objective=objective,
-            race=race,
+            measurer=measurer,
             late=late,
         )
     ) is not None:
-        late = race.left_s() <= 0
-        options = race.measure(following)
+        late = measurer.remaining_s() <= 0
+        options = measurer.measure(following)
         times[following.key] += 1
-    measured = times.total()
+    num_measured = times.total()
     chosen = best_option([option for option in options if option.tried], objective=objective)
     if chosen is None:
-        return OptionChoice(options=options, chosen=None, measured=measured)
-    measured_ones = _measured(options)
-    rivals = tuple(o for o in options if could_win(o, measured=measured_ones, objective=objective, over=chosen))
-    gain = max((max_rate(option, measured=measured_ones) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
+        return OptionChoice(options=options, chosen=None, num_measured=num_measured)
+    measured = _measured(options)
+    rivals = tuple(o for o in options if could_win(o, measured=measured, objective=objective, over=chosen))
+    gain = max((max_rate(option, measured=measured) / chosen.samples_per_s - 1 for option in rivals), default=0.0)
     of_first = [option for option in options if first and option.key == first.key and option.fits]
     won = max((chosen.samples_per_s / o.samples_per_s - 1 for o in of_first if o.compared or o.tried), default=0.0)
     marked = replace(chosen, chosen=True)
     marks = [marked if option.key == chosen.key else option for option in options]
     return OptionChoice(
-        options=marks, chosen=marked, rivals=rivals, gain=max(0.0, gain), measured=measured, won=max(0.0, won)
+        options=marks, chosen=marked, rivals=rivals, gain=max(0.0, gain), num_measured=num_measured, won=max(0.0, won)
     )
 
 
-def _next(options: Sequence[Option], *, objective: str, race: OptionMeasurer, late: bool) -> Option | None:
-    """The option to measure next; None if none is left. `late`: the last one was measured with no seconds left."""
+def _next(options: Sequence[Option], *, objective: str, measurer: OptionMeasurer, late: bool) -> Option | None:
+    """The option to measure next; None if none is worth it. `late`: time was up before the last measurement."""
     measured = _measured(options)
     leader = best_option(measured, objective=objective)
-    if leader is None:  # something has to be run
+    if leader is None:  # an option has to be found, whatever the time
         fitting = [option for option in options if late and option.fits]
-        least = min(fitting, key=lambda option: option.peak_bytes - option.state_bytes, default=None)
-        return least or best_option(options, objective=objective)
-    left_s = race.left_s() - (0.0 if leader.tried else race.cost_s(leader, True))
-    price = 1 / max(WORTH_S, race.run_s(leader.samples_per_s))
+        smallest = min(fitting, key=lambda option: option.peak_bytes - option.state_bytes, default=None)
+        return smallest or best_option(options, objective=objective)
+    remaining_s = measurer.remaining_s() - (0.0 if leader.tried else measurer.cost_s(leader, True))
+    gain_per_s = 1 / max(WORTH_S, measurer.run_s(leader.samples_per_s))
     worth: dict[int, float] = {}
     for index, option in enumerate(options):
-        cost_s = race.cost_s(option, option.compared)
-        if cost_s <= left_s and could_win(option, measured=measured, objective=objective, over=leader):
+        cost_s = measurer.cost_s(option, option.compared)
+        if cost_s <= remaining_s and could_win(option, measured=measured, objective=objective, over=leader):
             gain = _expected_gain(option, measured=measured, over=leader)
-            if gain >= price * cost_s:
+            if gain >= gain_per_s * cost_s:
                 worth[index] = gain / max(cost_s, 1e-9)
     if worth:
         return options[max(worth, key=lambda index: worth[index])]
@@ -111,17 +109,17 @@ def _next(options: Sequence[Option], *, objective: str, race: OptionMeasurer, la
         return None
     if not any(option.tried and option.fits for option in options):
         return leader if late else _surest(options, objective=objective)
-    return leader if race.cost_s(leader, True) <= race.left_s() else None
+    return leader if measurer.cost_s(leader, True) <= measurer.remaining_s() else None
 
 
 def _surest(options: Sequence[Option], *, objective: str) -> Option | None:
-    """The best one where each is as slow as it may be. One that was compared may be behind a promise that is far above
-    it, as small micro-batches are that were measured because they are small."""
-    slow = {
-        option.key: replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options
-    }
-    found = best_option(list(slow.values()), objective=objective)
-    return next((option for option in options if found and option.key == found.key), None)
+    """The option that is best if each is as slow as its error allows.
+
+    A compared option may lose to an extrapolated one that is far above it, as small micro-batches do.
+    """
+    slowest = [replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options]
+    best = best_option(slowest, objective=objective)
+    return next((option for option in options if best and option.key == best.key), None)
 
 
 def _measured(options: Sequence[Option]) -> list[Option]:
@@ -129,18 +127,20 @@ def _measured(options: Sequence[Option]) -> list[Option]:
 
 
 def could_win(option: Option, *, measured: Sequence[Option], objective: str, over: Option) -> bool:
-    """Whether an option that was not tried would be the best of those that were measured, at the rate it may have."""
+    """Whether an option that was not tried would be better than `over` at its largest possible rate."""
     if option.tried or not option.fits or option.key == over.key or math.isnan(option.samples_per_s):
         return False
-    hoped = replace(option, samples_per_s=max_rate(option, measured=measured))
-    return best_option([over, hoped], objective=objective) is hoped
+    fastest = replace(option, samples_per_s=max_rate(option, measured=measured))
+    return best_option([over, fastest], objective=objective) is fastest
 
 
 def max_rate(option: Option, *, measured: Sequence[Option]) -> float:
-    """The most samples per second that an option may have: by its own rate, and by those that were measured of options
-    which launch no more for a sample, and compute no more but for the layers that they recompute."""
+    """The most samples per second that an option may have, by its own rate and by rates of measured options.
+
+    These launch no more kernels per sample; what they recompute more is taken into account.
+    """
     bounds = [
-        (1 + BOUND) * other.samples_per_s * max(1.0, forward_passes(other) / forward_passes(option))
+        (1 + BOUND_ERROR) * other.samples_per_s * max(1.0, forward_passes(other) / forward_passes(option))
         for other in measured
         if other.micro_batch >= option.micro_batch and other.release <= option.release and other.key != option.key
     ]
@@ -148,17 +148,21 @@ def max_rate(option: Option, *, measured: Sequence[Option]) -> float:
 
 
 def forward_passes(option: Option) -> float:
-    """What is computed for a sample, in forward passes: one, two of backward, and the layers that it computes again."""
+    """Work per sample in forward passes: one forward, two for backward, and the share of recomputed layers."""
     return 3 + option.recomputed / max(1, option.num_layers)
 
 
 def _error(option: Option) -> float:
-    return 0.0 if option.tried else COMPARED if option.compared else PROMISED
+    if option.tried:
+        return 0.0
+    return COMPARED_ERROR if option.compared else EXTRAPOLATED_ERROR
 
 
 def _expected_gain(option: Option, *, measured: Sequence[Option], over: Option) -> float:
-    """Mean of what it gains over another one's rate, as a share of that, if its own is anywhere within its error. Less
-    risk at a rate alike is worth half of what rates may differ by."""
+    """The mean gain over another option's rate, as a share of it, with the own rate uniform within its error.
+
+    It is at least half of RATE_TOLERANCE, which stands for less risk at about the same rate.
+    """
     rate, high = over.samples_per_s, max_rate(option, measured=measured)
     low = min(high, option.samples_per_s / (1 + _error(option)))
     if low >= rate:

@@ -1,8 +1,8 @@
-"""`risk=measured`: chooses the recipe that measured best of those that fit the budget, and says what that rests on.
+"""`risk=measured`: chooses the best measured recipe that fits the budget, and states its evidence.
 
-Whole recipes are tried from the best measured one on, each planned under every limit of the budget. A mixture replaces
-one role of the recipe that the table's entries were measured in. It is taken only if it is better than the best recipe
-that fits beyond its own error, and beyond what the best of so many entries shows by chance.
+Recipes are tried from the best measured one on, each planned under every limit of the budget. A mixture is the family's
+base recipe with another spec in one role. It is taken only if it is better than the best fitting recipe beyond the
+error of both, and beyond what the best of so many mixtures would show by chance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import NormalDist
 
-from baoc.core.catalogue import SPECS, WEIGHTS, select
+from baoc.core.catalogue import SPECS, STREAMED, WEIGHTS, select
 from baoc.core.measured import Change, Family, MeasuredRecipe, faded_rate, with_rate
-from baoc.core.recipes import Recipe, recipe_keys
+from baoc.core.recipes import FIRST, Recipe, recipe_keys
 from baoc.core.statistics import DEFAULT_LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.budgeted import BudgetedBlocks
@@ -22,11 +22,12 @@ from baoc.types import Basis, Block, Plan, Role
 
 MIXED = "mixed"
 ADAMW = "adamw"
-STOCHASTIC_BF16 = "bf16_sr"  # weights
-# Of the loss: what rounding may cost at most by experiments/results/product_runs.csv (not told from native there).
+STOCHASTIC_BF16 = "bf16_sr"  # a weights format
+# Share of the loss that stochastic rounding may cost at most, by experiments/results/product_runs.csv, in which it is
+# not distinguishable from native weights.
 ROUNDING_COST = 0.02
-PRETRAINED_ARGUMENT = "pretrained=True"  # what risk=prior is where settings are Python values
-FAR = 10.0  # times the measured size, from which on a plan says that nothing was measured there
+PRETRAINED_ARGUMENT = "pretrained=True"  # has the effect of risk=prior in Python calls
+FAR = 10.0  # times the measured network's size: larger networks are reported as not measured
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -34,9 +35,9 @@ FAR = 10.0  # times the measured size, from which on a plan says that nothing wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeChoice:
-    """A recipe that fits, and the change that was measured of it, or of a mixture's entry.
+    """A recipe or a mixture that fits, with its plan and its measured change of the final loss.
 
-    `rate`: multiple of AdamW's learning rate, for all rules alike.
+    `rate`: multiple of AdamW's learning rate, for all rules. `measured`: the table's row; None for a mixture.
     """
 
     recipe: Recipe
@@ -47,11 +48,12 @@ class RecipeChoice:
 
 
 def choose_recipe(planner: BudgetedBlocks, *, family: Family) -> RecipeChoice | None:
-    """The measured choice of the planner's budget; None where no measured recipe fits.
+    """The best measured recipe or mixture within the planner's budget; None if none fits.
 
-    Where all that fits on the device measured worse than fp32 AdamW, states go to the host if that is allowed, as they
-    stay the same there. Weights are rounded at random where that gains more than it may cost. On a network of a kind
-    that nobody measured it is the best recipe of the nearest family, if that was better than fp32 AdamW.
+    If every recipe that fits on the device measured worse than fp32 AdamW, recipes with states on the host are tried,
+    where plans may use it. bf16 weights with stochastic rounding are taken if the recipe that they let fit gains more
+    than they may cost. On a network of a kind that was not measured, only recipes that measured better than fp32 AdamW
+    in the nearest family are taken, and no mixture.
     """
     best = next(fitting_recipes(planner, family=family), None)
     if planner.extrapolates:
@@ -67,114 +69,122 @@ def choose_recipe(planner: BudgetedBlocks, *, family: Family) -> RecipeChoice | 
 
 
 def selection_penalty(family: Family) -> float:
-    """How many times more standard deviations the best of all entries has to be better by than one that was named
-    before: each was measured at two rates, so that the best looks better than it is (Bonferroni)."""
-    tried = 2 * sum(len(held) for held in family.roles.values())
-    return NormalDist().inv_cdf(1 - (1 - DEFAULT_LEVEL) / max(tried, 1)) / NormalDist().inv_cdf(DEFAULT_LEVEL)
+    """Factor on the standard deviation for picking the best of all mixtures, by Bonferroni's correction.
+
+    Each was measured at two rates, so the best of them looks better than it is.
+    """
+    num_measured = 2 * sum(len(by_spec) for by_spec in family.roles.values())
+    return NormalDist().inv_cdf(1 - (1 - DEFAULT_LEVEL) / max(num_measured, 1)) / NormalDist().inv_cdf(DEFAULT_LEVEL)
 
 
 def ranked_recipes(planner: BudgetedBlocks, *, family: Family) -> list[MeasuredRecipe]:
-    """Measured recipes by mean + kappa sd."""
-    return sorted(family.recipes, key=lambda one: (one.change.bound(planner.kappa), one.change.mean))
+    """Measured recipes, the best first, by mean + kappa sd of their change."""
+    return sorted(family.recipes, key=lambda row: (row.change.bound(planner.kappa), row.change.mean))
 
 
 def is_worse_than_adamw(choice: RecipeChoice, *, family: Family) -> bool:
-    """Whether a recipe measured worse than fp32 AdamW did; False where that was not measured."""
-    adamw = next((one for one in family.recipes if one.name == ADAMW), None)
+    """Whether a recipe measured worse than fp32 AdamW; False if the family has no measured AdamW."""
+    adamw = next((row for row in family.recipes if row.name == ADAMW), None)
     return adamw is not None and choice.change.mean > adamw.change.mean
 
 
 def fitting_recipes(
     planner: BudgetedBlocks, *, family: Family, weights: Sequence[str] = (), hosted: bool = False
 ) -> Iterator[RecipeChoice]:
-    """Measured recipes that fit, the best first; with the first of `weights` that lets one fit, by default of those
-    that are offered, native first. `hosted`: with their states on the host."""
+    """Yields measured recipes that fit, the best first, each with the first format of `weights` that lets it fit.
+
+    `weights` defaults to the formats of the settings' specs, native first. `hosted`: with states on the host.
+    """
     if hosted and not planner.may_use_host:
         return
     offered = {spec.weights for spec in select(planner.settings.specs).values()}
     weights = weights or sorted(offered, key=list(WEIGHTS).index)
-    for one in ranked_recipes(planner, family=family):
-        rate = rate_for_network(planner, one.rate, family=family)
-        recipe = with_rate(one.recipe, rate)
+    for measured in ranked_recipes(planner, family=family):
+        rate = rate_for_network(planner, measured.rate, family=family)
+        recipe = with_rate(measured.recipe, rate)
         recipe = with_streamed_states(recipe) if hosted else recipe
         for name in weights:
-            held = replace(recipe, weights=name)
-            plan = plan_recipe(planner, held)
+            variant = replace(recipe, weights=name)
+            plan = plan_recipe(planner, variant)
             if plan is not None:
-                yield RecipeChoice(recipe=held, plan=plan, change=one.change, rate=rate, measured=one)
+                yield RecipeChoice(recipe=variant, plan=plan, change=measured.change, rate=rate, measured=measured)
                 break
 
 
 def rate_for_network(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
-    """What a measured multiple of the learning rate is on this network. Outside run.py, where weights may be
-    pretrained, a guess from the nearest family raises no rate."""
+    """A measured multiple of the learning rate, faded to the size of this network.
+
+    A multiple of the nearest family raises no rate outside of run.py, where weights may be pretrained.
+    """
     rate = faded_rate(rate, num_params=planner.num_params, measured=family.num_params)
     return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 
 
 def best_rate(planner: BudgetedBlocks, recipe: Recipe, *, family: Family) -> float:
-    """The multiple of the learning rate at which a recipe measured best; 1 where it was not measured."""
-    runs = (recipe.specs, recipe.betas)
-    rate = next((one.rate for one in family.recipes if (one.recipe.specs, one.recipe.betas) == runs), 1.0)
+    """The multiple of the learning rate at which a recipe measured best; 1 if it was not measured."""
+    same = (row for row in family.recipes if (row.recipe.specs, row.recipe.betas) == (recipe.specs, recipe.betas))
+    rate = next((row.rate for row in same), 1.0)
     return rate_for_network(planner, rate, family=family)
 
 
 def with_streamed_states(recipe: Recipe) -> Recipe:
-    """The recipe with the states of all roles but norms on the host, stepped on the device."""
+    """The recipe with states on the host for all roles but norms."""
     specs = {role: spec if role == Role.NORM else streamed_spec_name(spec) for role, spec in recipe.specs.items()}
     return replace(recipe, specs=specs, fallback=tuple(map(streamed_spec_name, recipe.fallback)))
 
 
 def streamed_spec_name(spec: str) -> str:
-    named = f"{spec}@streamed"
-    return named if named in SPECS else spec  # of no state there is nothing to place
+    """The name of the spec with its states on the host; `spec` itself if it has no states."""
+    streamed = f"{spec}{STREAMED}"
+    return streamed if streamed in SPECS else spec
 
 
 def most_useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
-    """Bytes of the best measured recipe in the budget's own measure: from there on a budget does not bind."""
-    for one in ranked_recipes(planner, family=family):
-        sub = recipe_planner(planner, one.recipe)
-        if sub is not None:
-            return sub.budget_bytes_of([options[0] for options in sub.candidates(risk="prior", profile=None).values()])
+    """Bytes of the best measured recipe in the budget's measure: a larger budget does not bind."""
+    for measured in ranked_recipes(planner, family=family):
+        nested = recipe_planner(planner, measured.recipe)
+        if nested is not None:
+            pool = nested.candidates(risk="prior", profile=None)
+            return nested.budget_bytes_of([options[0] for options in pool.values()])
     return 0
 
 
 def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> BudgetedBlocks | None:
-    """The planner of a recipe on the same blocks, offered what `planner` is; None where it does not apply, or runs rows
-    that are not offered. `covers`: nor where it tells parts that these blocks do not, or leaves some to its fallback.
+    """A nested planner that runs `recipe` on the same blocks; None if it runs specs that `planner` lacks.
+
+    `covers`: None also if the recipe needs blocks by part and there are none, or if a block would run its fallback.
     """
     if covers and recipe.needs_part_blocks and planner.settings.blocks_by != "layer_part":
         return None
     if covers and not all(map(recipe.names_spec_for, planner.blocks)):
         return None
     try:
-        sub = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
+        nested = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
     except BadInputError:
         return None
-    runs = {pick.spec for pick in sub.allocator.picks.values()}  # pyright: ignore[reportAttributeAccessIssue]
-    if not runs <= set(planner.specs):
+    used = {pick.spec for pick in nested.allocator.picks.values()}  # pyright: ignore[reportAttributeAccessIssue]
+    if not used <= set(planner.specs):
         return None
-    # A recipe brings fallbacks that no block here runs; of their steps the footprint may not know.
-    sub.specs, sub.offered_specs = (
-        {name: spec for name, spec in of.items() if name in planner.specs} for of in (sub.specs, sub.offered_specs)
-    )
-    return sub
+    # A recipe has fallbacks that no block here runs; the footprint may lack the temporaries of their steps.
+    nested.specs = {name: spec for name, spec in nested.specs.items() if name in planner.specs}
+    nested.offered_specs = {name: spec for name, spec in nested.offered_specs.items() if name in planner.specs}
+    return nested
 
 
 def plan_recipe(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> Plan | None:
-    """The plan of a recipe under the planner's budget; None where it does not fit or apply (see `recipe_planner`)."""
-    sub = recipe_planner(planner, recipe, covers=covers)
-    if sub is not None:
+    """The plan of a recipe under the planner's budget; None if it does not fit or apply (see `recipe_planner`)."""
+    nested = recipe_planner(planner, recipe, covers=covers)
+    if nested is not None:
         with suppress(InfeasibleBudgetError, BadInputError):
-            return sub.propose()
+            return nested.propose()
     return None
 
 
 def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice | None) -> RecipeChoice | None:
-    """The base with one role replaced, of least mean + kappa sd under the budget; None where that is not better than
-    the recipe `than` beyond its error, and beyond what the best of so many entries shows by chance.
+    """The family's base recipe with another spec in one role, of least mean + kappa sd within the budget.
 
-    One role alone, as no spec's changes by role are shown to add up (`rules` of the table).
+    None if it is not better than the recipe `than` beyond the error of both and `selection_penalty`. Only one role is
+    replaced, as changes of several roles are not shown to add up.
     """
     if family.base is None or not family.roles:
         return None
@@ -183,30 +193,33 @@ def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice 
         block: {c.spec: c for c in options}
         for block, options in planner.candidates(risk="measured", profile=None).items()
     }
-    runs = {block.name: base.recipe.preferred_spec(block)[1] for block in planner.blocks}
-    blocks: dict[str, list[Block]] = {}
+    base_choices = {block.name: base.recipe.preferred_spec(block)[1] for block in planner.blocks}
+    blocks_of_role: dict[str, list[Block]] = {}
     for block in planner.blocks:
-        blocks.setdefault(next(key for key in recipe_keys(block) if key != "first"), []).append(block)
+        blocks_of_role.setdefault(next(key for key in recipe_keys(block) if key != FIRST), []).append(block)
     entries = [
         (change, role, spec)
-        for role, held in blocks.items()
-        for spec in pool[held[0].name]
-        if all(spec in pool[block.name] for block in held)
-        and (change := measured_change(held[0], spec, family=family)) is not None
+        for role, blocks in blocks_of_role.items()
+        for spec in pool[blocks[0].name]
+        if all(spec in pool[block.name] for block in blocks)
+        and (change := measured_change(blocks[0], spec, family=family)) is not None
         and change.n
     ]
-    room = planner.limits().state_bytes
+    limit = planner.limits().state_bytes
     rate = rate_for_network(planner, base.rate, family=family)
     for change, role, spec in sorted(entries, key=lambda entry: entry[0].bound(planner.kappa)):
-        choices = {**runs, **{block.name: spec for block in blocks[role]}}
-        chosen = [pool[block][runs_it] for block, runs_it in choices.items() if runs_it in pool[block]]
-        if len(chosen) < len(choices) or (room is not None and sum(c.cost.charged_bytes for c in chosen) > room):
+        choices = base_choices | {block.name: spec for block in blocks_of_role[role]}
+        chosen = [pool[block][name] for block, name in choices.items() if name in pool[block]]
+        if len(chosen) < len(choices) or (limit is not None and sum(c.cost.charged_bytes for c in chosen) > limit):
             continue
-        # Entries are against the base, recipes against the reference.
-        shifted = replace(change, mean=change.mean + base.change.mean, sd=sqrt(change.sd**2 + base.change.sd**2))
+        # Changes of a role are against the base recipe, changes of recipes against the reference.
+        against_reference = replace(
+            change, mean=change.mean + base.change.mean, sd=sqrt(change.sd**2 + base.change.sd**2)
+        )
         if than is not None:
-            doubt = planner.kappa * selection_penalty(family) * sqrt(shifted.sd**2 + than.change.sd**2)
-            if shifted.mean - than.change.mean + doubt >= 0:
+            sd = sqrt(against_reference.sd**2 + than.change.sd**2)
+            margin = planner.kappa * selection_penalty(family) * sd
+            if against_reference.mean - than.change.mean + margin >= 0:
                 continue
         recipe = replace(
             base.recipe,
@@ -217,75 +230,98 @@ def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice 
         recipe = with_rate(recipe, rate, by_role={role: change.multiple} if change.multiple != 1 else {})
         plan = plan_recipe(planner, recipe)
         if plan is not None:
-            return RecipeChoice(recipe=recipe, plan=plan, change=shifted, rate=rate)
+            return RecipeChoice(recipe=recipe, plan=plan, change=against_reference, rate=rate)
     return None
 
 
-# -- what is told of it -----------------------------------------------------------------------------------------------
+# -- the text ---------------------------------------------------------------------------------------------------------
 
 
 def basis_of(choice: RecipeChoice, *, family: Family, plan: Plan, planner: BudgetedBlocks) -> Basis:
     """The basis of the choice, as values and as a sentence."""
-    one, recipe, num_params = choice.measured, choice.recipe, planner.num_params
-    in_run = planner.settings.from_conf
+    measured = choice.measured
+    if measured is None:
+        reference, change = family.base or "", choice.change
+    else:
+        reference, change = next(iter(measured.changes_against.items()), (family.reference, measured.change))
     hosted = plan.allocation.host_bytes
     share = (plan.allocation.state_bytes + hosted) / max(plan.state_bytes_adamw, 1)
-    held = f"{recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
-    if one is None:
-        against, change = family.base or "", choice.change
-        told = f"{recipe.description}; {change} against {family.reference}, by role"
+    state = f"{choice.recipe.name}: {share:.1%} of the state{', most of it on the host' if hosted else ''}"
+    if planner.extrapolates and measured is not None:
+        evidence = _extrapolation(choice, measured=measured, num_seeds=change.n, family=family, planner=planner)
     else:
-        told = f"{one.value:.4g} ({one.sd:.2g})"
-        against, change = next(iter(one.changes_against.items()), (family.reference, one.change))
-        parts = [
-            f"{other} {family.recipe(other).value:.4g}: {difference}"
-            for other, difference in one.changes_against.items()
-        ]
-        told += f" against {', '.join(parts)}" if parts else ""
-    where = f"n {change.n}, {family.unit}, measured at {family.size}, {family.horizon}"
-    far = f"; not measured at {num_params:,} parameters" if num_params > FAR * family.num_params else ""
-    narrow = "" if recipe.weights == "native" else f"; weights {_format_told(recipe.weights, family=family)}"
-    rate = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
-    if choice.rate > 1:
-        rate += (
-            f", as in training from scratch: for pretrained weights {'risk=prior' if in_run else PRETRAINED_ARGUMENT}"
-        )
-    worse = (
-        "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
-        "choose was not measured: a larger budget or a race may do better"
-        if is_worse_than_adamw(choice, family=family)
-        else ""
-    )
-    text = f"{held}; {told}, {where}{far}{narrow}{rate}{worse}"
-    if planner.extrapolates and one is not None:
-        theirs = faded_rate(one.rate, num_params=num_params, measured=family.num_params)
-        kept = "; the learning rate stays as given, as weights may be pretrained "
-        kept += f"(there it was {theirs:.3g} times AdamW's)"
-        text = (
-            f"{held}; an extrapolation from transformers for {family.name}, as nothing was measured of this kind "
-            f"of network; there it was the best that fits, with {one.value:.4g} against fp32 AdamW's "
-            f"{family.recipe(ADAMW).value:.4g} {family.unit}, n {change.n}{kept if choice.rate < theirs else rate}"
-            + ("; race=auto checks it" if in_run else f"; {PRETRAINED_ARGUMENT} plans without it")
-        )
+        evidence = _evidence(choice, num_seeds=change.n, family=family, planner=planner)
     return Basis(
         by="measured",
-        text=text,
-        recipe=recipe.name,
+        text=f"{state}; {evidence}",
+        recipe=choice.recipe.name,
         family=family.name,
-        reference=against,
+        reference=reference,
         change=change.mean,
         half=change.half,
         n=change.n,
         num_params=family.num_params,
         steps=family.steps,
-        lr=dict(recipe.lr),
-        betas=dict(recipe.betas),
+        lr=dict(choice.recipe.lr),
+        betas=dict(choice.recipe.betas),
     )
 
 
-def _format_told(name: str, *, family: Family) -> str:
-    known, told = family.weights.get(name), WEIGHTS[name].description
-    if known is None:
-        return f"{told}, which were not measured for {family.name}"
-    changed = f"{known.mean:+.2g} +- {known.half:.2g}"
-    return f"{told}, which under 8-bit Muon changed {changed} against fp32 ones, n {known.n}"
+def _evidence(choice: RecipeChoice, *, num_seeds: int, family: Family, planner: BudgetedBlocks) -> str:
+    """The measurements of a choice on a network of a measured kind."""
+    recipe, measured, num_params = choice.recipe, choice.measured, planner.num_params
+    if measured is None:
+        text = f"{recipe.description}; {choice.change} against {family.reference}, by role"
+    else:
+        text = f"{measured.value:.4g} ({measured.sd:.2g})"
+        others = [
+            f"{name} {family.recipe(name).value:.4g}: {difference}"
+            for name, difference in measured.changes_against.items()
+        ]
+        text += f" against {', '.join(others)}" if others else ""
+    text += f", n {num_seeds}, {family.unit}, measured at {family.size}, {family.horizon}"
+    if num_params > FAR * family.num_params:
+        text += f"; not measured at {num_params:,} parameters"
+    if recipe.weights != "native":
+        text += f"; weights {_format_text(recipe.weights, family=family)}"
+    text += _rate_text(choice, planner=planner)
+    if is_worse_than_adamw(choice, family=family):
+        text += (
+            "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
+            "choose was not measured: a larger budget or a race may do better"
+        )
+    return text
+
+
+def _extrapolation(
+    choice: RecipeChoice, *, measured: MeasuredRecipe, num_seeds: int, family: Family, planner: BudgetedBlocks
+) -> str:
+    """The measurements of a choice in the nearest family, for a network of a kind that was not measured."""
+    family_rate = faded_rate(measured.rate, num_params=planner.num_params, measured=family.num_params)
+    if choice.rate < family_rate:
+        rate_text = "; the learning rate stays as given, as weights may be pretrained "
+        rate_text += f"(there it was {family_rate:.3g} times AdamW's)"
+    else:
+        rate_text = _rate_text(choice, planner=planner)
+    advice = "race=auto checks it" if planner.settings.from_conf else f"{PRETRAINED_ARGUMENT} plans without it"
+    return (
+        f"an extrapolation from transformers for {family.name}, as nothing was measured of this kind of network; there "
+        f"it was the best that fits, with {measured.value:.4g} against fp32 AdamW's {family.recipe(ADAMW).value:.4g} "
+        f"{family.unit}, n {num_seeds}{rate_text}; {advice}"
+    )
+
+
+def _rate_text(choice: RecipeChoice, *, planner: BudgetedBlocks) -> str:
+    text = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
+    if choice.rate > 1:
+        setting = "risk=prior" if planner.settings.from_conf else PRETRAINED_ARGUMENT
+        text += f", as in training from scratch: for pretrained weights {setting}"
+    return text
+
+
+def _format_text(name: str, *, family: Family) -> str:
+    change, text = family.weights.get(name), WEIGHTS[name].description
+    if change is None:
+        return f"{text}, which were not measured for {family.name}"
+    changed = f"{change.mean:+.2g} +- {change.half:.2g}"
+    return f"{text}, which under 8-bit Muon changed {changed} against fp32 ones, n {change.n}"

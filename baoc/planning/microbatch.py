@@ -1,13 +1,13 @@
-"""Ways to run the global batch: their footprints and seconds from those of a few micro-batches, and which is best.
+"""Options to run the global batch: their footprints and seconds, from a few measured micro-batches, and the best one.
 
-Micro-batch, accumulation, activation recomputation, gradient release, weights and allocation belong together, as bytes
-that one of them saves are what another may spend. Nothing here runs a network.
+Micro-batch, accumulation, activation recomputation, gradient release and allocation are decided together, as each may
+spend the bytes that another saves. Nothing here runs a network.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import accumulate, product
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.cost import grouped_bytes, native_bytes
@@ -18,17 +18,17 @@ from baoc.units import format_bytes
 
 STATE_ADVICE = "more catalogue.specs, such as '*', or fewer roles in catalogue.keep_fp32_roles"
 OBJECTIVES = ("quality", "throughput", "balanced")
-RATE_TOLERANCE = 0.02  # rates that differ by less are one: so well are steps predicted at best
-CORRECTIONS = 3  # of a number of recomputed layers that a line promised too low
-_LINES = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
+RATE_TOLERANCE = 0.02  # rates that differ by less count as equal: steps are not predicted better
+MAX_CORRECTIONS = 3  # of a number of recomputed layers that was interpolated too low
+_LINEAR_FIELDS = ("forward_backward_bytes", "validation_bytes", "resident_bytes", "context_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The open axes of a decision: micro-batches, number of recomputed layers, and released gradients.
+    """The values to choose from: micro-batches, numbers of recomputed layers, and gradient release.
 
-    `recomputed`: the least and the most recomputed layers, out of `num_layers`; any number between them is an option
-    too. Gradients are released only where the whole batch is one micro-batch.
+    `recomputed`: the fewest and the most recomputed layers of `num_layers`; numbers between them may be added as
+    options. Gradient release needs a micro-batch of the whole batch.
     """
 
     micro_batches: tuple[int, ...]
@@ -37,7 +37,7 @@ class Axes:
     release: tuple[bool, ...] = (False,)
 
     def option_keys(self, *, batch_size: int) -> list[tuple[int, int, bool]]:
-        """Every combination with the least and the most recomputed layers, see `Option.key`."""
+        """`Option.key` of every combination with the fewest and the most recomputed layers."""
         return [
             (size, recomputed, release)
             for recomputed in self.recomputed
@@ -49,7 +49,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchMeasurement:
-    """Measured footprint of a micro-batch; `seconds` of its forward and backward, NaN where not timed."""
+    """The measured footprint of a micro-batch; `seconds` of its forward and backward, NaN if not timed."""
 
     micro_batch: int
     footprint: Footprint
@@ -57,19 +57,19 @@ class MicroBatchMeasurement:
 
 
 def divisors(batch_size: int) -> list[int]:
-    """Micro-batches that make up `batch_size` in whole steps, ascending."""
+    """Micro-batches that divide `batch_size`, ascending."""
     return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
 
 
-def footprint_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
-    """The footprint at any micro-batch: measured where it was tried, else on the line through the two largest trials.
+def footprint_at(measurements: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
+    """The footprint at a micro-batch: its measured one, else on the line through the two largest measurements.
 
-    Activations grow in proportion to samples. With a single trial its own footprint is all there is.
+    Activations grow in proportion to samples. A single measurement is returned as it is, with the other micro-batch.
     """
-    ordered = sorted(trials, key=lambda trial: trial.micro_batch)
-    for trial in ordered:
-        if trial.micro_batch == micro_batch:
-            return trial.footprint
+    ordered = sorted(measurements, key=lambda measurement: measurement.micro_batch)
+    for measurement in ordered:
+        if measurement.micro_batch == micro_batch:
+            return measurement.footprint
     if len(ordered) == 1:
         return replace(ordered[0].footprint, micro_batch=micro_batch)
     low, high = ordered[-2:]
@@ -78,58 +78,61 @@ def footprint_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -
     def line(a: int, b: int) -> int:
         return math.ceil(a + share * max(0, b - a))  # more samples never need less
 
-    made = {name: line(getattr(low.footprint, name), getattr(high.footprint, name)) for name in _LINES}
+    values = {name: line(getattr(low.footprint, name), getattr(high.footprint, name)) for name in _LINEAR_FIELDS}
     intervals = _intervals(low.footprint.intervals, high.footprint.intervals, line=line)
-    return replace(high.footprint, micro_batch=micro_batch, intervals=intervals, **made)
+    return replace(high.footprint, micro_batch=micro_batch, intervals=intervals, **values)
 
 
 def _intervals(
     low: Sequence[PeakInterval], high: Sequence[PeakInterval], *, line: Callable[[int, int], int]
 ) -> tuple[PeakInterval, ...]:
-    """Intervals on the same line, where both trials have the same ones; else none, and savings count for less."""
-    alike = [(a.name, a.gradients) for a in low] == [(b.name, b.gradients) for b in high]
-    if not alike:
+    """Intervals on the same line, or none if both footprints have different ones: then savings count for less."""
+    same = [(a.name, a.gradients) for a in low] == [(b.name, b.gradients) for b in high]
+    if not same:
         return ()
     return tuple(replace(b, num_bytes=line(a.num_bytes, b.num_bytes)) for a, b in zip(low, high, strict=True))
 
 
-def upper_bound_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
-    """As `footprint_at`; from a single smaller trial the most that more samples may take: all beside weights and
-    gradients grows with them."""
-    found = footprint_at(trials, micro_batch=micro_batch)
-    if len(trials) > 1 or trials[0].micro_batch >= micro_batch:
-        return found
-    share = micro_batch / trials[0].micro_batch
+def upper_bound_at(measurements: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
+    """`footprint_at`, but from a single smaller measurement an upper bound.
 
-    def most(num_bytes: int, *, gradients: int | None) -> int:
-        there = found.weights_bytes + (found.gradients_bytes if gradients is None else 0)
-        return there + math.ceil(share * max(0, num_bytes - there))
+    There everything beside weights and gradients is taken to grow in proportion to samples.
+    """
+    footprint = footprint_at(measurements, micro_batch=micro_batch)
+    if len(measurements) > 1 or measurements[0].micro_batch >= micro_batch:
+        return footprint
+    share = micro_batch / measurements[0].micro_batch
+
+    def scaled(num_bytes: int, *, gradients: int | None) -> int:
+        constant = footprint.weights_bytes + (footprint.gradients_bytes if gradients is None else 0)
+        return constant + math.ceil(share * max(0, num_bytes - constant))
 
     return replace(
-        found,
-        forward_backward_bytes=most(found.forward_backward_bytes, gradients=0),
-        validation_bytes=most(found.validation_bytes, gradients=0),
-        intervals=tuple(replace(m, num_bytes=most(m.num_bytes, gradients=m.gradients)) for m in found.intervals),
+        footprint,
+        forward_backward_bytes=scaled(footprint.forward_backward_bytes, gradients=0),
+        validation_bytes=scaled(footprint.validation_bytes, gradients=0),
+        intervals=tuple(replace(m, num_bytes=scaled(m.num_bytes, gradients=m.gradients)) for m in footprint.intervals),
     )
 
 
-def interpolate(fewer: Footprint, more: Footprint, *, share: float, kept: Collection[str] = ()) -> Footprint:
-    """The footprint where a number of recomputed layers is between those of two others: `share` of the way from
-    `fewer` to `more`. `kept`: the parameters of layers that are not recomputed, whose copies of autocast stay for
-    backward as they do with `fewer`.
+def interpolate(fewer: Footprint, more: Footprint, *, share: float, not_recomputed: Collection[str] = ()) -> Footprint:
+    """An upper bound of the footprint with a number of recomputed layers between those of two footprints.
 
-    At any moment of a step, each further layer of those that ran before it is one less to keep activations of, and
-    layers after it take nothing either way. So bytes at a moment fall with the number and then stay; the peak, as the
-    largest of such functions, is convex, and on the line between two numbers or below it.
+    `share`: how far the number is from that of `fewer` (0) to that of `more` (1). `not_recomputed`: parameters of
+    layers that are not recomputed; their autocast copies live until backward, as in `fewer`.
+
+    With each further recomputed layer, the activations of one layer less are alive at a moment of the step, until none
+    are. So bytes at a moment fall with the number and then stay constant. The peak is the largest of such functions,
+    thus convex, and lies on the line between two numbers or below it.
     """
 
     def line(a: int, b: int) -> int:
         return math.ceil(a + share * (b - a))
 
-    made = {name: line(getattr(fewer, name), getattr(more, name)) for name in _LINES}
-    alike = fewer.gradient_order == more.gradient_order and fewer.intervals and more.intervals
-    intervals = _joined(fewer.intervals, more.intervals, line=line, kept=kept) if alike else ()
-    return replace(more, intervals=intervals, **made)
+    values = {name: line(getattr(fewer, name), getattr(more, name)) for name in _LINEAR_FIELDS}
+    comparable = fewer.gradient_order == more.gradient_order and fewer.intervals and more.intervals
+    intervals = _joined(fewer.intervals, more.intervals, line=line, not_recomputed=not_recomputed) if comparable else ()
+    return replace(more, intervals=intervals, **values)
 
 
 def _joined(
@@ -137,58 +140,58 @@ def _joined(
     more: Sequence[PeakInterval],
     *,
     line: Callable[[int, int], int],
-    kept: Collection[str],
+    not_recomputed: Collection[str],
 ) -> tuple[PeakInterval, ...]:
-    """Intervals from each number of gradients that begins one in either, whose bytes are on the line between both.
+    """Intervals of both footprints, joined, with bytes on the line between them.
 
-    With as many gradients it is not known which moments of both belong together, so each is joined with each.
+    Each number of live gradients that begins an interval in either begins one here. Which moments of both footprints
+    with this number belong together is unknown, so each is joined with each.
     """
-    found: list[PeakInterval] = []
+    result: list[PeakInterval] = []
     for name in dict.fromkeys(m.name for m in (*fewer, *more)):
-        steps = [_by_gradients([m for m in of if m.name == name]) for of in (fewer, more)]
-        for count in dict.fromkeys([*steps[0], *steps[1]]):
-            ends = [_covering(of, count=count) for of in steps]
-            if not all(ends):
-                return ()  # of other kinds: only the largest of each footprint can be compared
+        by_count = [_by_gradients([m for m in intervals if m.name == name]) for intervals in (fewer, more)]
+        for count in dict.fromkeys([*by_count[0], *by_count[1]]):
+            pairs = [_covering(intervals, count=count) for intervals in by_count]
+            if not all(pairs):
+                return ()  # intervals that the other footprint lacks: only the largest ones can be compared
             joined = [
                 PeakInterval(
                     name=name,
                     num_bytes=line(a.num_bytes, b.num_bytes),
                     gradients=count,
-                    copies={key: size for key, size in a.copies.items() if key in b.copies or key in kept},
+                    copies={key: n for key, n in a.copies.items() if key in b.copies or key in not_recomputed},
                 )
-                for a, b in product(*ends)
+                for a, b in product(*pairs)
             ]
-            found += _undominated(joined)
-    return tuple(found)
+            result += _undominated(joined)
+    return tuple(result)
 
 
 def _by_gradients(intervals: Sequence[PeakInterval]) -> dict[int | None, list[PeakInterval]]:
-    """By the number of gradients the intervals that may be the peak."""
+    """Number of live gradients -> the intervals that may be the peak."""
     counts = dict.fromkeys(interval.gradients for interval in intervals)
     return {count: _undominated([m for m in intervals if m.gradients == count]) for count in counts}
 
 
 def _undominated(intervals: Sequence[PeakInterval]) -> list[PeakInterval]:
-    """Without those beside which another one takes no less whichever of the parameters are of 16 bits."""
-    found: list[PeakInterval] = []
+    """The intervals that may be the largest for some choice of 16-bit parameters."""
+    result: list[PeakInterval] = []
     for interval in sorted(intervals, key=lambda m: (-m.num_bytes, len(m.copies))):
-        if not any(other.copies.keys() <= interval.copies.keys() for other in found):
-            found.append(interval)
-    return found
+        if not any(other.copies.keys() <= interval.copies.keys() for other in result):
+            result.append(interval)
+    return result
 
 
-def _covering(steps: Mapping[int | None, list[PeakInterval]], *, count: int | None) -> list[PeakInterval]:
-    """The intervals in which so many gradients are alive: the last that begin with as many or fewer."""
+def _covering(by_count: Mapping[int | None, list[PeakInterval]], *, count: int | None) -> list[PeakInterval]:
+    """The intervals with `count` live gradients: those of the largest number in `by_count` up to it."""
     if count is None:
-        return steps.get(None, [])
-    begun = [number for number in steps if number is not None and number <= count]
-    return steps[max(begun)] if begun else []
+        return by_count.get(None, [])
+    begun = [number for number in by_count if number is not None and number <= count]
+    return by_count[max(begun)] if begun else []
 
 
 def smallest_number(fits: Callable[[int], bool], *, most: int) -> int:
-    """The smallest number from 0 to `most` that `fits`, where any number above one that does fits too, and `most`
-    does."""
+    """The smallest number from 0 to `most` that `fits`, by bisection: if n fits, so does n + 1, and `most` fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -197,23 +200,23 @@ def smallest_number(fits: Callable[[int], bool], *, most: int) -> int:
 
 
 def with_gradient_release(footprint: Footprint, *, blocks: Sequence[Block], grouped: bool) -> Footprint | None:
-    """The footprint under gradient release: a block's gradients are freed once all of them have been computed and used.
+    """The footprint with gradient release, in which backward steps a block and frees its gradients.
 
-    `grouped`: blocks are stepped in groups, as on a GPU (`cost.grouped_bytes`). None without the footprint's intervals,
-    which tell which gradients are alive at the peak.
+    `grouped`: blocks are stepped in groups, as on a GPU (`cost.grouped_bytes`). None if the footprint has no intervals,
+    as the gradients that are alive at its peak are then unknown.
     """
     order = footprint.gradient_order
     if not footprint.intervals:
         return None
     gradients = {param.name: native_bytes(param) for block in blocks for param in block.params}
-    total, sums = sum(gradients.values()), [0]
-    held_bytes = peak_gradients_bytes(order, blocks=blocks) + (grouped_bytes(total) if grouped else 0)
-    for name in order:
-        sums.append(sums[-1] + gradients.get(name, 0))
+    total = sum(gradients.values())
+    of_first = [0, *accumulate(gradients.get(name, 0) for name in order)]
+    live_bytes = peak_gradients_bytes(order, blocks=blocks) + (grouped_bytes(total) if grouped else 0)
     intervals = tuple(
         replace(
             interval,
-            num_bytes=interval.num_bytes - _dropped(interval, total=total, sums=sums, held_bytes=held_bytes),
+            num_bytes=interval.num_bytes
+            - (total if interval.gradients is None else max(0, of_first[interval.gradients] - live_bytes)),
             gradients=0,
         )
         for interval in footprint.intervals
@@ -223,35 +226,30 @@ def with_gradient_release(footprint: Footprint, *, blocks: Sequence[Block], grou
         intervals=intervals,
         forward_backward_bytes=max((m.num_bytes for m in intervals if m.name != "validation"), default=0),
         validation_bytes=max((m.num_bytes for m in intervals if m.name == "validation"), default=0),
-        resident_bytes=footprint.resident_bytes - max(0, total - held_bytes),
+        resident_bytes=footprint.resident_bytes - max(0, total - live_bytes),
     )
 
 
 def peak_gradients_bytes(order: Sequence[str], *, blocks: Sequence[Block]) -> int:
-    """The most bytes of gradients at once where they come in `order` and a block drops its own after its last one."""
+    """The most bytes of gradients alive at once, if they come in `order` and a block frees its own after its last."""
     block_of = {param.name: (block.name, param) for block in blocks for param in block.params}
-    missing = {block.name: len(block.params) for block in blocks}
-    come = dict.fromkeys(missing, 0)
-    held = most = 0
+    num_missing = {block.name: len(block.params) for block in blocks}
+    block_bytes = dict.fromkeys(num_missing, 0)
+    live_bytes = most = 0
     for name in order:
         block, param = block_of[name]
-        held += native_bytes(param)
-        come[block] += native_bytes(param)
-        missing[block] -= 1
-        most = max(most, held)
-        if not missing[block]:
-            held -= come[block]
+        live_bytes += native_bytes(param)
+        block_bytes[block] += native_bytes(param)
+        num_missing[block] -= 1
+        most = max(most, live_bytes)
+        if not num_missing[block]:
+            live_bytes -= block_bytes[block]
     return most
 
 
-def _dropped(interval: PeakInterval, *, total: int, sums: Sequence[int], held_bytes: int) -> int:
-    """Gradients that are not there in an interval: all of the step before, or what came and went in this one."""
-    return total if interval.gradients is None else max(0, sums[interval.gradients] - held_bytes)
-
-
-def seconds_at(trials: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> float:
-    """Seconds of one micro-batch, piecewise linear between trials, and on from the two largest."""
-    timed = sorted((trial for trial in trials if not math.isnan(trial.seconds)), key=lambda trial: trial.micro_batch)
+def seconds_at(measurements: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> float:
+    """Seconds of one micro-batch: linear between measurements, extrapolated from the two largest."""
+    timed = sorted((m for m in measurements if not math.isnan(m.seconds)), key=lambda m: m.micro_batch)
     if not timed:
         return math.nan
     if len(timed) == 1:
@@ -273,10 +271,9 @@ def make_option(
     release: bool = False,
     propose: Callable[[], Plan] | None = None,
 ) -> Option:
-    """The best allocation of `planner` with this footprint, as an option; one that does not fit says why not.
-    `propose`: what to ask for it, once the planner has footprint and latency; else the planner itself.
+    """The plan of `planner` with this footprint and latency as an option, or an option that says why no plan fits.
 
-    `latency.base_step_s` is all of a step but the optimizer's part, `reference_step_s` what step_time is a ratio to.
+    Sets the planner's footprint and latency. `propose` replaces `planner.propose`.
     """
     micro_batch = footprint.micro_batch
     planner.footprint, planner.latency = footprint, latency
@@ -313,12 +310,12 @@ def make_option(
 
 
 def best_option(options: Sequence[Option], *, objective: str) -> Option | None:
-    """The option of least risk, of most samples per second, or nearest to having both; None where none fits.
+    """The option of least risk, of most samples per second, or nearest to both; None if none fits.
 
-    `quality`: of the options within 2 % of the least risk the fastest. `throughput`: of those within 2 % of the highest
-    rate the one of least risk. `balanced`: least distance to the best of both, each measured by the range that fitting
-    options span. Of equals the larger micro-batch. Released gradients change what clipping by norm means, so `quality`
-    takes them only where nothing fits without, the others only where they gain something. Raises BadInputError for
+    `quality`: the fastest of the options within 2 % of the least risk. `throughput`: the least risky of those within
+    2 % of the highest rate. `balanced`: the least distance to the best of both, in units of the ranges that fitting
+    options span. Among equals the larger micro-batch wins. Gradient release changes the meaning of clipping by norm, so
+    `quality` takes it only if nothing fits without, the others only if it gains something. Raises BadInputError for
     another objective.
     """
     if objective not in OBJECTIVES:
@@ -329,20 +326,20 @@ def best_option(options: Sequence[Option], *, objective: str) -> Option | None:
     if not fitting:
         return None
     rates = {id(option): 0.0 if math.isnan(option.samples_per_s) else option.samples_per_s for option in fitting}
-    top, riskiest = max(rates.values()), max(option.risk or 0.0 for option in fitting)
-    least = min(option.risk or 0.0 for option in fitting)
-    span = max(riskiest - least, 1e-12)
+    top_rate, risks = max(rates.values()), [option.risk or 0.0 for option in fitting]
+    least_risk = min(risks)
+    risk_range = max(max(risks) - least_risk, 1e-12)
 
     def key(option: Option) -> tuple[float, ...]:
         risk, rate = option.risk or 0.0, rates[id(option)]
         if objective == "quality":
-            near = risk <= (1 + RATE_TOLERANCE) * least + 1e-9
+            near = risk <= (1 + RATE_TOLERANCE) * least_risk + 1e-9
             return (not near, -rate if near else risk, risk, option.recomputed, -option.micro_batch)
         if objective == "throughput":
-            near = rate >= (1 - RATE_TOLERANCE) * top
+            near = rate >= (1 - RATE_TOLERANCE) * top_rate
             return (not near, risk if near else -rate, option.release, -rate, -option.micro_batch)
-        slow = 1 - rate / top if top else 0.0
-        return (math.hypot(slow, (risk - least) / span), risk, option.release, -option.micro_batch)
+        slowness = 1 - rate / top_rate if top_rate else 0.0
+        return (math.hypot(slowness, (risk - least_risk) / risk_range), risk, option.release, -option.micro_batch)
 
     return min(fitting, key=key)
 
@@ -355,12 +352,12 @@ def promising_recomputed_counts(
     plan: Plan | None,
     least_bytes: int | None,
 ) -> list[int]:
-    """Numbers of recomputed layers between 0 and `most` that may be better than both, by their `footprint`s: the fewest
-    with which the allocation of `plan`, made for `most`, still holds the budget's memory, the fewest with which any
-    does, and as many more as take about the same time.
+    """Numbers of recomputed layers between 0 and `most` that may be better than both, by their `footprint`s.
 
-    `least_bytes`: what the allocation of least state takes without recomputed layers, None where that number does not
-    matter. Nothing where memory is not limited, or there is no plan.
+    These are the fewest layers with which the allocation of `plan`, made for `most`, holds the memory budget, the
+    fewest with which any allocation does, and a number that is larger by what takes about the same time. `least_bytes`:
+    the peak of the least allocation without recomputed layers; None leaves the latter two out. The list is empty
+    without a memory budget or without a plan. Changes the planner's footprint.
     """
     memory = planner.budget.memory_bytes
     if memory is None or plan is None:
@@ -372,25 +369,27 @@ def promising_recomputed_counts(
         return math.inf if planner.footprint is None else planner.peak_bytes(choices, state_bytes=0)
 
     state_bytes = plan.peak_bytes - peak_bytes(most)
-    found = {smallest_number(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
+    numbers = {smallest_number(lambda number: peak_bytes(number) + state_bytes <= memory, most=most)}
     if least_bytes is not None and least_bytes > memory >= plan.least_feasible_bytes:
-        number = _fewest_of_any(planner, most=most, footprint=footprint, ends=(least_bytes, plan.least_feasible_bytes))
-        found |= {
-            number,
-            number + int(3 * RATE_TOLERANCE * most),
-        }  # a rate alike, of three forwards, with more room for states
-    return sorted(number for number in found if 0 < number < most)
+        ends = (least_bytes, plan.least_feasible_bytes)
+        number = _fewest_that_fit(planner, most=most, footprint=footprint, ends=ends)
+        # A step is three forwards, so this many more layers take about the same time and leave more room for states.
+        numbers |= {number, number + int(3 * RATE_TOLERANCE * most)}
+    return sorted(number for number in numbers if 0 < number < most)
 
 
-def _fewest_of_any(
+def _fewest_that_fit(
     planner: Planner, *, most: int, footprint: Callable[[int], Footprint | None], ends: tuple[int, int]
 ) -> int:
-    """About the fewest recomputed layers with which any allocation holds the memory: on the line from what the least
-    one takes without any to what it takes with `most`, and on by its slope where it takes more than the line says."""
+    """About the fewest recomputed layers with which any allocation fits.
+
+    By a line between the `ends`, the least bytes with no and with `most` recomputed layers, then corrected upwards by
+    its slope if the least bytes are above the line.
+    """
     memory = planner.budget.memory_bytes or 0
     slope = (ends[0] - ends[1]) / most
     number = math.ceil((ends[0] - memory) / slope)
-    for _ in range(CORRECTIONS):
+    for _ in range(MAX_CORRECTIONS):
         planner.footprint = footprint(number) if number < most else None
         if planner.footprint is None or (over := planner.least_feasible_bytes() - memory) <= 0:
             break
@@ -399,7 +398,7 @@ def _fewest_of_any(
 
 
 def option_rows(options: Sequence[Option]) -> list[dict[str, object]]:
-    """Rows for options.csv; no bytes where an option was not planned."""
+    """Rows of options.csv; bytes are None for an option that was not planned."""
     rows: list[dict[str, object]] = []
     for option in options:
         row: dict[str, object] = {"option": option.name, **{f.name: getattr(option, f.name) for f in fields(option)}}
@@ -415,10 +414,10 @@ def no_option_fits(
     specs: Collection[str] = (),
     least_bytes: int | None = None,
 ) -> InfeasibleBudgetError:
-    """The refusal where no option fits; it names the least budget, and what is pinned that could lower it.
+    """The refusal if no option fits, with the least budget and the pinned settings that could lower it.
 
-    Of an option that was to fit and ran out of memory nobody knows what it takes: the least is that of the others, or
-    `least_bytes` where so many were found to be enough.
+    The need of an option that should have fitted and ran out of memory is unknown. The least budget is then that of the
+    others, or `least_bytes`, which a plan confirmed.
     """
     slow = [option for option in options if not math.isnan(option.fastest_s)]
     if slow:
@@ -428,7 +427,7 @@ def no_option_fits(
         return too_small_host(budget, needed_bytes=hosted.least_host_bytes or 0, least_bytes=hosted.peak_bytes)
     memory = budget.memory_bytes or 0
     least = min(options, key=lambda option: (option.peak_bytes <= memory, option.peak_bytes))
-    if budget.memory_bytes is None:  # of states alone, which no micro-batch makes smaller
+    if budget.memory_bytes is None:  # a state fraction: no micro-batch makes states smaller
         return InfeasibleBudgetError(
             f"budget {budget.name} cannot be met by any of {len(options)} options: the least state takes "
             f"{least.peak_bytes} bytes, whatever the micro-batch. What would lower it: {STATE_ADVICE}",
@@ -438,13 +437,13 @@ def no_option_fits(
         )
     advice = [*_pins(axes), "a smaller model.size", more_specs(specs)]
     takes = f"{format_bytes(least.peak_bytes)}, {least.peak_bytes} bytes ({least.name})"
-    ran_out = f"all ran out of memory when they were tried, the one that was to take least with {takes}"
-    told = ran_out if least.peak_bytes <= memory else f"the least that one takes is {takes}"
+    all_ran_out = f"all ran out of memory when they were tried, the one that was to take least with {takes}"
+    need = all_ran_out if least.peak_bytes <= memory else f"the least that one takes is {takes}"
     if least_bytes is not None:
-        told = f"the least that was found to do is {format_bytes(least_bytes)}, {least_bytes} bytes"
+        need = f"the least that was found to do is {format_bytes(least_bytes)}, {least_bytes} bytes"
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met by any of {len(options)} options: it allows "
-        f"{format_bytes(memory)} ({memory} bytes), and {told}. What would lower it: {'; '.join(advice)}",
+        f"{format_bytes(memory)} ({memory} bytes), and {need}. What would lower it: {'; '.join(advice)}",
         budget_bytes=memory,
         least_feasible_bytes=least_bytes or max(least.peak_bytes, memory + 1),
         advice=tuple(advice),
@@ -452,7 +451,7 @@ def no_option_fits(
 
 
 def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: Budget) -> InfeasibleBudgetError:
-    """Some options hold the memory, but none of them the time."""
+    """The refusal if some options hold the memory budget, but none the step time."""
     fastest = min(slow, key=lambda option: option.fastest_s)
     ratio = fastest.fastest_s / fastest.reference_s
     advice = (f"budget.step_time={math.ceil(ratio * 100) / 100:.2f} or more", "more memory")
@@ -469,12 +468,12 @@ def _none_is_fast(slow: Sequence[Option], *, options: Sequence[Option], budget: 
 
 
 def _pins(axes: Axes) -> list[str]:
-    """Advice about requested settings that keep bytes from falling."""
-    found = []
+    """Advice about settings that the user fixed and that keep bytes from falling."""
+    advice = []
     if max(axes.recomputed) < axes.num_layers or not axes.num_layers:
-        found.append("model.checkpointing=null, where the model can recompute activations")
+        advice.append("model.checkpointing=null, where the model can recompute activations")
     if axes.release == (True,):
-        found.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")
+        advice.append("optim.release_gradients=null, which lets the batch be cut into micro-batches")
     elif len(axes.micro_batches) == 1 and axes.micro_batches[0] > 1:
-        found.append(f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto")
-    return found
+        advice.append(f"a smaller micro_batch than the {axes.micro_batches[0]} that was asked for, or micro_batch=auto")
+    return advice

@@ -213,7 +213,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
     choose, decide, began = microbatch_search.choose_option, training.decide, time.perf_counter()
 
     def searched(options: Any, *, objective: str, race: Any) -> Any:
-        choice = choose(options, objective=objective, race=race)
+        choice = choose(options, objective=objective, measurer=race)
         decide_s, end = time.perf_counter() - began, time.monotonic() + search_s
         options = choice.options
 
@@ -229,7 +229,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
             rate = next(option.samples_per_s for option in known if option.key == choice.chosen.key)
             found = {
                 "decide_s": decide_s,
-                "measured": choice.measured,
+                "measured": choice.num_measured,
                 "won": choice.won,
                 "left": len(choice.rivals),
                 "left_gain": choice.gain,

@@ -8,7 +8,15 @@ from functools import partial
 
 import pytest
 
-from baoc.planning.choice import BOUND, COMPARED, PROMISED, OptionChoice, OptionMeasurer, choose_option, max_rate
+from baoc.planning.choice import (
+    BOUND_ERROR,
+    COMPARED_ERROR,
+    EXTRAPOLATED_ERROR,
+    OptionChoice,
+    OptionMeasurer,
+    choose_option,
+    max_rate,
+)
 from baoc.planning.microbatch import best_option
 from baoc.types import Option
 from tests.support.planners import option
@@ -59,10 +67,10 @@ class Rehearser:
         race = OptionMeasurer(
             measure=self.measure,
             cost_s=self.cost_s,
-            left_s=lambda: self.limit_s - self.spent_s,
+            remaining_s=lambda: self.limit_s - self.spent_s,
             run_s=lambda rate: run_s,
         )
-        return choose_option(self.known(), objective="throughput", race=race)
+        return choose_option(self.known(), objective="throughput", measurer=race)
 
     def loss(self, choice: OptionChoice) -> float:
         """Of samples per second, against the best of all options at their true speeds."""
@@ -105,7 +113,10 @@ def drawn(draw: random.Random, *, limit_s: float = EVER) -> Rehearser | None:
     return Rehearser(
         options=options,
         true_s=true_s,
-        promised_s={way: seconds / draw.uniform(1 - PROMISED, 1 + PROMISED) for way, seconds in true_s.items()},
+        promised_s={
+            way: seconds / draw.uniform(1 - EXTRAPOLATED_ERROR, 1 + EXTRAPOLATED_ERROR)
+            for way, seconds in true_s.items()
+        },
         compared_s={way: seconds * draw.uniform(0.96, 1.0) for way, seconds in true_s.items()},
         limit_s=limit_s,
         compared=known,
@@ -144,7 +155,7 @@ def test_seconds_are_kept_and_what_is_left_is_told():
         known = len(rehearser.compared)
         choice = rehearser.choose()
         assert choice.chosen is not None
-        assert choice.measured == len(rehearser.tried) + len(rehearser.compared) - known
+        assert choice.num_measured == len(rehearser.tried) + len(rehearser.compared) - known
         over.append(rehearser.spent_s)
         left += bool(choice.rivals)
         measured = [o for o in choice.options if o.fits and (o.compared or o.tried)]
@@ -168,7 +179,7 @@ def test_an_option_that_is_slower_than_promised_gives_way():
     rehearser = three({1: 10.0, 8: 80.0, 64: 640.0}, {1: 10.0, 8: 70.0, 64: 60.0})
     choice = rehearser.choose()
     assert choice.chosen is not None and choice.chosen.chosen and choice.chosen.tried
-    # 8 may not be faster than 64, which computes no more for a sample, by more than BOUND: but it has less risk.
+    # 8 may not be faster than 64, which computes no more for a sample, by more than BOUND_ERROR: but it has less risk.
     assert (choice.chosen.micro_batch, rehearser.tried) == (8, [(8, 0, False)])
     assert [o.micro_batch for o in choice.options if o.chosen] == [8] and not choice.rivals
     assert choice.won == pytest.approx(70 / 60 - 1)
@@ -178,7 +189,7 @@ def test_without_seconds_what_leads_is_tried_and_the_rest_is_left():
     rehearser = three({1: 10.0, 8: 80.0, 64: 100.0}, {1: 10.0, 8: 97.0, 64: 96.0}, limit_s=0.0)
     choice = rehearser.choose()
     assert choice.chosen is not None and choice.chosen.micro_batch == 64 and rehearser.tried == [(64, 0, False)]
-    assert [o.micro_batch for o in choice.rivals] == [8] and choice.gain == pytest.approx(BOUND)
+    assert [o.micro_batch for o in choice.rivals] == [8] and choice.gain == pytest.approx(BOUND_ERROR)
 
 
 def test_without_seconds_a_promise_far_above_what_was_compared_is_tried():
@@ -200,7 +211,7 @@ def test_without_seconds_one_promise_at_most_is_followed():
     promised = {size: 100.0 if size == 1 else 160.0 for size in sizes}
     rehearser = three(promised, {**promised, **{size: 90.0 for size in sizes[1:]}}, limit_s=0.0)
     rehearser.compared = {(1, 0, False)}
-    assert rehearser.choose().measured == 2 and rehearser.tried == [(1, 0, False)]
+    assert rehearser.choose().num_measured == 2 and rehearser.tried == [(1, 0, False)]
 
 
 def test_a_second_is_worth_a_percent_of_a_short_run_and_less_of_a_long_one():
@@ -213,8 +224,10 @@ def test_a_second_is_worth_a_percent_of_a_short_run_and_less_of_a_long_one():
 
 def test_where_none_has_room_none_is_chosen():
     options = [option(8, rate=8.0, risk=None)]
-    race = OptionMeasurer(measure=lambda _: options, cost_s=lambda *_: 0.0, left_s=lambda: EVER, run_s=lambda _: EVER)
-    assert choose_option(options, objective="throughput", race=race) == OptionChoice(options=options, chosen=None)
+    race = OptionMeasurer(
+        measure=lambda _: options, cost_s=lambda *_: 0.0, remaining_s=lambda: EVER, run_s=lambda _: EVER
+    )
+    assert choose_option(options, objective="throughput", measurer=race) == OptionChoice(options=options, chosen=None)
 
 
 def tries(options: Callable[[set[int]], list[Option]]) -> tuple[list[int], OptionChoice]:
@@ -225,8 +238,8 @@ def tries(options: Callable[[set[int]], list[Option]]) -> tuple[list[int], Optio
         seen.append(found.micro_batch)
         return options(set(seen))
 
-    race = OptionMeasurer(measure=measure, cost_s=lambda *_: 1.0, left_s=lambda: EVER, run_s=lambda _: EVER)
-    return seen, choose_option(options(set()), objective="throughput", race=race)
+    race = OptionMeasurer(measure=measure, cost_s=lambda *_: 1.0, remaining_s=lambda: EVER, run_s=lambda _: EVER)
+    return seen, choose_option(options(set()), objective="throughput", measurer=race)
 
 
 def test_tries_that_find_no_room_leave_the_smaller_ones_their_turn():
@@ -266,23 +279,23 @@ def test_late_the_one_of_fewest_bytes_is_tried_where_none_had_room():
         return options()
 
     race = OptionMeasurer(
-        measure=measure, cost_s=lambda *_: 30.0, left_s=lambda: 42.0 - 30 * len(seen), run_s=lambda _: EVER
+        measure=measure, cost_s=lambda *_: 30.0, remaining_s=lambda: 42.0 - 30 * len(seen), run_s=lambda _: EVER
     )
-    choice = choose_option(options(), objective="throughput", race=race)
+    choice = choose_option(options(), objective="throughput", measurer=race)
     assert seen == [1024, 512, 256, 1] and choice.chosen is not None and choice.chosen.micro_batch == 1
 
 
 def test_what_computes_more_for_a_sample_is_no_faster():
     kept = replace(option(64, rate=100.0, risk=0.1), tried=True)
     more = partial(replace, option(64, rate=300.0, risk=0.1), recomputed=12)
-    assert max_rate(more(), measured=[kept]) == pytest.approx(100 * (1 + BOUND))
-    assert max_rate(more(micro_batch=128), measured=[kept]) == pytest.approx(300 / (1 - PROMISED)), (
+    assert max_rate(more(), measured=[kept]) == pytest.approx(100 * (1 + BOUND_ERROR))
+    assert max_rate(more(micro_batch=128), measured=[kept]) == pytest.approx(300 / (1 - EXTRAPOLATED_ERROR)), (
         "a larger one may be"
     )
     fewer = replace(option(64, rate=300.0, risk=0.1), recomputed=6)
     shares = [replace(one, num_layers=12) for one in (fewer, more(tried=True, samples_per_s=90.0))]
-    assert max_rate(shares[0], measured=shares[1:]) == pytest.approx(90 * (1 + BOUND) * 4 / 3.5), (
+    assert max_rate(shares[0], measured=shares[1:]) == pytest.approx(90 * (1 + BOUND_ERROR) * 4 / 3.5), (
         "by half a forward of four"
     )
-    assert max_rate(more(compared=True), measured=[]) == pytest.approx(300 / (1 - COMPARED))
+    assert max_rate(more(compared=True), measured=[]) == pytest.approx(300 / (1 - COMPARED_ERROR))
     assert math.isnan(max_rate(more(samples_per_s=math.nan), measured=[]))

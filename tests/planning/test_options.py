@@ -255,7 +255,7 @@ def test_copies_of_layers_that_are_kept_stay_for_backward():
         )
         for n, names in ((1000, ("head", "early", "late")), (500, ("head",)))
     )
-    found = interpolate(fewer, more, share=0.5, kept=("late",))
+    found = interpolate(fewer, more, share=0.5, not_recomputed=("late",))
     assert found.intervals[0].copies == {"head": 5, "late": 40}
     assert interpolate(fewer, more, share=0.5).intervals[0].copies == {"head": 5}
 

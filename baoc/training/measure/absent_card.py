@@ -287,7 +287,7 @@ class _CardOptions:
         if len(ends) == 1:
             return ends[0], latency
         kept = params_keeping_activations(self.task, recomputed=number)
-        return interpolate(*ends, share=number / self.num_layers, kept=kept), latency
+        return interpolate(*ends, share=number / self.num_layers, not_recomputed=kept), latency
 
     def _option(self, way: tuple[int, int, bool]) -> Option | None:
         """None where it is not known what released gradients would leave."""

@@ -163,7 +163,7 @@ class Measurements:
             kept = (
                 () if self.compiled else params_keeping_activations(self.task, recomputed=recomputed)
             )  # compiled ones cast again
-            found = interpolate(found, self._end(size, more), share=share, kept=kept)
+            found = interpolate(found, self._end(size, more), share=share, not_recomputed=kept)
         return with_gradient_release(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
 
     def _end(self, size: int, recomputed: int) -> Footprint:

@@ -6,8 +6,8 @@ checkpointing), released gradients, compiled layers; each with the plan of optim
 2. Else `MicroBatchSearch.explore` runs a few small micro-batches with no layer recomputed and with all. Bytes and
    seconds of the others are interpolated (`Measurements`).
 3. `MicroBatchSearch.made` plans each option, a (micro-batch, recomputed layers, release), within the budget.
-4. `planning.choice.choose` measures the options that promise most, as training will run them, and takes the best by
-   `objective`, in about DECIDING_S seconds.
+4. `planning.choice.choose_option` measures the options that promise most, as training will run them, and takes the best
+   by `objective`, in about DECIDING_S seconds.
 5. The table of options is printed and left as options.csv. Where none fits, the refusal names a budget that was tried.
 """
 
@@ -37,7 +37,7 @@ from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import count_recomputed_layers, is_compiled, recomputable_layers, set_compiled, set_recomputed
 from baoc.optim.shards import is_sharded, local_shard
 from baoc.parallel import SINGLE_PROCESS, ranks
-from baoc.planning.choice import PROMISED, OptionChoice, OptionMeasurer, choose_option
+from baoc.planning.choice import EXTRAPOLATED_ERROR, OptionChoice, OptionMeasurer, choose_option
 from baoc.planning.microbatch import (
     RATE_TOLERANCE,
     Axes,
@@ -172,7 +172,7 @@ def decide(
         account: dict[str, Any] = {"kept": True}
         if choice is not None:  # what measuring options won, and what was left
             left = [option.name for option in choice.rivals]
-            account = {"measured": choice.measured, "won": choice.won, "left": left, "left_gain": choice.gain}
+            account = {"measured": choice.num_measured, "won": choice.won, "left": left, "left_gain": choice.gain}
         own_s = decision.measurements.compiled_s(made.chosen.key) if made is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
         account |= {"total_s": phases.total_s, "training_s": own_s, "phases_s": phases.seconds}
@@ -347,12 +347,12 @@ class MicroBatchSearch:
         race = OptionMeasurer(
             measure=partial(self.measured, tell=tell),
             cost_s=self.cost_s,
-            left_s=lambda: self.ranks.broadcast_number(began + DECIDING_S + self.compiling_s() - monotonic()),
+            remaining_s=lambda: self.ranks.broadcast_number(began + DECIDING_S + self.compiling_s() - monotonic()),
             run_s=partial(run_seconds, self.config),
         )
-        choice = choose_option(self.options(), objective=self.config.objective, race=race)
+        choice = choose_option(self.options(), objective=self.config.objective, measurer=race)
         if choice.chosen is None:
-            choice = choose_option(self.least_measured(choice.options), objective=self.config.objective, race=race)
+            choice = choose_option(self.least_measured(choice.options), objective=self.config.objective, measurer=race)
         return choice
 
     def compiling_s(self) -> float:
@@ -593,7 +593,9 @@ class MicroBatchSearch:
         seconds = self.measurements.seconds(way)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
-        slow = (1 - PROMISED) * seconds > (1 + PROMISED) * fitting_s  # not where seconds are not known
+        slow = (1 - EXTRAPOLATED_ERROR) * seconds > (
+            1 + EXTRAPOLATED_ERROR
+        ) * fitting_s  # not where seconds are not known
         if counts or way in self.measurements.rehearsed or not slow:
             return None
         return self._unplanned(way, why="not planned: too slow by its promise", seconds=seconds)
@@ -719,7 +721,7 @@ def run_seconds(config: RunConfig, rate: float) -> float:
 
 def told(choice: OptionChoice) -> str:
     """What measuring options won, and what was left, in words."""
-    said = f"; options were measured {choice.measured} time{'s' if choice.measured != 1 else ''}"
+    said = f"; options were measured {choice.num_measured} time{'s' if choice.num_measured != 1 else ''}"
     if choice.won > 0:
         said += f", which won {choice.won:.1%} over the one that promised most"
     if choice.rivals:
