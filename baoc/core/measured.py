@@ -1,9 +1,8 @@
-"""How much recipes, and rules by role, changed the final loss in our studies, by family of networks.
+"""Measured changes of the final loss by recipes, and by specs in one role, for families of networks.
 
 A family is a kind of network and task: transformers for language, vision and diffusion. The table `measured.json` is
-written by `python -m experiments.analysis.fit_measured` from the raw rows of the studies. A change is the difference
-from a named recipe in the unit of the family's loss; below 0 is better. Each value names the size it was measured at,
-and predicts nothing for other sizes.
+written by `python -m experiments.analysis.fit_measured` from the raw rows of the studies. A change is a difference from
+a named recipe, in the unit of the family's loss; below 0 is better. It holds for the size that was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +16,19 @@ from baoc.core.recipes import Recipe, measured_table, recipe_from_node
 from baoc.core.statistics import student_quantile
 from baoc.types import ParamInfo, Role
 
-AUTO = "auto"  # the family follows from the network
-TRANSFORMER = 0.5  # share of the elements that attention and mlp have at least
-FEW_CHANNELS = 4  # of images: a convolution with more is none that cuts patches
-# Decades of size beyond the largest measured one, over which a measured multiple of the rate fades to 1.
+AUTO = "auto"  # the family is derived from the network
+TRANSFORMER_SHARE = 0.5  # least share of the inner elements in attention, mlp and modulation
+MAX_IMAGE_CHANNELS = 4  # a convolution with more input channels does not cut images into patches
+# Decades of size beyond the measured network, over which a measured multiple of the learning rate fades to 1.
 FADING_DECADES = 2.0
-KAPPA = 1.28  # standard deviations that a mean is charged with: the one-sided bound at 90 %
+KAPPA = 1.28  # standard deviations that are added to a mean: the one-sided bound at 90 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of the final loss: mean, the mean's standard deviation, and how many paired seeds it comes from.
+    """A change of the final loss: its mean over `n` paired seeds, and the mean's standard deviation.
 
-    `multiple`: of the learning rate that the role has in the base, at which it was measured.
+    `multiple`: of the role's learning rate in the base recipe, at which it was measured.
     """
 
     mean: float
@@ -39,27 +38,27 @@ class Change:
 
     @property
     def half(self) -> float:
-        """Of its two-sided 90 % interval."""
+        """Half-width of the two-sided 90 % interval."""
         return student_quantile(0.95, degrees=max(self.n - 1, 1)) * self.sd
 
     def __str__(self) -> str:
         return f"{self.mean:+.4g} +- {self.half:.2g}"
 
     def bound(self, kappa: float) -> float:
+        """An upper bound of the change: mean + kappa sd."""
         return self.mean + kappa * self.sd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRecipe:
-    """A whole recipe at its own best rate.
+    """A recipe at its own best learning rate.
 
     Args:
-        recipe: what was run.
-        rate: multiple of fp32 AdamW's learning rate, for all rules alike.
+        rate: multiple of fp32 AdamW's learning rate, for all rules.
         value: mean of the final loss.
-        sd: standard deviation of it over seeds.
-        change: against the family's reference.
-        against: the same against other recipes, by name.
+        sd: its standard deviation over seeds.
+        change: of the final loss, against the family's reference.
+        changes_against: recipe name -> change against that recipe.
         uniform: one spec runs on all hidden matrices.
     """
 
@@ -82,15 +81,15 @@ class Family:
 
     Args:
         unit: of the loss.
-        reference: the best uniform recipe, which changes are told against.
-        base: the recipe of which single roles were replaced; None where none were.
+        reference: the best uniform recipe, from which changes of recipes are measured.
+        base: the recipe of which single roles were replaced; None if none were.
         num_params: of the network.
         size: of the network, in words.
         steps: of a run.
         horizon: of a run, in words.
-        recipes: whole ones, the best first.
+        recipes: the best first.
         roles: role -> spec -> change against the base.
-        weights: format of the weights -> change against fp32 weights, under 8-bit Muon.
+        weights: weights format -> change against fp32 weights, under 8-bit Muon.
     """
 
     name: str
@@ -106,34 +105,36 @@ class Family:
     weights: Mapping[str, Change] = field(default_factory=dict[str, Change])
 
     def recipe(self, name: str) -> MeasuredRecipe:
-        return next(one for one in self.recipes if one.name == name)
+        """The measured recipe of that name."""
+        return next(measured for measured in self.recipes if measured.name == name)
 
     def change_for(self, keys: Sequence[str], spec: str) -> Change | None:
-        """The change of a block's role: of the first key that was measured."""
+        """The change by `spec` in a role, of the first of `keys` in which it was measured; None if in none."""
         return next((self.roles[key][spec] for key in keys if spec in self.roles.get(key, {})), None)
 
 
 def faded_rate(rate: float, *, num_params: int, measured: int) -> float:
-    """A multiple of the learning rate away from the size where it was measured.
+    """A measured multiple of the learning rate at another network size than the `measured` one.
 
-    It holds up to that size and fades to 1 over FADING_DECADES beyond: updates of all rules have the size of
-    AdamW's, for which AdamW's own rate is the guess where nothing was measured.
+    It holds up to the measured size and fades to 1 over FADING_DECADES beyond: updates of all rules have AdamW's size,
+    so AdamW's own learning rate is the best guess without a measurement.
     """
-    beyond = log10(max(num_params, 1) / max(measured, 1))
-    return rate ** (1 - min(max(beyond, 0.0) / FADING_DECADES, 1.0))
+    decades = log10(max(num_params, 1) / max(measured, 1))
+    return rate ** (1 - min(max(decades, 0.0) / FADING_DECADES, 1.0))
 
 
 def with_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | None = None) -> Recipe:
-    """The recipe with a multiple of the learning rate for all its rules alike, and others by role."""
-    rules = {SPECS[row].rule: rate for row in recipe.all_specs} if rate != 1 else {}
-    return replace(recipe, lr={**rules, **recipe.lr, **(by_role or {})})
+    """The recipe with `rate` as the multiple of the learning rate of all its rules, and other multiples `by_role`."""
+    by_rule = {SPECS[name].rule: rate for name in recipe.all_specs} if rate != 1 else {}
+    return replace(recipe, lr={**by_rule, **recipe.lr, **(by_role or {})})
 
 
 def family_of(params: Sequence[ParamInfo]) -> str | None:
-    """The family of a network, by its shapes and roles; None where it is no transformer of a measured kind.
+    """The measured family of a network, by shapes and roles; None if it is no transformer of a measured kind.
 
-    Language: a token embedding whose shape the head shares, and no images beside it that untied classes would explain
-    as well. Diffusion: modulated layers. Vision: patches cut by a convolution of images, and a head.
+    Diffusion: it has modulated layers. Language: an embedding has the head's shape or is tied; with a convolution of
+    images too it has to be tied, as the table may be of classes. Vision: a convolution cuts images into patches, and
+    there is a head.
     """
     total = sum(param.numel for param in params)
     hidden = sum(param.numel for param in params if param.role in (Role.ATTENTION, Role.MLP))
@@ -142,33 +143,33 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
     tables = [param for param in params if param.role is Role.EMBEDDING and len(param.shape) == 2]
     heads = [param for param in params if param.role is Role.HEAD]
     outer = sum(param.numel for param in (*tables, *heads))
-    if not attends or hidden + modulated < TRANSFORMER * (total - outer):
+    if not attends or hidden + modulated < TRANSFORMER_SHARE * (total - outer):
         return None
     if modulated:
         return "diffusion"
     patches = (param.shape for param in params if param.role is Role.EMBEDDING and len(param.shape) == 4)
-    images = any(shape[1] <= FEW_CHANNELS for shape in patches)
+    reads_images = any(shape[1] <= MAX_IMAGE_CHANNELS for shape in patches)
     if _of_tokens(tables, heads=heads):
-        return None if images and not any(table.aliases for table in tables) else "language"
-    return "vision" if images and any(len(head.shape) == 2 for head in heads) else None
+        return None if reads_images and not any(table.aliases for table in tables) else "language"
+    return "vision" if reads_images and any(len(head.shape) == 2 for head in heads) else None
 
 
 def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bool:
-    """Whether a table has what a head has, as where tokens are read and told."""
+    """Whether an embedding table is tied or has a head's shape, as in networks that read and predict tokens."""
     shapes = {head.shape for head in heads}
     return any(table.shape in shapes or table.aliases for table in tables)
 
 
 def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:
-    """The measured family nearest to a network of another kind: the task's where that is known, else by what it reads,
-    images by convolutions or tokens by a table.
+    """The measured family nearest to a network of another kind.
 
-    Convolutions come first, as networks for images have tables, too, of classes. What ends with a convolution to as
-    many channels as its first one takes, such as a U-Net, makes images and is nearest to diffusion. Beside
-    convolutions over one dimension a table is of tokens where a head has its shape.
+    That is the family of the `task` if it is known. Else networks with convolutions over images are nearest to vision,
+    or to diffusion if the last one puts out as many channels as the first one takes and there is no head, as in a
+    U-Net. They are asked first, as networks for images may have tables of classes. Networks with an embedding table are
+    nearest to language; beside one-dimensional convolutions only if a head has the table's shape.
 
-    None where neither is seen, as in a perceptron or of parameters without names, and where there are less than two
-    hidden matrices, in whose rules recipes differ: a single one is a head.
+    None without convolutions and tables, as for a perceptron, and with less than two hidden matrices: recipes differ in
+    their rules for these, and a single one is a head.
     """
     outer = (Role.EMBEDDING, Role.HEAD, Role.NORM)
     if sum(param.role not in outer and param.matrix_shape is not None for param in params) < 2:
@@ -196,23 +197,32 @@ def families() -> Mapping[str, Family]:
 
 
 def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
+    """A family from its node of measured.json."""
     recipes = [
         MeasuredRecipe(
-            recipe=recipe_from_node(held["recipe"]),
-            rate=held["rate"],
-            value=held["value"],
-            sd=held["sd"],
-            change=Change(**held["change"]),
-            changes_against={other: Change(**change) for other, change in held["against"].items()},
-            uniform=held["uniform"],
+            recipe=recipe_from_node(row["recipe"]),
+            rate=row["rate"],
+            value=row["value"],
+            sd=row["sd"],
+            change=Change(**row["change"]),
+            changes_against={other: Change(**change) for other, change in row["against"].items()},
+            uniform=row["uniform"],
         )
-        for held in node["recipes"]
+        for row in node["recipes"]
     ]
-    own = ("unit", "reference", "base", "num_params", "size", "steps", "horizon")
     return Family(
         name=name,
-        **{key: node[key] for key in own},
-        recipes=tuple(sorted(recipes, key=lambda one: one.change.mean)),
-        roles={role: {spec: Change(**change) for spec, change in held.items()} for role, held in node["roles"].items()},
-        weights={name: Change(**held) for name, held in node["weights"].items()},
+        unit=node["unit"],
+        reference=node["reference"],
+        base=node["base"],
+        num_params=node["num_params"],
+        size=node["size"],
+        steps=node["steps"],
+        horizon=node["horizon"],
+        recipes=tuple(sorted(recipes, key=lambda measured: measured.change.mean)),
+        roles={
+            role: {spec: Change(**change) for spec, change in by_spec.items()}
+            for role, by_spec in node["roles"].items()
+        },
+        weights={name: Change(**change) for name, change in node["weights"].items()},
     )

@@ -1,8 +1,7 @@
-"""Recipes: what each role of a network runs, as one value that has a name.
+"""Recipes: a spec for each role of a network, with multiples of the learning rate and betas, under one name.
 
-A recipe gives a spec to each role, and to rules and roles a multiple of the learning rate and betas of their own. The
-rows of RECIPES are published methods, as their authors run them; those named `_lean` also have cheap states on
-embedding and head.
+RECIPES are published methods as their authors run them; those named `_lean` also have cheap states on embedding and
+head.
 """
 
 import json
@@ -21,8 +20,8 @@ from baoc.errors import BadInputError, did_you_mean
 from baoc.types import Block, Part, Plan, Role
 
 FALLBACK = "adamw"  # runs anywhere
-HIDDEN = "hidden"  # every matrix that is neither embedding nor head
-FIRST = "first"  # those of the first layer
+HIDDEN = "hidden"  # recipe key of every matrix that is neither embedding nor head
+FIRST = "first"  # recipe key of hidden matrices of the first layer
 OUTER_ROLES = (Role.EMBEDDING, Role.HEAD, Role.NORM)
 PARTS_OF_ROLE: Mapping[Role, tuple[Part, ...]] = {Role.ATTENTION: (Part.QK, Part.VO), Role.MLP: (Part.IN, Part.OUT)}
 RECIPE_KEYS: tuple[str, ...] = (
@@ -36,16 +35,16 @@ RECIPE_KEYS: tuple[str, ...] = (
         for key in (role.value, *(f"{role.value}_{part.value}" for part in PARTS_OF_ROLE.get(role, ())))
     ),
 )
-_SUFFIXES = (".yaml", ".yml", ".json")  # the latter of a race
-BY_RACE = "race: "  # begins the source of a recipe that a race chose; its verdict follows
+_SUFFIXES = (".yaml", ".yml", ".json")  # .json: the record of a race
+BY_RACE = "race: "  # the source of a recipe that a race chose begins with this; the verdict follows
 RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTuning:
-    """A recipe's changes of one block's settings: a multiple of the group's `lr`, and betas in place of its own.
+    """A recipe's settings for one block: a multiple of the parameter group's `lr`, and betas in place of the group's.
 
-    Raises ValueError for values that no recipe can have.
+    Raises ValueError for values that a recipe cannot have.
     """
 
     lr: float = 1.0
@@ -58,8 +57,11 @@ class BlockTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Multiples of the learning rate by rule and role, and betas by rule. The first part of a rule's name stands for
-    all that begin with it: `foam` for foam_l2 and foam_l3. A rule's and a role's multiple are multiplied."""
+    """Multiples of the learning rate by rule and role, and betas by rule.
+
+    A rule may be given by a prefix of its name: `foam` is foam_l2 and foam_l3. A block's multiple is that of its rule
+    times that of its role.
+    """
 
     lr: Mapping[str, float] = field(default_factory=dict[str, float])
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -69,38 +71,38 @@ class Tuning:
             BlockTuning(lr=lr, betas=betas)
 
     def of(self, block: Block, *, rule: str) -> BlockTuning | None:
-        """Learning rate and betas of a block that runs `rule`; None where they are the parameter group's."""
-        names = list(_names_of(rule))
+        """Settings of a block that runs `rule`; None if they are the parameter group's."""
+        names = list(_prefixes(rule))
         by_rule = next((self.lr[name] for name in names if name in self.lr), 1.0)
         by_role = next((self.lr[key] for key in recipe_keys(block) if key in self.lr), 1.0)
         betas = next((self.betas[name] for name in names if name in self.betas), None)
-        tuned = BlockTuning(lr=by_rule * by_role, betas=betas)
-        return None if tuned == BlockTuning() else tuned
+        tuning = BlockTuning(lr=by_rule * by_role, betas=betas)
+        return None if tuning == BlockTuning() else tuning
 
 
 def tuning_of(plan: Plan) -> Tuning | None:
-    """The learning rates and betas that a plan changes; None where it leaves them."""
+    """The learning rates and betas that a plan sets; None if it sets none."""
     basis = plan.basis
     return Tuning(lr=basis.lr, betas=basis.betas) if basis is not None and (basis.lr or basis.betas) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One spec per role, and how fast it learns.
+    """One spec per role, with learning rates and betas.
 
     Args:
-        name: What it is called.
+        name: One line of text.
         description: One line for `--list recipes`.
         source: Where the method is published.
         specs: Key (RECIPE_KEYS) -> spec. The most specific key counts: `first`, `attention_qk`, `attention`, `hidden`;
             norms, embedding and head have their own key alone. Roles without a spec run `fallback`.
         lr: Rule or role -> multiple of the learning rate.
         betas: Rule -> betas, in place of the parameter group's.
-        fallback: Specs that a block takes where its own does not apply, the first that does; at last fp32 AdamW.
-        weights: Format of the weights of all roles but norms, where a spec does not name one.
-        matching: Updates are scaled to the RMS of AdamW's, so that one learning rate serves all rules.
-        blocks: Block -> spec, before its role's: an allocator's plan written down. They are names of one network.
-        share: State on Llama 130M as a share of fp32 AdamW's, of rows of the catalogue.
+        fallback: Specs for blocks to which the recipe's spec does not apply: the first that does, at last fp32 AdamW.
+        weights: Weights format of all roles but norms, where a spec does not name one by "+".
+        matching: Updates are scaled to the RMS of AdamW's, so that all rules can run at one learning rate.
+        blocks: Block -> spec, which overrides its role: an allocator's plan for one network, written down.
+        share: State on Llama 130M as a share of fp32 AdamW's; None outside of RECIPES.
     """
 
     name: str
@@ -120,7 +122,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """Its name, with "(changed)" where a recipe of the catalogue was edited."""
+        """The name, with "(changed)" if it is in RECIPES and this recipe differs from the one there."""
         changed = self.name in RECIPES and replace(self, share=None) != replace(RECIPES[self.name], share=None)
         return f"{self.name} (changed)" if changed else self.name
 
@@ -130,42 +132,43 @@ class Recipe:
 
     @property
     def needs_part_blocks(self) -> bool:
-        """Whether parts of attention or mlp differ, for which blocks have to be made by part."""
-        parts = {f"{role.value}_{part.value}" for role, held in PARTS_OF_ROLE.items() for part in held}
+        """Whether it names parts of attention or mlp, so that blocks have to be made by part."""
+        parts = {f"{role.value}_{part.value}" for role, parts in PARTS_OF_ROLE.items() for part in parts}
         return not parts.isdisjoint({*self.specs, *self.lr})
 
     def names_spec_for(self, block: Block) -> bool:
-        """Whether it says what the block runs, so that no fallback stands in for what it names by other roles."""
+        """Whether it names a spec for the block, by the block's name or one of its keys; else the block falls back."""
         return block.name in self.blocks or any(key in self.specs for key in recipe_keys(block))
 
     def preferred_spec(self, block: Block) -> tuple[str, str]:
-        """The key of the recipe that decides for a block (a role, or the block's own name), and the spec under it."""
+        """(the recipe's key that decides for a block, or the block's name; the spec under it)."""
         if block.name in self.blocks:
-            return block.name, self._row(self.blocks[block.name], role=block.role)
+            return block.name, self._with_weights(self.blocks[block.name], role=block.role)
         for key in recipe_keys(block):
             if key in self.specs:
-                return key, self._row(self.specs[key], role=block.role)
-        return block.role.value, self._row((*self.fallback, FALLBACK)[0], role=block.role)
+                return key, self._with_weights(self.specs[key], role=block.role)
+        return block.role.value, self._with_weights((*self.fallback, FALLBACK)[0], role=block.role)
 
     def specs_in_order(self, block: Block) -> tuple[str, ...]:
-        """Specs of a block in order of preference: it runs the first that applies to its shape."""
-        others = [self._row(spec, role=block.role) for spec in (*self.fallback, FALLBACK)]
-        return tuple(dict.fromkeys((self.preferred_spec(block)[1], *others, FALLBACK)))
+        """Specs of a block in order of preference. It runs the first that applies to it."""
+        fallbacks = [self._with_weights(spec, role=block.role) for spec in (*self.fallback, FALLBACK)]
+        return tuple(dict.fromkeys((self.preferred_spec(block)[1], *fallbacks, FALLBACK)))
 
     @property
     def all_specs(self) -> tuple[str, ...]:
         """Names of all specs that some block may run, fallbacks included."""
-        given = [*self.specs.values(), *self.blocks.values(), *self.fallback, FALLBACK]
-        found = [self._row(spec, role=role) for spec in given for role in (Role.OTHER, Role.NORM)]
-        return tuple(dict.fromkeys((*found, FALLBACK)))
+        specs = [*self.specs.values(), *self.blocks.values(), *self.fallback, FALLBACK]
+        names = [self._with_weights(spec, role=role) for spec in specs for role in (Role.OTHER, Role.NORM)]
+        return tuple(dict.fromkeys((*names, FALLBACK)))
 
-    def _row(self, spec: str, *, role: Role) -> str:
-        plain = role is Role.NORM or self.weights == "native" or "+" in spec
-        return spec if plain else with_weights(SPECS[spec], self.weights).name
+    def _with_weights(self, spec: str, *, role: Role) -> str:
+        """The spec in the recipe's weights format, unless it names one by "+", or the role is a norm."""
+        unchanged = role is Role.NORM or self.weights == "native" or "+" in spec
+        return spec if unchanged else with_weights(SPECS[spec], self.weights).name
 
 
 def recipe_keys(block: Block) -> Iterator[str]:
-    """Names of a block's role, the most special first."""
+    """Keys of a recipe that apply to a block, the most specific first."""
     if block.role in OUTER_ROLES:
         yield block.role.value
         return
@@ -177,14 +180,14 @@ def recipe_keys(block: Block) -> Iterator[str]:
     yield HIDDEN
 
 
-def _names_of(rule: str) -> Iterator[str]:
-    """The rule's name, then its beginnings: foam_l2, foam."""
+def _prefixes(rule: str) -> Iterator[str]:
+    """The rule's name, then its prefixes: foam_l2, foam."""
     parts = rule.split("_")
     yield from ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 RULE_PREFIXES: tuple[str, ...] = tuple(
-    dict.fromkeys(name for rule in RULE_INFOS for name in reversed(list(_names_of(rule))))
+    dict.fromkeys(name for rule in RULE_INFOS for name in reversed(list(_prefixes(rule))))
 )
 
 
@@ -202,8 +205,8 @@ def _check(recipe: Recipe) -> None:
                 f"beside them a recipe has {', '.join(_KEYS)}"
             )
         _check_spec(spec, key=f"recipe.{role}")
-    others = {f"recipe.blocks.{block}": spec for block, spec in recipe.blocks.items()}
-    for key, spec in [*others.items(), *(("recipe.fallback", spec) for spec in recipe.fallback)]:
+    of_blocks = [(f"recipe.blocks.{block}", spec) for block, spec in recipe.blocks.items()]
+    for key, spec in [*of_blocks, *(("recipe.fallback", spec) for spec in recipe.fallback)]:
         _check_spec(spec, key=key)
     if recipe.weights not in WEIGHTS:
         raise BadInputError(f"recipe.weights={recipe.weights} is not allowed: choose one of {', '.join(WEIGHTS)}")
@@ -222,8 +225,8 @@ def _check(recipe: Recipe) -> None:
 
 def _check_spec(spec: object, *, key: str) -> None:
     if not isinstance(spec, str) or spec not in SPECS:
-        if told := removal_message(str(spec)):
-            raise BadInputError(f"{key}: {told}")
+        if message := removal_message(str(spec)):
+            raise BadInputError(f"{key}: {message}")
         raise BadInputError(
             f"{key}={spec}: there is no such optimizer spec{did_you_mean(spec, SPECS)}\n"
             "`python run.py --list specs` shows every one"
@@ -246,7 +249,7 @@ _KEYS = tuple(item.name for item in fields(Recipe) if item.name not in ("specs",
 
 
 def recipe_node(recipe: Recipe) -> dict[str, Any]:
-    """A recipe in the words of a file: roles beside its other keys."""
+    """A recipe as the content of a file: roles beside its other keys."""
     return {
         "name": recipe.name,
         "description": recipe.description,
@@ -262,50 +265,54 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
-    """Reads what `recipe_node` wrote, or a file; null counts as absent. `base` names a recipe to start from."""
-    given = {str(key): value for key, value in node.items() if value is not None}
+    """The recipe of a node as `recipe_node` or a file has it; null counts as absent.
+
+    `base` of the node names a recipe to start from, `name` is the default of its name. Raises BadInputError.
+    """
+    values = {str(key): value for key, value in node.items() if value is not None}
     for key in ("name", "base", "description", "source"):
-        if not isinstance(text := given.get(key, ""), str):
+        if not isinstance(text := values.get(key, ""), str):
             raise BadInputError(f"recipe.{key}={text} is not allowed: it must be text")
-    name = given.pop("name", name)
-    base = find_recipe(given.pop("base")) if "base" in given else Recipe(name=name or "unnamed")
-    specs = {**base.specs, **{key: value for key, value in given.items() if key not in _KEYS}}
-    lr = {**base.lr, **_mapping(given.get("lr"), key="lr")}
-    betas = {**base.betas, **{k: _pair(v, key=k) for k, v in _mapping(given.get("betas"), key="betas").items()}}
-    fallback = given.get("fallback", base.fallback)
+    name = values.pop("name", name)
+    base = find_recipe(values.pop("base")) if "base" in values else Recipe(name=name or "unnamed")
+    specs = {**base.specs, **{key: value for key, value in values.items() if key not in _KEYS}}
+    lr = {**base.lr, **_mapping(values.get("lr"), key="lr")}
+    betas = {**base.betas, **{k: _pair(v, key=k) for k, v in _mapping(values.get("betas"), key="betas").items()}}
+    fallback = values.get("fallback", base.fallback)
     if isinstance(fallback, str) or not isinstance(fallback, list | tuple):
         raise BadInputError(f"recipe.fallback={fallback} is not allowed: it must be a list of specs")
-    matching = given.get("matching", base.matching)
+    matching = values.get("matching", base.matching)
     if not isinstance(matching, bool):
         raise BadInputError(f"recipe.matching={matching} is not allowed: it must be true or false")
     return Recipe(
         name=name or base.name,
-        description=given.get("description", base.description),
-        source=given.get("source", base.source),
+        description=values.get("description", base.description),
+        source=values.get("source", base.source),
         specs=specs,
         lr=lr,
         betas=betas,
         fallback=tuple(cast("list[str]", fallback)),
-        weights=str(given.get("weights", base.weights)),
+        weights=str(values.get("weights", base.weights)),
         matching=matching,
-        blocks={**base.blocks, **_joined(_mapping(given.get("blocks"), key="blocks"))},
+        blocks={**base.blocks, **_flattened(_mapping(values.get("blocks"), key="blocks"))},
     )
 
 
-def _mapping(given: object, *, key: str) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise BadInputError(f"recipe.{key}={given} is not allowed: it must be a group of keys, such as {{muon: ...}}")
-    held = cast("Mapping[str, Any]", given or {})
-    return {str(name): value for name, value in held.items() if value is not None}
+def _mapping(value: object, *, key: str) -> dict[str, Any]:
+    """The value as a mapping, without keys of None. Raises BadInputError if it is none."""
+    if value is not None and not isinstance(value, Mapping):
+        raise BadInputError(f"recipe.{key}={value} is not allowed: it must be a group of keys, such as {{muon: ...}}")
+    mapping = cast("Mapping[str, Any]", value or {})
+    return {str(name): item for name, item in mapping.items() if item is not None}
 
 
-def _joined(blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Specs by block; a command line gives names as groups, recipe.blocks.layers.0.mlp."""
-    found: dict[str, Any] = {}
-    for name, spec in blocks.items():
-        deeper = _joined(cast("Mapping[str, Any]", spec)) if isinstance(spec, Mapping) else {"": spec}
-        found |= {f"{name}.{below}".rstrip("."): spec for below, spec in deeper.items() if spec is not None}
-    return found
+def _flattened(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Block name -> spec. A command line nests names with dots as groups: recipe.blocks.layers.0.mlp."""
+    flat: dict[str, Any] = {}
+    for name, value in blocks.items():
+        inner = _flattened(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{rest}".rstrip("."): spec for rest, spec in inner.items() if spec is not None}
+    return flat
 
 
 def _pair(value: object, *, key: str) -> tuple[float, float]:
@@ -314,35 +321,37 @@ def _pair(value: object, *, key: str) -> tuple[float, float]:
     return cast("tuple[float, float]", tuple(cast("list[float]", value)))
 
 
-def find_recipe(given: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
-    """A recipe by name, from a YAML file, from plain values, or as it is. Raises BadInputError."""
-    if isinstance(given, Recipe):
-        return given
-    if isinstance(given, Mapping):
-        return recipe_from_node(_filled(given, given=dict(given)))
-    if str(given) in RECIPES:
-        return RECIPES[str(given)]
-    if names_yaml_file(str(given)):
-        return read_recipe(Path(given))
-    if (point := own_code.entry_points_of("baoc.recipes").get(str(given))) is not None:
-        with own_code.faults("recipe", str(given)):
-            found: Any = point.load()
-        return found if isinstance(found, Recipe) else recipe_from_node(_mapping(found, key=""), name=str(given))
-    if (measured := measured_recipes().get(str(given))) is not None:
+def find_recipe(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
+    """A recipe by name, from a file, from plain values, or as it is. Raises BadInputError."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return recipe_from_node(_non_empty_mapping(recipe, recipe=dict(recipe)))
+    name = str(recipe)
+    if name in RECIPES:
+        return RECIPES[name]
+    if names_yaml_file(name):
+        return read_recipe(Path(name))
+    if (point := own_code.entry_points_of("baoc.recipes").get(name)) is not None:
+        with own_code.faults("recipe", name):
+            value: Any = point.load()
+        return value if isinstance(value, Recipe) else recipe_from_node(_mapping(value, key=""), name=name)
+    if (measured := measured_recipes().get(name)) is not None:
         return measured
-    close = did_you_mean(given, [*RECIPES, *measured_recipes(), RACED])
+    close = did_you_mean(name, [*RECIPES, *measured_recipes(), RACED])
     raise BadInputError(
-        f"recipe={given}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, "
+        f"recipe={name}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, "
         f"{RACED}, or a FILE.yaml with a spec by role; `python run.py --list recipes` says what each is"
     )
 
 
 def names_yaml_file(text: str) -> bool:
-    """Whether `text` ends as a file of YAML or JSON does, whether the file exists or not."""
+    """Whether `text` ends in .yaml, .yml or .json. The file need not exist."""
     return text.endswith(_SUFFIXES)
 
 
 def read_recipe(path: Path) -> Recipe:
+    """The recipe of a YAML file, or of a race's record. Raises BadInputError."""
     import yaml
 
     from baoc.core.yaml_files import read_yaml
@@ -356,33 +365,34 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"recipe={path} cannot be read: {error}") from error
-    held: Any = node
-    if isinstance(node, Mapping) and "verdict" in node:  # the file of a race
-        held = cast("Mapping[str, Any]", node).get("recipe")
-        if held is None:
+    recipe: Any = node
+    if isinstance(node, Mapping) and "verdict" in node:  # the record of a race
+        recipe = cast("Mapping[str, Any]", node).get("recipe")
+        if recipe is None:
             raise BadInputError(
                 f"recipe={path} is a race that chose a plan by block, measured on a network of another size, and holds "
                 "no recipe: leave recipe out, and the plan is made for this network"
             )
-    return recipe_from_node(_filled(held, given=path), name=path.stem)
+    return recipe_from_node(_non_empty_mapping(recipe, recipe=path), name=path.stem)
 
 
-def _filled(node: object, *, given: object) -> Mapping[str, Any]:
+def _non_empty_mapping(node: object, *, recipe: object) -> Mapping[str, Any]:
+    """The node itself. Raises BadInputError, which names the `recipe`, if it is no mapping or has no key."""
     if not isinstance(node, Mapping) or not node:
-        raise BadInputError(f"recipe={given} must hold roles and specs, such as `hidden: muon_int8`")
+        raise BadInputError(f"recipe={recipe} must hold roles and specs, such as `hidden: muon_int8`")
     return cast("Mapping[str, Any]", node)
 
 
 @cache
 def measured_table() -> Mapping[str, Mapping[str, Any]]:
-    """The shipped measurements of each family of networks, which `baoc.core.measured` reads."""
+    """Family -> its node of measured.json, which `baoc.core.measured` reads."""
     return json.loads((files("baoc.core") / "measured.json").read_text(encoding="utf-8"))["families"]
 
 
 @cache
 def measured_recipes() -> Mapping[str, Recipe]:
-    """Recipes of all families by name."""
-    nodes = [held["recipe"] for family in measured_table().values() for held in family["recipes"]]
+    """Recipe name -> recipe, of all families in the measured table."""
+    nodes = [row["recipe"] for family in measured_table().values() for row in family["recipes"]]
     return {node["name"]: recipe_from_node(node) for node in nodes}
 
 
@@ -400,7 +410,7 @@ _FOAM, _FACTORED = "arXiv 2512.07112", "arXiv 1804.04235"
 _LION, _SIGNUM = "arXiv 2302.06675", "arXiv 1802.04434"
 _SCALE, _SLIM = "arXiv 2506.16659", "arXiv 2503.01843"
 
-_MOMENTUM: dict[str, Any] = {"betas": {"muon": (0.95, 0.95)}}
+_MOMENTUM: dict[str, Any] = {"betas": {"muon": (0.95, 0.95)}}  # Muon reads the first one only
 _LION_BETAS: dict[str, Any] = {"betas": {"lion": (0.9, 0.99)}}
 
 
