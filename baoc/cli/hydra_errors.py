@@ -16,7 +16,7 @@ from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import unknown_key
 from baoc.core.budgets import spellings
 from baoc.core.catalogue import removal_message
-from baoc.core.own_code import WRITTEN
+from baoc.core.own_code import NAME_FORMATS
 from baoc.errors import BadInputError, did_you_mean
 
 _UNRESOLVED = (GrammarParseError, InterpolationResolutionError, MissingMandatoryValue)
@@ -63,7 +63,7 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
         return BadInputError(told)
     what = group.removesuffix("s") if group in COLLECTIONS else group
     text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"
-    more = [WRITTEN] if group in GROUPS else []
+    more = [NAME_FORMATS] if group in GROUPS else []
     allowed = spellings() if group == "budget" else ", ".join([*error.options, *more])
     return BadInputError(f"{text}\nallowed: {allowed}")
 

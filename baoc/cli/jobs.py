@@ -27,7 +27,7 @@ from baoc.config.nodes import own_code_option
 from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
-from baoc.core.own_code import GROUPS
+from baoc.core.own_code import CONFIG_GROUPS
 from baoc.errors import BadInputError
 
 ERROR_FILE = "error.json"
@@ -121,7 +121,7 @@ def with_race_command(words: Sequence[str]) -> list[str]:
 
 def overrides_as_typed(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
     """Overrides with the user's own code as it was named, in place of the options that were made of it."""
-    names = {group: OmegaConf.select(config, f"{group}.name") for group in GROUPS}
+    names = {group: OmegaConf.select(config, f"{group}.name") for group in CONFIG_GROUPS}
     made = {
         f"{group}={own_code_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None
     }

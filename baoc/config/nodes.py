@@ -48,7 +48,7 @@ def register(overrides: Sequence[str] = ()) -> None:
     register_budgets(option_values(overrides, group="budget"))
     register_recipes(overrides)
     register_races(option_values(overrides, group="race"))
-    for group in own_code.GROUPS:
+    for group in own_code.CONFIG_GROUPS:
         register_own_code(group, overrides=overrides)
 
 
@@ -193,7 +193,7 @@ def with_option_names(words: Sequence[str]) -> list[str]:
     """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
     bytes, which Hydra would take for a number."""
     makers = {
-        **{key: own_code_option for group in own_code.GROUPS for key in (group, f"{group}.{TARGET}")},
+        **{key: own_code_option for group in own_code.CONFIG_GROUPS for key in (group, f"{group}.{TARGET}")},
         "recipe": recipe_option,
         "race": race_option,
         "budget": lambda text: repr(text) if text.isdecimal() else text,

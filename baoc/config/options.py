@@ -100,7 +100,7 @@ def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def hash_own_code(config: RunConfig) -> dict[str, str]:
     """Setting, such as `model=NAME` -> SHA-256 of the file with the user's own code."""
-    named = {group: getattr(config, group).name for group in own_code.GROUPS}
+    named = {group: getattr(config, group).name for group in own_code.CONFIG_GROUPS}
     others = {group: name for group, name in named.items() if name not in registry(group)}
     # Other names stand for objects that a program passed in: they have no file to hash.
     own = {

@@ -26,8 +26,8 @@ from baoc.types import RuleInfo
 
 log = logging.getLogger(__name__)
 
-GROUPS = ("model", "dataset", "task")  # of a configuration
-WRITTEN = "FILE.py:NAME or package.module.NAME"
+CONFIG_GROUPS = ("model", "dataset", "task")  # of a configuration
+NAME_FORMATS = "FILE.py:NAME or package.module.NAME"
 _FILE = re.compile(r"(?P<file>.*\.py)(?::(?P<name>[^/]*))?", re.DOTALL)
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _ROOM = ("OutOfMemoryError", "MemoryError")  # which are told in words of their own
@@ -101,7 +101,7 @@ def load(name: str, *, key: str) -> Callable[..., Any]:
 
     Raises BadInputError: no such file or module, one that cannot be imported, no such name in it, nothing callable.
     """
-    point = entry_points_of(f"baoc.{key}s").get(name) if key in GROUPS else None
+    point = entry_points_of(f"baoc.{key}s").get(name) if key in CONFIG_GROUPS else None
     if point is not None:
         with faults(key, name):
             module = importlib.import_module(point.module)
@@ -251,7 +251,7 @@ def _of_module(parent: str, *, key: str, name: str) -> Any:
         sys.path.append(str(Path.cwd()))  # packages of the folder in which the command was given
     top = parent.partition(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise BadInputError(f"{key}={name}: there is no package {top!r}: install it, or write {WRITTEN}")
+        raise BadInputError(f"{key}={name}: there is no package {top!r}: install it, or write {NAME_FORMATS}")
     module_name, held = parent, list[str]()
     while True:
         with faults(key, name, doing=" cannot be imported: it"):

@@ -217,5 +217,5 @@ def dataset_info(name: str) -> Dataset:
         return DATASETS[name]
     if name in own_code.entry_points_of("baoc.datasets") or own_code.names_own_code(name):
         return Dataset(name=name, description="your own code", tasks=(), module="", builder="", is_own=True)
-    allowed = [*DATASETS, *own_code.entry_points_of("baoc.datasets"), own_code.WRITTEN]
+    allowed = [*DATASETS, *own_code.entry_points_of("baoc.datasets"), own_code.NAME_FORMATS]
     raise unknown_name(name, what="dataset", allowed=allowed)

@@ -244,5 +244,5 @@ def family_of(name: str) -> ModelFamily:
             auto={"cpu": OWN_SIZE, "cuda": OWN_SIZE},
             is_own=True,
         )
-    allowed = [*MODELS, *own_code.entry_points_of("baoc.models"), own_code.WRITTEN]
+    allowed = [*MODELS, *own_code.entry_points_of("baoc.models"), own_code.NAME_FORMATS]
     raise unknown_name(name, what="model", allowed=allowed)

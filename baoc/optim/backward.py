@@ -544,7 +544,7 @@ class DropGradients(BackwardStepper):
         names = dict.fromkeys(name for name, _ in order)
         groups = stepping_groups(
             order,
-            left={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
+            num_gradients={name: sum(slot.param.requires_grad for slot in registry.live[name].slots) for name in names},
             limit=self.group_bytes_limit,
             joins=lambda *pair: registry.can_step_together([registry.live[name] for name in pair]),
         )

@@ -77,7 +77,7 @@ def grouped_bytes(gradients_bytes: int) -> int:
 def stepping_groups(
     order: Sequence[tuple[str, int]],
     *,
-    left: Mapping[str, int],
+    num_gradients: Mapping[str, int],
     limit: int,
     joins: Callable[[str, str], bool],
 ) -> list[tuple[str, ...]]:
@@ -90,7 +90,7 @@ def stepping_groups(
     """
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
-    missing, sizes = dict(left), dict.fromkeys(left, 0)
+    missing, sizes = dict(num_gradients), dict.fromkeys(num_gradients, 0)
     held = waits = alone = 0
     most = limit
     for name, num_bytes in order:

@@ -121,4 +121,6 @@ def task_info(name: str) -> TaskInfo:
         return TASKS[name]
     if name in own_code.entry_points_of("baoc.tasks") or own_code.names_own_code(name):
         return TaskInfo(name=name, description="your own code", module="", cls="", is_own=True)
-    raise unknown_name(name, what="task", allowed=[*TASKS, *own_code.entry_points_of("baoc.tasks"), own_code.WRITTEN])
+    raise unknown_name(
+        name, what="task", allowed=[*TASKS, *own_code.entry_points_of("baoc.tasks"), own_code.NAME_FORMATS]
+    )

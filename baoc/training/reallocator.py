@@ -339,7 +339,7 @@ class Reallocator:
 
         If room is short, gradients go first: they have been used, and the next backward pass makes new ones.
         """
-        predicted = migration_peak(self.planner, now=self.plan, then=proposal)
+        predicted = migration_peak(self.planner, current=self.plan, target=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
             return _MigrationFit()
         if predicted.without_gradients_bytes <= memory:
@@ -559,7 +559,7 @@ class Reallocator:
                 saved=saved.budget,
                 risk_model=saved.risk_model,
                 gap=saved.gap,
-                awaited=self.deferred_budget,
+                deferred=self.deferred_budget,
             )
 
         try:

@@ -68,15 +68,15 @@ def test_blocks_are_put_together_up_to_a_limit_beside_what_was_there():
     left = dict.fromkeys("abcdef", 1)
 
     def groups(limit: int, *, apart: str = "") -> list[str]:
-        found = stepping_groups(order, left=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
+        found = stepping_groups(order, num_gradients=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
         return ["".join(group) for group in found]
 
     assert groups(100) == ["abcdef"] and groups(14) == ["ab", "cd", "ef"] and groups(1) == list("abcdef")
     assert groups(10) == ["a", "bc", "d", "ef"] and groups(10, apart="e") == ["a", "bc", "d", "e", "f"]
     late = [("e", 7), ("f", 7), ("a", 30), ("b", 10), ("c", 10)]
-    found = stepping_groups(late, left=left, limit=20, joins=lambda a, b: True)
+    found = stepping_groups(late, num_gradients=left, limit=20, joins=lambda a, b: True)
     assert found == [("e", "f"), ("a",), ("b", "c")]
-    found = stepping_groups(late, left=left, limit=10, joins=lambda a, b: True)
+    found = stepping_groups(late, num_gradients=left, limit=10, joins=lambda a, b: True)
     assert found == [("e",), ("f",), ("a",), ("b",), ("c",)]
 
 
@@ -94,7 +94,7 @@ def test_blocks_are_put_together_up_to_a_limit_beside_what_was_there():
 def test_gradients_that_come_by_parts_wait_beside_the_peak_up_to_there(order: str, limit: int, apart: str, groups: str):
     came = [(part[0], int(part[1:])) for part in order.split()]
     left = {name: sum(other == name for other, _ in came) for name, _ in came}
-    found = stepping_groups(came, left=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
+    found = stepping_groups(came, num_gradients=left, limit=limit, joins=lambda a, b: not {a, b} & set(apart))
     assert " ".join("".join(group) for group in found) == groups
 
 
@@ -110,7 +110,7 @@ def test_grouped_blocks_hold_at_most_the_limit_beside_the_most_that_was_there_by
     blocks = [data.draw(st.integers(0, max(0, len(sizes) // 2))) for _ in sizes]
     order = [(str(block), size) for block, size in zip(blocks, sizes, strict=True)]
     left = {name: sum(other == name for other, _ in order) for name, _ in order}
-    groups = stepping_groups(order, left=left, limit=limit, joins=lambda a, b: True)
+    groups = stepping_groups(order, num_gradients=left, limit=limit, joins=lambda a, b: True)
     assert sorted(name for group in groups for name in group) == sorted(left)
     group_of = {name: group for group in groups for name in group}
     missing, held, alone, most = dict(left), dict.fromkeys(left, 0), dict.fromkeys(left, 0), 0

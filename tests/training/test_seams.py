@@ -63,17 +63,17 @@ def test_a_move_starts_from_the_weights_that_are_there() -> None:
     of = splitting()
     numel = sum(block.numel for block in of.blocks)
     now = uniform(of, "adamw+split8")
-    still = migration_peak(of, now=now, then=now)
+    still = migration_peak(of, current=now, target=now)
     assert still is not None
     assert still.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * 2 * numel
     assert still.without_gradients_bytes == 1_000_000 + now.allocation.state_bytes - 2 * numel
     native = uniform(of, "adamw")
-    there = migration_peak(of, now=native, then=native)
-    last = migration_peak(of, now=now, then=native)
+    there = migration_peak(of, current=native, target=native)
+    last = migration_peak(of, current=now, target=native)
     assert there is not None and last is not None and last.peak_bytes <= there.peak_bytes + 2**22
     assert of.footprint is not None
     of.footprint = replace(of.footprint, released=True)
-    released = migration_peak(of, now=now, then=now)
+    released = migration_peak(of, current=now, target=now)
     assert released is not None and released.peak_bytes == 1_900_000 + now.allocation.state_bytes - 2 * numel
 
 

@@ -18,14 +18,14 @@ class Pick:
 
     role: str
     spec: str
-    wished: str
+    preferred: str
     why_not: str = ""
 
     @property
     def text(self) -> str:
         if not self.why_not:
             return f"the recipe's spec for {self.role}"
-        return f"falls back: the recipe asks {self.wished} of {self.role}, but {self.why_not}"
+        return f"falls back: the recipe asks {self.preferred} of {self.role}, but {self.why_not}"
 
 
 def pick_spec(block: Block, *, recipe: Recipe) -> Pick:
@@ -36,7 +36,7 @@ def pick_spec(block: Block, *, recipe: Recipe) -> Pick:
         for name in recipe.specs_in_order(block)
     }
     spec = next(name for name, why in why_not.items() if why is None)
-    return Pick(role=role, spec=spec, wished=wished, why_not=why_not[wished] or "")
+    return Pick(role=role, spec=spec, preferred=wished, why_not=why_not[wished] or "")
 
 
 def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:

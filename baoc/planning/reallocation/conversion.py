@@ -22,7 +22,7 @@ def restore_plan(
     risk_model: str,
     gap: float | None,
     profile: Profile | None,
-    awaited: Budget | None = None,
+    deferred: Budget | None = None,
 ) -> tuple[Plan, list[str]]:
     """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
 
@@ -32,14 +32,14 @@ def restore_plan(
     is not known.
     """
     risk = planner.risk_of_saved(risk_model, profile=profile)
-    here = awaited or planner.budget
+    here = deferred or planner.budget
     changed = saved is not None and saved != here and not saved.name == here.name == AUTO
     notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
-    if changed and awaited is None:
+    if changed and deferred is None:
         plan = planner.propose(risk=risk, profile=profile)
     else:
         plan = planner.resume_plan(choices, risk=risk, profile=profile, gap=gap)
-    if awaited is not None and dict(plan.allocation.choices) != dict(choices):
+    if deferred is not None and dict(plan.allocation.choices) != dict(choices):
         plan = planner.least_state_plan()
     names = {block.name for block in planner.blocks}
     lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})

@@ -1,4 +1,4 @@
-"""The memory of a move between two plans: old and new states side by side."""
+"""The peak memory of a migration between two plans, in which old and new states exist side by side."""
 
 from dataclasses import dataclass
 
@@ -6,68 +6,71 @@ from baoc.core.catalogue import SPECS
 from baoc.planning.cost import cost, state_bytes
 from baoc.planning.limits import savings_of_choices
 from baoc.planning.planner import Planner
-from baoc.types import Plan
+from baoc.types import Cost, Plan
 
-# Floats per element that converting one tensor may hold beside its states: an average in fp32, expanded, rescaled,
-# decoded again, and the difference. 4 were the most that was measured (tests/training/test_moves.py).
+# fp32 numbers per element of a tensor that converting its state may take beside old and new states: the average in
+# fp32, expanded, rescaled, decoded again, and the difference. At most 4 were measured (tests/training/test_moves.py).
 CONVERSION_FLOATS = 8
 
 
-def changed_specs(now: Plan, then: Plan) -> dict[str, tuple[str, str]]:
-    """Block -> (spec now, spec then), of those that differ."""
-    held = now.allocation.choices
-    return {block: (held[block], spec) for block, spec in then.allocation.choices.items() if held[block] != spec}
+def changed_specs(current: Plan, target: Plan) -> dict[str, tuple[str, str]]:
+    """Block -> (current spec, target spec), of the blocks whose spec changes."""
+    specs = current.allocation.choices
+    return {block: (specs[block], spec) for block, spec in target.allocation.choices.items() if specs[block] != spec}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPeak:
-    """Predicted device bytes at the worst moment of a move, with gradients and without them."""
+    """Predicted peak of device bytes during a migration, with gradients and without them."""
 
     peak_bytes: int
     without_gradients_bytes: int
 
 
-def migration_peak(planner: Planner, *, now: Plan, then: Plan) -> MigrationPeak | None:
-    """Peak memory of moving from plan to plan between two steps; None without a footprint.
+def migration_peak(planner: Planner, *, current: Plan, target: Plan) -> MigrationPeak | None:
+    """Peak memory of a migration between two steps; None without a footprint.
 
-    Blocks move one by one, those that shrink most first. Activations are freed by then. Weights, gradients, averages
-    and all states are in memory; the moving block holds its old and new states, and the temporaries of converting its
-    largest tensor. Weights count in the format of the plan in force. So do gradients, unless backward releases them:
-    which of them exist is unknown then.
+    Blocks migrate one by one, those that shrink most first. Activations are freed by then; weights, gradients, averages
+    and all states are in memory. The migrating block has its old and new states, and the temporaries of converting its
+    largest tensor. Weights are counted in the current plan's format. So are gradients, but not with gradient release,
+    as it is then unknown which of them exist.
     """
     footprint = planner.footprint
     if footprint is None:
         return None
-    by_name = {block.name: block for block in planner.blocks}
+    blocks = {block.name: block for block in planner.blocks}
 
-    def bytes_of(block: str, spec: str, *, copies: int) -> tuple[int, int]:
-        cost_of = cost(by_name[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
-        held = cost_of.state_bytes + (cost_of.host_bytes if planner.device_is_host else 0)
-        return held, held + copies * cost_of.weight_bytes
+    def cost_of(block: str, spec: str) -> Cost:
+        return cost(blocks[block], spec=SPECS[spec], rule=planner.rules[SPECS[spec].rule])
 
-    def peak(copies: int) -> int:
-        """Peak of states, less what 16-bit weights save; `copies` is 2 where gradients have the weights' format."""
-        choices = now.allocation.choices
+    def state_bytes_of(block: str, spec: str) -> int:
+        spec_cost = cost_of(block, spec)
+        return spec_cost.state_bytes + (spec_cost.host_bytes if planner.device_is_host else 0)
+
+    def total_bytes_of(block: str, spec: str, *, copies: int) -> int:
+        return state_bytes_of(block, spec) + copies * cost_of(block, spec).weight_bytes
+
+    def states_peak(copies: int) -> int:
+        """Peak of states, less what 16-bit weights save; `copies` is 2 if gradients have the weights' format."""
+        choices = current.allocation.choices
         saved = savings_of_choices(choices, blocks=planner.blocks, specs=SPECS)
-        held = sum(bytes_of(block, spec, copies=copies)[0] for block, spec in choices.items())
-        held -= copies * sum(saved.values())
-        steps = []
-        for block, (source, target) in changed_specs(now, then).items():
-            _, new_total = bytes_of(block, target, copies=copies)
-            new_bytes = state_bytes(by_name[block], spec=SPECS[target], rule=planner.rules[SPECS[target].rule])
-            largest = max((param.numel for param in by_name[block].params), default=0)
-            growth = new_total - bytes_of(block, source, copies=copies)[1]
-            steps.append((growth, new_bytes + 4 * CONVERSION_FLOATS * largest))
-        most = held
-        for growth, beside in sorted(steps):
-            most = max(most, held + beside)
-            held += growth
-        return most
+        live_bytes = sum(state_bytes_of(block, spec) for block, spec in choices.items()) - copies * sum(saved.values())
+        migrations = []
+        for block, (old_spec, new_spec) in changed_specs(current, target).items():
+            new_bytes = state_bytes(blocks[block], spec=SPECS[new_spec], rule=planner.rules[SPECS[new_spec].rule])
+            largest = max((param.numel for param in blocks[block].params), default=0)
+            old_total = total_bytes_of(block, old_spec, copies=copies)
+            growth = total_bytes_of(block, new_spec, copies=copies) - old_total
+            migrations.append((growth, new_bytes + 4 * CONVERSION_FLOATS * largest))
+        peak = live_bytes
+        for growth, during_migration in sorted(migrations):
+            peak = max(peak, live_bytes + during_migration)
+            live_bytes += growth
+        return peak
 
-    fixed = footprint.fixed_bytes
-    staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (now, then))
-    total = footprint.resident_bytes + fixed + staging
+    staging = max(planner.staging_bytes(plan.allocation.choices) for plan in (current, target))
+    total = footprint.resident_bytes + footprint.fixed_bytes + staging
     return MigrationPeak(
-        peak_bytes=total + peak(1 if footprint.released else 2),
-        without_gradients_bytes=total - footprint.gradients_bytes + peak(1),
+        peak_bytes=total + states_peak(1 if footprint.released else 2),
+        without_gradients_bytes=total - footprint.gradients_bytes + states_peak(1),
     )
