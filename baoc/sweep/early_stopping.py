@@ -1,8 +1,8 @@
-"""Early stopping for several objectives: a trial ends at a rung where another trial is better in every objective.
+"""Pruning with several objectives: a trial ends at a rung where another trial is better in every objective.
 
-Optuna's pruners support one objective only. Here a trial's objectives at a rung (its validation there, its bytes so
-far) are stored as attributes of the trial, so that finished, pruned and running trials of all workers are compared at
-equal steps.
+Optuna's pruners support one objective only. Here a trial's objectives at each rung (its validation there, its bytes so
+far) are attributes of the trial in the storage, so that trials of all workers, finished, pruned or running, are
+compared at equal steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ from baoc.tracking.files import read_json
 from baoc.tracking.metrics import METRICS_FILE, read_metrics
 from baoc.units import GIB
 
-_METRICS = {"peak_bytes": ("memory/peak_gib", GIB), "samples_per_s": ("throughput/samples_per_s", 1.0)}
-_MEASURED = ("quality", "samples_per_s")  # with noise, so that only a difference above the margin counts
-Values = Mapping[str, float | None]
+_METRICS = {"peak_bytes": ("memory/peak_gib", GIB), "samples_per_s": ("throughput/samples_per_s", 1.0)}  # key, unit
+_NOISY = ("quality", "samples_per_s")  # must be better by the margin
+Values = Mapping[str, float | None]  # by objective
 
 
 class EarlyStopping:
-    """Follows the metrics of one trial. An `exempt` trial (a baseline) is recorded but never stopped."""
+    """Decides from the metrics of a trial whether it should end. An `exempt` trial (a baseline) is never stopped."""
 
     def __init__(self, study: optuna.Study, trial: FrozenTrial, *, config: StudyConfig, exempt: bool):
         self.study, self.trial, self.exempt = study, trial, exempt
         self.objectives, self.stop = config.objectives, config.early_stop
         self._passed_rungs: set[str] = set()
-        self._read_bytes: dict[Path, int] = {}
+        self._read_bytes: dict[Path, int] = {}  # size of a metrics file when it was read last
 
     def stop_reason(self, folder: Path, *, repeat: int = 0) -> str:
         """Why the trial should end; empty if it should go on. Reads the run's metrics if their file has grown, then
@@ -56,8 +56,8 @@ class EarlyStopping:
         return ""
 
     def _dominated_by(self, values: Values, *, key: str) -> int | None:
-        """The number of a trial that is better in everything at this rung; None if there is none, or too few to
-        compare."""
+        """The number of a trial that is better in every objective at this rung; None if there is none, or if too few
+        trials have passed the rung."""
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
         others = {
             trial.number: trial.user_attrs[key]
@@ -70,7 +70,7 @@ class EarlyStopping:
 
 
 def violates_constraint(trial: FrozenTrial) -> bool:
-    """Whether a trial breached its budget or diverged; its values do not count."""
+    """Whether a trial breached its budget or diverged, so that its values do not count."""
     return any(value > 0 for value in trial.constraints.values())
 
 
@@ -81,19 +81,19 @@ def values_at_rung(
 
     Args:
         rows: of `read_metrics`, one per step.
-        metric: key of the quality; the value is None if it was not finite.
+        metric: key of the quality, which is None if it was not finite.
     """
-    at = next((i for i, row in enumerate(rows) if row["step"] + 1 >= rung and metric in row), None)
-    if at is None:
+    validation = next((i for i, row in enumerate(rows) if row["step"] + 1 >= rung and metric in row), None)
+    if validation is None:
         return None
     values: dict[str, float | None] = {}
     for name in names:
         if name == "quality":
-            values[name] = rows[at][metric]
+            values[name] = rows[validation][metric]
         elif name in _METRICS:
-            logged, unit = _METRICS[name]
-            found = [row[logged] for row in rows[: at + 1] if row.get(logged) is not None]
-            values[name] = found[-1] * unit if found else None
+            key, unit = _METRICS[name]
+            logged = [row[key] for row in rows[: validation + 1] if row.get(key) is not None]
+            values[name] = logged[-1] * unit if logged else None
         else:
             plan = folder / "allocation.json"
             values[name] = read_json(plan)[name] if plan.is_file() else None
@@ -103,11 +103,11 @@ def values_at_rung(
 def find_dominating_trial(
     values: Values, others: Iterable[tuple[int, Values]], *, objectives: Mapping[str, str], margin: float
 ) -> int | None:
-    """The number of a trial that is better in every objective; None if there is none.
+    """The number of a trial of `others` that is better in every objective; None if there is none.
 
-    Measured objectives (quality, throughput) must be better by `margin` as a share of the own value; bytes, which are
-    exact, must not be larger. Any finite quality beats one that is not finite. An unknown value of another objective
-    beats nothing and is not beaten.
+    Quality and throughput must be better by the share `margin` of the own value; bytes are exact and must not be
+    larger. Any finite quality is better than one that is not finite. An unknown value of another objective is neither
+    better nor worse.
     """
     for number, other in others:
         if all(
@@ -122,8 +122,8 @@ def _is_better(other: float | None, own: float | None, *, name: str, direction: 
     if name != "quality" and (other is None or own is None):
         return False
     sign = -1.0 if direction == "maximize" else 1.0
-    a = inf if other is None else sign * other
-    b = inf if own is None else sign * own
-    if name not in _MEASURED:
-        return a <= b
-    return a < inf and (b == inf or a <= b - margin * abs(b))
+    other_cost = inf if other is None else sign * other
+    own_cost = inf if own is None else sign * own
+    if name not in _NOISY:
+        return other_cost <= own_cost
+    return other_cost < inf and (own_cost == inf or other_cost <= own_cost - margin * abs(own_cost))

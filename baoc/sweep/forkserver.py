@@ -1,6 +1,6 @@
-"""Processes for trials, forked from a server that has imported torch and Lightning once, without threads or CUDA.
+"""Processes for trials, forked from a server process that has imported torch and Lightning, without threads or CUDA.
 
-A trial starts in milliseconds, and its crash leaves the study and the other trials alone.
+A trial starts in milliseconds, and its crash ends neither the study nor other trials.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = "baoc.sweep.preload"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_MOST_FOLDER = 85  # bytes of the sockets' folder: a path has at most 107, and a name is as long as listener-XXXXXXXX
-ORPHAN_S = 120.0  # how long a trial waits for an earlier attempt that still holds its folder
-# A fork would lose the threads of numpy's pool; trials share cores with each other, so waiting threads sleep.
+_MAX_FOLDER_BYTES = 85  # of the sockets' folder: a path has at most 107, and its name is like listener-XXXXXXXX
+ORPHAN_PATIENCE_S = 120.0  # how long a trial waits for an earlier attempt that still holds the folder's lock
+# OpenBLAS: a fork would lose the threads of numpy's pool. OpenMP: trials share cores, so waiting threads sleep.
 _SERVER_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -40,8 +40,7 @@ def start(
 ) -> ForkServerProcess:
     """Runs `body()` in a new process that leads its own session.
 
-    The process holds `lock` while it lives. It is asked to end (SIGTERM) when the server ends, which ends with this
-    process.
+    The process holds `lock` while it lives. It gets SIGTERM when the fork server ends, which ends with this process.
 
     Args:
         body: must be picklable: a function of a module, or a partial of one.
@@ -51,13 +50,13 @@ def start(
     """
     process = _CONTEXT.Process(target=_child_main, args=(body, str(log), str(lock), list(arguments), dict(variables)))
     _shorten_socket_paths()
-    with _as_server_starts():
+    with _server_environment():
         process.start()
     return process
 
 
 def _child_main(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
-    os.setsid()  # the study, not the terminal, passes Ctrl-C on
+    os.setsid()  # Ctrl-C goes to the study only, which ends its trials
     end_with_parent()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # out of memory, the kernel kills this before the study
@@ -78,7 +77,7 @@ def _child_main(body: Callable[[], None], log: str, lock: str, arguments: list[s
 
 
 def end_with_parent() -> None:
-    """Asks this process to end (SIGTERM) when its parent dies; on Linux only, elsewhere it runs to its end."""
+    """Has the kernel send SIGTERM to this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1 and os.getpid() != 1:
@@ -86,40 +85,41 @@ def end_with_parent() -> None:
 
 
 def _acquire_lock(lock: str) -> int:
-    """Opens and locks a file; waits for an attempt of a killed study that still writes into the folder."""
+    """Opens and locks a file; returns its descriptor. Waits for an attempt of a killed study that still holds it."""
     file = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
-    end = time.monotonic() + ORPHAN_S
+    deadline = time.monotonic() + ORPHAN_PATIENCE_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # data loaders that the trial forks may outlive it and would keep the lock from the next attempt
+            # data loaders that the trial forks may outlive it, and would hold the lock against the next attempt
             os.register_at_fork(after_in_child=partial(os.close, file))
             return file
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 sys.exit(f"an earlier attempt at this trial holds {lock} and does not end: end it, and begin again")
             time.sleep(0.05)
 
 
 def _shorten_socket_paths() -> None:
-    """Has multiprocessing keep its sockets in a private folder of /tmp where TMPDIR is too long for a socket's path."""
+    """Makes multiprocessing put its sockets into a private folder of /tmp if TMPDIR is too long for a socket's path."""
     config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     folder = config.get("tempdir") or f"{tempfile.gettempdir()}/pymp-XXXXXXXX"
-    if len(os.fsencode(folder)) > _MOST_FOLDER:
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         config["tempdir"] = folder = tempfile.mkdtemp(prefix="baoc-", dir="/tmp")
-        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # as of multiprocessing's own
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # that of multiprocessing
 
 
 @contextmanager
-def _as_server_starts() -> Iterator[None]:
-    """Sets variables that the server inherits, unless they are set, and hides `__main__` from multiprocessing: the
-    child would import the script and start the study again."""
-    main, new = sys.modules["__main__"], [name for name in _SERVER_VARIABLES if name not in os.environ]
+def _server_environment() -> Iterator[None]:
+    """Sets the server's environment variables that are not set, and hides `__main__` from multiprocessing: a child
+    would import the script and start the study again."""
+    main = sys.modules["__main__"]
+    unset = [name for name in _SERVER_VARIABLES if name not in os.environ]
     sys.modules["__main__"] = ModuleType("__main__")
-    os.environ.update({name: _SERVER_VARIABLES[name] for name in new})
+    os.environ.update({name: _SERVER_VARIABLES[name] for name in unset})
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        for name in new:
+        for name in unset:
             del os.environ[name]

@@ -1,9 +1,9 @@
 """A TPE sampler for quality-memory frontiers over a range of budgets.
 
-Budgets are drawn evenly; the other settings are learned from the quality residual behind its trend over memory.
-Optuna's multi-objective TPE calls a tenth of the trials good, those on the front: two or three of a study's 20 to 30
-trials, too few to learn a learning rate from. Here a setting is good if quality is better than its memory explains, so
-every trial says something about every setting at any budget.
+Budgets are drawn evenly. The other settings are sampled by a single-objective TPE on quality residuals: a trial's
+quality minus the trend of quality over memory. So every trial informs about a setting, whatever its budget. Optuna's
+multi-objective TPE calls a tenth of the trials good, those on the front; of a study's 20 to 30 trials these are two or
+three, too few to find a learning rate.
 """
 
 import math
@@ -23,18 +23,21 @@ from baoc.sweep.study_config import BASELINE_KEY
 BUDGET = "budget"  # the setting that is drawn evenly
 QUALITY = "quality"
 STARTUP = 3  # random trials before TPE starts, not counting baselines
-GOOD_SHARE = 0.4  # share of trials that TPE calls good; a smaller one is decided by the noise of single runs
+GOOD_SHARE = 0.4  # share of trials that TPE calls good; of fewer, the noise of single runs decides which
 HEADROOM = 3.0  # budgets are drawn up to this multiple of the best trial's memory
-FULL_RANGE_EVERY = 3  # every third trial draws from the full range: the best setting may lie at a poor budget
+FULL_RANGE_EVERY = 3  # every third trial draws its budget from the full range, as the best trial may be a poor one
 QUADRATIC_FROM = 10  # number of trials from which the trend is quadratic instead of linear
 NEW_TRIAL = create_trial(state=TrialState.RUNNING)  # stands for the trial that is being sampled
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 class FrontierSampler(BaseSampler):
-    """Sampler for one trial, seeded with the trial's own `seed`. `objectives` maps names to minimize or maximize; one
-    of them is `quality`. Budgets are drawn evenly in their logarithm; two of three trials stay below HEADROOM times the
-    memory of the best trial, since a larger one would have to beat all others to be on the front."""
+    """Sampler for one trial, with the trial's own `seed`. `objectives` maps names to minimize or maximize, `quality`
+    among them.
+
+    Two of three trials draw a budget below HEADROOM times the memory of the best trial: with more memory a trial would
+    have to be better than all others to be on the front.
+    """
 
     def __init__(self, *, seed: int, objectives: Mapping[str, str]):
         self.objectives = tuple(objectives.items())
@@ -59,11 +62,12 @@ class FrontierSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Draws the budget, and settings that no trial has had yet."""
-        drawn, space = self._random.sample_independent(study, trial, param_name, param_distribution), param_distribution
+        """Draws the budget, and settings that no earlier trial has."""
+        drawn = self._random.sample_independent(study, trial, param_name, param_distribution)
+        space = param_distribution
         if self._residual_study is None or param_name != BUDGET or not isinstance(space, FloatDistribution):
             return drawn
-        # From the whole range to the part that may hold a point of the front
+        # Map the drawn budget from the full range to the part of it in which a trial may be on the front
         low, high = budget_bounds(_others(study, trial), objectives=self.objectives, space=space)
         high = space.high if trial.number % FULL_RANGE_EVERY == 0 else high
         scale = math.log if space.log else float
@@ -72,19 +76,22 @@ class FrontierSampler(BaseSampler):
         return min(max(math.exp(value) if space.log else value, low), high)
 
     def _make_residual_study(self, others: Sequence[FrozenTrial]) -> optuna.Study:
-        """An in-memory study of one objective: each trial's quality residual behind the trend, lower is better. Trials
-        that violated a constraint, were pruned or still run count as worst; the latter keep workers from all drawing
-        the same point."""
-        points = [trial for trial in others if trial.params and trial.state in (*_ENDED, TrialState.RUNNING)]
-        feasible = [trial for trial in points if is_feasible(trial)]
+        """An in-memory study of all settings but the budget, whose objective is the quality residual; lower is better.
+
+        Trials that violated a constraint, were pruned or still run get a value worse than all others. The latter keep
+        parallel workers from sampling the same point.
+        """
+        trials = [trial for trial in others if trial.params and trial.state in (*_ENDED, TrialState.RUNNING)]
+        feasible = [trial for trial in trials if is_feasible(trial)]
         residuals = quality_residuals([trial.values for trial in feasible], objectives=self.objectives)
-        known = {trial.number: value for trial, value in zip(feasible, residuals, strict=True)}
+        residual_of = {trial.number: value for trial, value in zip(feasible, residuals, strict=True)}
         worst = max(residuals, default=0.0) + 1.0
         study = optuna.create_study(study_name="quality residuals")
-        for trial in points:
-            chosen = {key: value for key, value in trial.params.items() if key != BUDGET}
-            ranges = {key: distribution for key, distribution in trial.distributions.items() if key != BUDGET}
-            study.add_trial(create_trial(params=chosen, distributions=ranges, value=known.get(trial.number, worst)))
+        for trial in trials:
+            params = {key: value for key, value in trial.params.items() if key != BUDGET}
+            distributions = {key: value for key, value in trial.distributions.items() if key != BUDGET}
+            value = residual_of.get(trial.number, worst)
+            study.add_trial(create_trial(params=params, distributions=distributions, value=value))
         return study
 
 
@@ -93,7 +100,7 @@ def _others(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
 
 
 def _make_tpe(seed: int) -> TPESampler:
-    """A multivariate TPE: univariate, it would draw the likeliest choice of each setting every time."""
+    """A multivariate TPE; a univariate one would draw the likeliest choice of each setting in every trial."""
     with warnings.catch_warnings():  # `gamma` is deprecated until Optuna 6, and `group` is experimental
         warnings.simplefilter("ignore")
         return TPESampler(
@@ -108,8 +115,8 @@ def _make_tpe(seed: int) -> TPESampler:
 
 def quality_objective(objectives: Sequence[tuple[str, str]]) -> tuple[int, float]:
     """The index of quality among the objectives, and the factor that makes lower better."""
-    at = [name for name, _ in objectives].index(QUALITY)
-    return at, -1.0 if objectives[at][1] == "maximize" else 1.0
+    index = [name for name, _ in objectives].index(QUALITY)
+    return index, -1.0 if objectives[index][1] == "maximize" else 1.0
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
@@ -118,9 +125,9 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence[tuple[str, str]]) -> list[float]:
-    """Residuals of quality behind a least-squares trend over the other objectives, one per trial; lower is better.
+    """Quality minus its least-squares trend over the other objectives, for each trial; lower is better.
 
-    Objectives are taken in logarithms if all their values are positive.
+    Objectives whose values are all positive are taken in logarithms.
 
     Args:
         values: one row per trial, one column per objective.
@@ -139,13 +146,13 @@ def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence
 def budget_bounds(
     trials: Sequence[FrozenTrial], *, objectives: Sequence[tuple[str, str]], space: FloatDistribution
 ) -> tuple[float, float]:
-    """(lowest, highest) budget to draw. The lowest is above budgets that were too small and below all that sufficed;
-    the highest is HEADROOM times the memory of the best trial, baselines included."""
+    """(lowest, highest) budget to draw. The lowest is the largest one that was too small, below all that were met. The
+    highest is HEADROOM times the memory of the best trial, baselines included."""
     feasible = [trial for trial in trials if is_feasible(trial)]
-    points = [trial for trial in feasible if BUDGET in trial.params]
-    if not points:
+    with_budget = [trial for trial in feasible if BUDGET in trial.params]
+    if not with_budget:
         return space.low, space.high
-    smallest_met = min(trial.params[BUDGET] for trial in points)
+    smallest_met = min(trial.params[BUDGET] for trial in with_budget)
     too_small = [t.params[BUDGET] for t in trials if BUDGET in t.params and t.constraints.get("budget", 0.0) > 0]
     low = max([space.low, *[budget for budget in too_small if budget < smallest_met]])
     axis = next((i for i, (name, _) in enumerate(objectives) if name.endswith("_bytes")), None)
@@ -153,7 +160,7 @@ def budget_bounds(
         return low, space.high
     quality, sign = quality_objective(objectives)
     best = min(feasible, key=lambda trial: sign * trial.values[quality])
-    per_budget = float(np.median([trial.values[axis] / trial.params[BUDGET] for trial in points]))
-    if per_budget == 0:  # update rules without optimizer state
+    bytes_per_budget = float(np.median([trial.values[axis] / trial.params[BUDGET] for trial in with_budget]))
+    if bytes_per_budget == 0:  # update rules without optimizer state
         return low, space.high
-    return low, min(space.high, max(HEADROOM * best.values[axis] / per_budget, HEADROOM * low))
+    return low, min(space.high, max(HEADROOM * best.values[axis] / bytes_per_budget, HEADROOM * low))

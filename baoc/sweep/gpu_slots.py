@@ -11,12 +11,13 @@ from itertools import count
 from pathlib import Path
 
 from baoc.errors import BadInputError
+from baoc.units import MIB
 
-_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
+_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
-def count_oom_kills(counters: Sequence[Path] = _COUNTERS) -> int:
-    """How many processes the kernel has killed for memory so far in this container; 0 if it does not tell."""
+def count_oom_kills(counters: Sequence[Path] = _OOM_COUNTERS) -> int:
+    """How many processes of this container the kernel has killed for memory so far; 0 if no counter is readable."""
     for file in counters:
         try:
             lines = file.read_text().splitlines()
@@ -37,24 +38,24 @@ class Gpu:
     uuid: str = ""
 
 
-def find_gpus(asked: str | Sequence[str] = "auto") -> tuple[Gpu, ...]:
+def find_gpus(setting: str | Sequence[str] = "auto") -> tuple[Gpu, ...]:
     """The GPUs of this machine by nvidia-smi, without starting CUDA.
 
     Args:
-        asked: `auto` for those that CUDA_VISIBLE_DEVICES allows, or a list of indices.
+        setting: `auto` for those that CUDA_VISIBLE_DEVICES allows, or a list of indices.
 
     Raises BadInputError for an index that nvidia-smi does not list.
     """
-    if not isinstance(asked, str) and not asked:
+    if not isinstance(setting, str) and not setting:
         return ()
     smi = shutil.which("nvidia-smi")
     query = [str(smi), "--query-gpu=index,memory.total,uuid", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False) if smi else None
-    found = parse_gpus(done.stdout if done is not None and done.returncode == 0 else "")
-    if asked == "auto":
-        return filter_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    names = [asked] if isinstance(asked, str) else [str(name) for name in asked]
-    by_name = {gpu.name: gpu for gpu in found}
+    gpus = parse_gpus(done.stdout if done is not None and done.returncode == 0 else "")
+    if setting == "auto":
+        return filter_visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    names = [setting] if isinstance(setting, str) else [str(name) for name in setting]
+    by_name = {gpu.name: gpu for gpu in gpus}
     for name in names:
         if name not in by_name:
             raise BadInputError(f"hydra.sweeper.gpus has {name!r}: allowed are {', '.join(by_name) or 'none, []'}")
@@ -64,35 +65,38 @@ def find_gpus(asked: str | Sequence[str] = "auto") -> tuple[Gpu, ...]:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """GPUs from nvidia-smi's lines `index, MiB, uuid`."""
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
-    return tuple(Gpu(name=row[0], total_bytes=int(float(row[1])) * 2**20, uuid=row[2]) for row in rows)
+    return tuple(Gpu(name=row[0], total_bytes=int(float(row[1])) * MIB, uuid=row[2]) for row in rows)
 
 
-def filter_visible(gpus: Sequence[Gpu], asked: str | None) -> tuple[Gpu, ...]:
+def filter_visible(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES selects, by index or prefix of a UUID; all of them if it is not set (None)."""
-    if asked is None:
+    if visible is None:
         return tuple(gpus)
-    names = [name.strip() for name in asked.split(",") if name.strip()]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
     return tuple(gpu for gpu in gpus if any(gpu.name == n or (gpu.uuid + " ").startswith(n) for n in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLease:
-    """The GPUs of one trial, by name; the locks of `files` are its slots, and go with this process."""
+    """The GPUs of one trial, by name. Each of its slots is a locked file; `descriptors` hold the locks until they are
+    closed, also by the end of this process."""
 
     names: tuple[str, ...] = ()
-    files: tuple[int, ...] = ()
+    descriptors: tuple[int, ...] = ()
 
     def release(self) -> None:
-        for file in self.files:
-            os.close(file)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 class GpuSlots:
-    """Assigns GPUs to trials, `per_trial` to each; all studies of a user on this machine agree through locked files. A
-    GPU has `per_gpu` slots. Trials with known memory budgets share a GPU if their sum fits; a trial without one gets
-    its GPUs alone. The kernel frees the slots of a process that is killed.
+    """Assigns GPUs to trials, `per_trial` to each. A GPU has `per_gpu` slots.
 
-    Raises BadInputError where there are GPUs, but fewer than `per_trial`."""
+    Trials with memory budgets share a GPU if their sum fits; a trial without one gets its GPUs alone. All studies of a
+    user on this machine agree through locked files in `folder`; the kernel unlocks those of a process that is killed.
+
+    Raises BadInputError if there are GPUs, but fewer than `per_trial`.
+    """
 
     def __init__(self, *, gpus: Sequence[Gpu], per_gpu: int = 1, per_trial: int = 1, folder: Path | None = None):
         if 0 < len(gpus) < per_trial:
@@ -104,11 +108,11 @@ class GpuSlots:
         self.folder = folder or Path(tempfile.gettempdir()) / f"baoc_cards_{os.getuid()}"
 
     def acquire(self, budget_bytes: int | None) -> GpuLease | None:
-        """Locks a slot of each of the GPUs with the fewest used slots that have room; None if too few have it. Without
-        GPUs there is nothing to hold.
+        """Locks a slot on each of `per_trial` GPUs with room, those with the fewest used slots first; None if too few
+        have room. On a machine without GPUs the lease is empty.
 
         Args:
-            budget_bytes: the trial's memory budget of each GPU; None if it has none, which takes the whole of them.
+            budget_bytes: the trial's memory budget for each GPU; None if it has none and takes GPUs as a whole.
         """
         if not self.gpus:
             return GpuLease()
@@ -116,44 +120,47 @@ class GpuSlots:
         lock = os.open(self.folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            held = {gpu.name: self._slot_bytes(gpu) for gpu in self.gpus}
-            fitting = [gpu for gpu in self.gpus if self._fits(gpu, budget_bytes, held[gpu.name])]
-            if len(fitting) < self.per_trial:
+            reserved = {gpu.name: self._reserved_bytes(gpu) for gpu in self.gpus}
+            with_room = [gpu for gpu in self.gpus if self._has_room(gpu, budget_bytes, reserved[gpu.name])]
+            if len(with_room) < self.per_trial:
                 return None
-            chosen = sorted(fitting, key=lambda gpu: len(held[gpu.name]))[: self.per_trial]
-            files = [self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes) for gpu in chosen]
-            return GpuLease(names=tuple(gpu.name for gpu in chosen), files=tuple(files))
+            chosen = sorted(with_room, key=lambda gpu: len(reserved[gpu.name]))[: self.per_trial]
+            slots = [self._lock_slot(gpu, gpu.total_bytes if budget_bytes is None else budget_bytes) for gpu in chosen]
+            return GpuLease(names=tuple(gpu.name for gpu in chosen), descriptors=tuple(slots))
         finally:
             os.close(lock)
 
-    def _fits(self, gpu: Gpu, budget_bytes: int | None, held: Sequence[int]) -> bool:
-        if not held:
+    def _has_room(self, gpu: Gpu, budget_bytes: int | None, reserved: Sequence[int]) -> bool:
+        if not reserved:
             return True  # a budget above the GPU's memory is refused by the run
-        return len(held) < self.per_gpu and budget_bytes is not None and sum(held) + budget_bytes <= gpu.total_bytes
+        if len(reserved) >= self.per_gpu or budget_bytes is None:
+            return False
+        return sum(reserved) + budget_bytes <= gpu.total_bytes
 
-    def _slot_bytes(self, gpu: Gpu) -> list[int]:
-        """Bytes reserved by each locked slot of the GPU, of any process."""
+    def _reserved_bytes(self, gpu: Gpu) -> list[int]:
+        """Bytes that each locked slot of the GPU reserves, of any process."""
         sizes = []
         for file in self.folder.glob(f"{gpu.name}_*"):
-            opened = os.open(file, os.O_RDWR)
+            descriptor = os.open(file, os.O_RDWR)
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                sizes.append(int(os.pread(opened, 32, 0) or b"0"))
+                sizes.append(int(os.pread(descriptor, 32, 0) or b"0"))
             finally:
-                os.close(opened)
+                os.close(descriptor)
         return sizes
 
     def _lock_slot(self, gpu: Gpu, num_bytes: int) -> int:
-        """The file of the first free slot of the GPU, locked; the caller holds the folder's lock."""
+        """Locks the first free slot of the GPU and returns the descriptor of its file, which states `num_bytes`. The
+        caller holds the folder's lock."""
         for slot in count():
-            file = os.open(self.folder / f"{gpu.name}_{slot}", os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = os.open(self.folder / f"{gpu.name}_{slot}", os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                os.close(file)
+                os.close(descriptor)
                 continue
-            os.ftruncate(file, 0)
-            os.pwrite(file, str(num_bytes).encode(), 0)
-            return file
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(num_bytes).encode(), 0)
+            return descriptor
         raise AssertionError("unreachable")

@@ -20,25 +20,25 @@ from baoc.tracking.console import say
 
 
 def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraContext, extra: Sequence[str]) -> None:
-    """Starts `study.workers` jobs of one trial at a time, each in `workers/N` of the study's folder, and waits for
-    them. A failed worker is reported; its trials go to the others or to the next start. Raises TrainingFailedError if
-    all of them failed, or all trials did."""
+    """Starts `study.workers` jobs, each a worker of one trial at a time in `workers/N` of the study's folder, and waits
+    for them. A failed worker is reported; its trials go to other workers or to the next start. Raises
+    TrainingFailedError if all workers failed, or all trials did."""
     folder = make_study_folder(config.hydra.sweep.dir)
-    body = partial(work, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
+    body = partial(run_worker, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
     jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]
     ended = launcher.launch(jobs, initial_job_idx=0)
-    bad = [number for number, job in enumerate(ended) if job.status is not JobStatus.COMPLETED]
-    for number in bad:
+    failed = [number for number, job in enumerate(ended) if job.status is not JobStatus.COMPLETED]
+    for number in failed:
         say(f"worker {number} failed ({ended[number]._return_value}); see {folder / 'workers' / str(number)}")
-    if len(bad) == len(jobs):
+    if len(failed) == len(jobs):
         raise TrainingFailedError(f"no worker of study {study.name} could work; see {folder / 'workers'}")
     url = storage_url(study.storage, folder=folder)
     raise_if_all_failed(optuna.load_study(study_name=study.name, storage=open_storage(url)))
 
 
-def work(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:
-    """Body of a launched job: one trial after another, until none is waiting. Its trials start their own ranks."""
+def run_worker(_: DictConfig, *, study: StudyConfig, folder: str, extra: tuple[str, ...]) -> None:
+    """Body of a launched job: one trial after another, until none is waiting. A trial starts its own ranks."""
     refuse_several_processes("study")
-    multiprocessing.set_start_method("forkserver", force=True)  # joblib sets one of its own, without a fork server
+    multiprocessing.set_start_method("forkserver", force=True)  # joblib has set another one
     run_study(study, folder=folder, extra=extra, wait_for_others=False)

@@ -18,13 +18,13 @@ REFRESH_S = 2.0  # each refresh reads the storage, which may be a shared server
 
 
 class Progress:
-    """A context manager. Messages are printed above the bar; without a terminal there is no bar."""
+    """A context manager that shows the bar; messages are printed above it. Without a terminal there is no bar."""
 
     def __init__(self, study: optuna.Study, *, config: StudyConfig, console: Console | None = None):
         self.study, self.config = study, config
         self._console = console or make_console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._next_s = 0.0
+        self._next_refresh_s = 0.0
         self._total = min(config.n_trials, len(study.get_trials(deepcopy=False)) or config.n_trials)
 
     def __enter__(self) -> Self:
@@ -48,9 +48,9 @@ class Progress:
 
     def refresh(self, *, force: bool = False) -> None:
         """Draws the bar again, at most every REFRESH_S unless `force`."""
-        if self._live is None or (time.monotonic() < self._next_s and not force):
+        if self._live is None or (time.monotonic() < self._next_refresh_s and not force):
             return
-        self._next_s = time.monotonic() + REFRESH_S
+        self._next_refresh_s = time.monotonic() + REFRESH_S
         self._live.update(render(self.status(), name=self.config.name), refresh=True)
 
     def status(self) -> Status:

@@ -1,7 +1,7 @@
 """Samples a trial's settings from the study's seed, the trial's number and the finished trials.
 
-A trial that is killed before it starts is therefore sampled again as before, and random and grid studies try the same
-set of trials whatever is killed and on however many workers.
+Random and grid studies therefore try the same set of trials whatever is killed and on however many workers, and a trial
+that is killed before it starts gets the same settings again.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ TPE_STARTUP = 5  # random trials of Optuna's own TPE
 
 
 def make_sampler(config: StudyConfig, *, number: int) -> BaseSampler:
-    """The sampler of `config.sampler`, seeded for one trial. All but random and grid use violated constraints, and all
-    but `FrontierSampler` are to see `SearchedTrials`."""
+    """The sampler of `config.sampler`, seeded for one trial. All but random and grid use violated constraints. All but
+    `FrontierSampler` need a study that is wrapped into `SearchedTrials`."""
     seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
     if config.sampler in ("random", "grid"):  # a grid's points are enqueued by `initial_trials`
         return optuna.samplers.RandomSampler(seed=seed)
@@ -41,15 +41,16 @@ def uses_frontier_sampler(config: StudyConfig) -> bool:
 
 
 def tpe_startup(config: StudyConfig) -> int:
-    """Number of searched trials that TPE draws at random."""
+    """Number of trials that TPE draws at random before it samples; baselines do not count."""
     return STARTUP if uses_frontier_sampler(config) else TPE_STARTUP
 
 
 def initial_trials(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(params, user attributes) of every trial by number: baselines, then points of a grid or free trials. The list has
-    `n_trials` entries; a grid may have fewer."""
+    """(fixed params, user attributes) of every trial by number: baselines, then points of a grid, or else trials whose
+    params are sampled. The list has `n_trials` entries; a grid may have fewer."""
     trials: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (point_from_overrides(words, config.space), {BASELINE_KEY: list(words)}) for words in config.baselines
+        (point_from_overrides(overrides, config.space), {BASELINE_KEY: list(overrides)})
+        for overrides in config.baselines
     ]
     trials += [(point, {}) for point in grid_points(config)]
     if config.sampler != "grid":
@@ -58,7 +59,7 @@ def initial_trials(config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, 
 
 
 def grid_points(config: StudyConfig) -> list[dict[str, Any]]:
-    """Every combination of choices, the last setting changing first; empty for other samplers than grid."""
+    """Every combination of choices, the last setting changing fastest; empty for other samplers than grid."""
     if config.sampler != "grid":
         return []
     points: list[dict[str, Any]] = []
@@ -72,37 +73,37 @@ def grid_points(config: StudyConfig) -> list[dict[str, Any]]:
     return points
 
 
-def point_from_overrides(words: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
-    """The point of the space that a baseline's overrides describe; {} if it is not one. It is one if the overrides give
-    every active setting a value that may be drawn, and nothing else. Samplers do not see other baselines."""
-    given = dict(word.split("=", 1) for word in words if "=" in word)
+def point_from_overrides(overrides: Sequence[str], space: Sequence[Param]) -> dict[str, Any]:
+    """The point of the space that a baseline's overrides describe: they set every active setting to a value of its
+    domain, and nothing else. {} for other baselines, which samplers do not see."""
+    texts = dict(override.split("=", 1) for override in overrides if "=" in override)
     point: dict[str, Any] = {}
     for param in space:
         if not param.is_active(point):
             continue
-        value = param.value_of(given.get(param.key))
+        value = param.value_of(texts.get(param.key))
         if value is None:
             return {}
         point[param.key] = value
-    return point if set(given) == set(point) and len(words) == len(point) else {}
+    return point if set(texts) == set(point) and len(overrides) == len(point) else {}
 
 
 def suggest(trial: Trial, config: StudyConfig) -> list[str]:
-    """A trial's overrides: those of its baseline, or one per active setting."""
-    own = trial.user_attrs.get(BASELINE_KEY)
-    if own is not None:
+    """A trial's overrides: those of its baseline, or one per active setting. Stores the params in the trial."""
+    baseline = trial.user_attrs.get(BASELINE_KEY)
+    if baseline is not None:
         if trial._cached_frozen_trial.system_attrs.get("fixed_params"):  # it is a point of the space
             for param in config.space:
                 if param.is_active(trial.params):
                     _suggest(trial, param)
-        return list(own)
+        return list(baseline)
     chosen: dict[str, Any] = {}
-    words: list[str] = []
+    overrides: list[str] = []
     for param in config.space:
         if param.is_active(chosen):
             chosen[param.key] = _suggest(trial, param)
-            words.append(param.override(chosen[param.key]))
-    return words
+            overrides.append(param.override(chosen[param.key]))
+    return overrides
 
 
 def _suggest(trial: Trial, param: Param) -> Any:
@@ -114,8 +115,8 @@ def _suggest(trial: Trial, param: Param) -> Any:
 
 
 class SearchedTrials:
-    """A study as samplers are to see it: without baselines outside the space. A sampler of joint settings uses those
-    that all trials have in common; with such baselines it would sample each setting alone, or fail."""
+    """A study without baselines outside the space, for samplers. A multivariate sampler uses the settings that all
+    trials have in common; with such baselines there are none, and it would sample each setting alone, or fail."""
 
     def __init__(self, study: optuna.Study):
         self._study = study

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a study, so that its trials end with it whatever the study is doing at that moment."""
+"""Handlers for SIGINT and SIGTERM, by which a study ends its trials whatever it is doing at that moment."""
 
 import signal
 import threading
@@ -11,8 +11,8 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalHandler:
-    """Raises KeyboardInterrupt for SIGINT (Ctrl-C) and SIGTERM (a cluster ends the job). A callback that must not raise
-    may swallow the exception, so loops call `check`, which raises it again."""
+    """Raises KeyboardInterrupt on SIGINT (Ctrl-C) and SIGTERM (a cluster ends the job). The code that runs then may
+    swallow the exception, so loops call `check`, which raises it again."""
 
     def __init__(self) -> None:
         self._received: list[int] = []
@@ -20,24 +20,24 @@ class SignalHandler:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Installs the handlers, in the main thread. An ignored SIGINT (a shell's background job) stays ignored."""
-        main = threading.current_thread() is threading.main_thread()
-        wanted = [which for which in HANDLED if main and signal.getsignal(which) is not signal.SIG_IGN]
-        before = {which: signal.signal(which, self._handle) for which in wanted}
+        """Installs the handlers for the block. An ignored SIGINT (a shell's background job) stays ignored."""
+        is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+        numbers = [number for number in HANDLED if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
-            for which, handler in before.items():
-                signal.signal(which, handler)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raises only at the end of the block: a process that is not yet registered could not be ended."""
+        """Delays the exception to the end of the block, in which a process is started and registered to be ended."""
         self._deferred = True
         try:
             yield
         except (EOFError, OSError):
-            # a signal to the whole job (timeout, scancel) ends the fork server, perhaps before it arrives here
+            # a signal to the whole job (timeout, scancel) may end the fork server before it arrives here
             time.sleep(POLL_S)
             self.check()
             raise

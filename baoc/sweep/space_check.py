@@ -15,12 +15,12 @@ from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError
 from baoc.sweep.study_config import Param, StudyConfig
 
-MAX_POINTS = 24  # of the space that are composed, at 0.25 s each
+MAX_POINTS = 24  # of the space; composing one takes 0.25 s
 
 
 def check_space(config: StudyConfig, *, compose: Callable[[list[str]], DictConfig]) -> None:
-    """Composes the baselines, the repeats, and points of the space that cover each choice (an even sample of
-    MAX_POINTS). Raises BadInputError, which names the point and the key to correct, if one of them is not a valid
+    """Composes the baselines, the repeats, and points of the space that cover each choice (of more than MAX_POINTS an
+    even sample). Raises BadInputError, which names the point and the key to correct, if one of them is not a valid
     run."""
     points = covering_points(config.space)
     stride = -(-len(points) // MAX_POINTS) or 1
@@ -41,14 +41,20 @@ def check_space(config: StudyConfig, *, compose: Callable[[list[str]], DictConfi
 
 
 def covering_points(space: Sequence[Param]) -> list[list[str]]:
-    """Overrides of points that together contain every choice of every setting; of a range the lower end. The first
-    point takes every first choice; each further one changes one choice. Inactive settings are left out."""
+    """Overrides of points that together contain every choice of every setting; of a range the lower end.
+
+    The first point has every first choice. Each further one changes one setting, and others where the setting needs
+    them to be active. Inactive settings are left out.
+    """
     values_of = {param.key: param.choices or (param.low,) for param in space}
     first = {key: values[0] for key, values in values_of.items()}
-    required: dict[str, dict[str, Any]] = {}  # values of other settings that make one active, transitively
+    required: dict[str, dict[str, Any]] = {}  # setting -> values of other settings that make it active, transitively
     for param in space:
-        own = {key: next((v for v in values if v in values_of[key]), values[0]) for key, values in param.when.items()}
-        required[param.key] = {key: value for gate in own for key, value in required[gate].items()} | own
+        direct = {
+            key: next((v for v in values if v in values_of[key]), values[0]) for key, values in param.when.items()
+        }
+        indirect = {key: value for name in direct for key, value in required[name].items()}
+        required[param.key] = indirect | direct
     points = [first] + [
         first | required[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]
     ]

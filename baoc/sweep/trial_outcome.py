@@ -1,4 +1,4 @@
-"""Maps the outcomes of a trial's runs to what the study is told: values, a violated constraint, or a failure."""
+"""Maps the outcomes of a trial's runs to the trial's outcome in Optuna: values, a violated constraint, or a failure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from optuna.trial import TrialState
 
 from baoc.sweep.trial_process import RunOutcome
 
-WORST = 1e30  # objective value of a trial without one; its constraint is violated, which keeps it off every front
+WORST = 1e30  # objective value of a trial without one; a violated constraint keeps the trial off every front
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """Arguments of `Study.tell`, with constraints (met at 0, violated above) and a text for the terminal."""
+    """Arguments of `Study.tell`, constraints (0 if met, above 0 if violated) and a text for the terminal."""
 
     text: str
     values: list[float] | None = None
@@ -23,9 +23,12 @@ class TrialOutcome:
 
 
 def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, str]) -> TrialOutcome:
-    """The outcome of a trial from those of its runs, in order; the last run decides whether it failed. Quality and
-    throughput are means over the runs, bytes their maximum, as on a frontier. A diverged run violates a constraint, as
-    a breached budget does: with a bad value alone it would stay on a front where no other trial has its bytes."""
+    """The outcome of a trial from those of its runs, in order; the last run decides whether it failed.
+
+    Quality and throughput are means over the runs, bytes their maximum, as on a frontier. Divergence violates a
+    constraint, as a breached budget does: with a bad value alone a trial would be on the front if no other one has as
+    few bytes.
+    """
     last = outcomes[-1]
     if not last.is_conclusive:
         return TrialOutcome(state=TrialState.FAIL, text=f"failed: {last.message}")

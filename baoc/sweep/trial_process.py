@@ -1,4 +1,4 @@
-"""One run of a trial in its own process: how it starts, resumes from its checkpoint, and what its outcome is."""
+"""One run of a trial in its own process: its start, its resumption from a checkpoint, and its outcome."""
 
 import os
 import shlex
@@ -24,17 +24,18 @@ from baoc.tracking.metrics import METRICS_FILE
 
 COMMAND = "import sys; from baoc.cli.main import main; sys.exit(main(sys.argv[1:], single=True))"
 LOCK, LOG = "trial.lock", "trial.log"
-# Exit codes that say something about the settings; they are not failures.
+# Exit codes that are results about the settings, not failures
 INFEASIBLE, BREACHED = InfeasibleBudgetError.exit_code, BudgetBreachedError.exit_code
-_BESIDE = ("hydra", "trainer.devices=")  # words that say how a trial runs, not what it is
-SERVER_LOST = 255  # multiprocessing's exit code if its server was killed
-_TAIL_BYTES, _MESSAGE_CHARS = 2**16, 500  # read from a log's end for its last line; kept of that line
+_HOW_NOT_WHAT = ("hydra", "trainer.devices=")  # beginnings of overrides on which a run's result does not depend
+SERVER_LOST = 255  # multiprocessing's exit code if the fork server was killed
+_TAIL_BYTES = 2**16  # of a log, in which its last line is looked for
+_MAX_MESSAGE_CHARS = 500
 
 
-def preload(words: Iterable[str], *, code: str = COMMAND) -> None:
-    """Has the fork server import what runs with these overrides need, if it is still to start: Lightning and the
-    packages of the networks that they name. Each run would pay some seconds for them."""
-    named = dict.fromkeys(word.removeprefix("model=") for word in words if word.startswith("model="))
+def preload(overrides: Iterable[str], *, code: str = COMMAND) -> None:
+    """Sets what the fork server imports when it starts: Lightning, and the packages of the networks that the overrides
+    name. Otherwise each run would spend some seconds on these imports."""
+    named = dict.fromkeys(word.removeprefix("model=") for word in overrides if word.startswith("model="))
     families = [MODELS[name] for name in named if name in MODELS]
     networks = [module for family in families for module in (family.module, *family.imports)]
     forkserver.preload(__name__, *((forkserver.PRELOAD, *networks) if code == COMMAND else ()))
@@ -42,7 +43,8 @@ def preload(words: Iterable[str], *, code: str = COMMAND) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended. `result` is the content of result.json if it counts; `diverged` if the loss was not finite."""
+    """How a run ended. `result` is the content of result.json, of a run that finished; `diverged`: a loss that was not
+    finite."""
 
     exit_code: int
     result: dict[str, Any] | None
@@ -61,7 +63,7 @@ class RunOutcome:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether the outcome says something about the settings; a bad input, a bug or a kill does not."""
+        """Whether the outcome is a result about the settings, as a bad input, a bug or a kill is not."""
         return self.result is not None or self.is_infeasible
 
     @property
@@ -113,7 +115,7 @@ class TrialProcess:
         return read_outcome(self.folder, exit_code=code)
 
     def silent_s(self) -> float:
-        """Seconds since the run last wrote a metric or a line, or started; time in which the machine sleeps does not
+        """Seconds since the run last wrote a metric or a line, or started. Time in which the machine slept does not
         count."""
         sizes = self._read_file_sizes()
         if sizes != self._file_sizes:
@@ -129,7 +131,8 @@ class TrialProcess:
         self.process.terminate()
 
     def kill(self) -> None:
-        """Kills the process with its children: data loaders and ranks of a hanging run would hang on."""
+        """Kills the process and its children, since data loaders and ranks of a hanging run would not end by
+        themselves."""
         try:
             os.killpg(self.process.pid or 0, signal.SIGKILL)  # it leads a session, see `forkserver.start`
         except (ProcessLookupError, PermissionError):
@@ -144,27 +147,28 @@ class TrialProcess:
 
 
 def _trial_main(code: str, overrides: Sequence[str], folder: str) -> None:
-    """Body of the trial's process: starts the run, resumes it, or exits as the recorded result says."""
+    """Body of the trial's process: starts the run or resumes it; if there is a result, exits as that run did."""
     path = Path(folder)
-    if (path / RESULT).is_file():  # the study was killed after the result and before it told the trial
+    if (path / RESULT).is_file():  # the study was killed after the result and before it finished the trial
         _exit_as_recorded(path, overrides)
-    checkpoints = any(path.rglob("*.ckpt"))
-    status = _run_command(code, overrides, path, resume=checkpoints)
-    if checkpoints and status == BadInputError.exit_code:  # the checkpoint is of the last step, or damaged
-        status = _run_command(code, overrides, path, resume=False)
-    sys.exit(status)
+    has_checkpoint = any(path.rglob("*.ckpt"))
+    exit_code = _run_command(code, overrides, path, resume=has_checkpoint)
+    if has_checkpoint and exit_code == BadInputError.exit_code:  # the checkpoint is of the last step, or damaged
+        exit_code = _run_command(code, overrides, path, resume=False)
+    sys.exit(exit_code)
 
 
 def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
-    """Exits with the code of the run that wrote the folder's result. Exits with 2 if that result is damaged or has
-    other settings: it must neither be taken for this trial's nor be lost."""
+    """Exits with the code of the run that wrote the folder's result. Exits with 2 if that result is damaged or of other
+    settings, so that it is neither taken for this trial's nor overwritten."""
     try:
         result = read_json(folder / RESULT)
     except BadInputError as error:
         print(error)
         sys.exit(error.exit_code)
     recorded = shlex.split(result.get("command", ""))
-    missing = [word for word in overrides if recorded and word not in recorded and not word.startswith(_BESIDE)]
+    relevant = [word for word in overrides if not word.startswith(_HOW_NOT_WHAT)]
+    missing = [word for word in relevant if recorded and word not in recorded]
     if missing:
         print(
             f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"
@@ -187,28 +191,28 @@ def _run_command(code: str, overrides: Sequence[str], folder: Path, *, resume: b
     sys.argv = ["run.py", *words]
     try:
         exec(compile(code, "<trial>", "exec"), {"__name__": "__main__"})
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
 
 
 def read_outcome(folder: Path, *, exit_code: int) -> RunOutcome:
     """The outcome of a run from its folder; a result counts only after exit code 0 or a breached budget."""
-    result, error = folder / RESULT, folder / ERROR
+    result_file, error_file = folder / RESULT, folder / ERROR
     try:
-        values = read_json(result) if result.is_file() and exit_code in (0, BREACHED) else None
-        failure = read_json(error) if error.is_file() and exit_code else {}
-    except BadInputError as damaged:  # fails this trial, not the study
-        return RunOutcome(exit_code=exit_code, result=None, message=str(damaged))
+        result = read_json(result_file) if result_file.is_file() and exit_code in (0, BREACHED) else None
+        failure = read_json(error_file) if error_file.is_file() and exit_code else {}
+    except BadInputError as error:  # a damaged file fails this trial, not the study
+        return RunOutcome(exit_code=exit_code, result=None, message=str(error))
     message = failure.get("message", "")
     if not message and exit_code:
         message = _last_line(folder / LOG) or f"ended with {exit_code}"
     diverged = failure.get("kind") == DivergedError.__name__
-    if values is not None and values["quality"]["value"] is None:
+    if result is not None and result["quality"]["value"] is None:
         diverged, message = True, message or "its quality is no number"
-    return RunOutcome(exit_code=exit_code, result=values, message=message, diverged=diverged)
+    return RunOutcome(exit_code=exit_code, result=result, message=message, diverged=diverged)
 
 
 def _last_line(log: Path) -> str:
@@ -218,4 +222,4 @@ def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
         lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    return lines[-1][-_MESSAGE_CHARS:] if lines else ""
+    return lines[-1][-_MAX_MESSAGE_CHARS:] if lines else ""

@@ -1,8 +1,9 @@
-"""Heartbeats of a study's workers: a running trial whose worker is dead may be taken over.
+"""Heartbeats of a study's workers, by which a running trial of a dead worker is recognised and taken over.
 
-Each worker writes heartbeats into the study's attributes. A worker of the same machine is dead if its process is; one
-of another machine if its heartbeat has not changed for PATIENCE_S of the reader's clock, so that the machines' clocks
-need not agree. Optuna's own heartbeat fails a stale trial and queues a copy under a new number, for SQL storages only.
+Each worker writes a heartbeat, a counter, into the study's attributes. A worker of the same machine is dead if its
+process is. One of another machine is dead if its counter has not changed for PATIENCE_S of the reader's clock, so that
+the machines' clocks need not agree. Optuna's own heartbeat fails a stale trial and queues a copy under a new number,
+for SQL storages only.
 """
 
 import os
@@ -30,7 +31,7 @@ def machine_id() -> str:
 
 def process_start(process: int) -> str:
     """When a process of this machine started, in the kernel's clock ticks. Empty if there is no such process; `?` if
-    the system does not tell."""
+    there is one, but its start cannot be read."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:
@@ -45,7 +46,7 @@ def process_start(process: int) -> str:
 
 
 class WorkerRegistry:
-    """Writes this worker's heartbeats and decides from the others' whether they are dead."""
+    """Writes this worker's heartbeats, and decides by those of other workers whether they are dead."""
 
     def __init__(self, study: optuna.Study):
         self.study = study
@@ -53,8 +54,8 @@ class WorkerRegistry:
         self._process = {"machine": machine_id(), "process": os.getpid(), "began": process_start(os.getpid())}
         self._beats = 0
         self._last_beat_s = -BEAT_S
-        self._seen: dict[str, tuple[int, float]] = {}  # worker -> its newest beat, and when this worker first saw it
-        self._unowned: dict[int, float] = {}  # trial -> when it was first seen running without a worker
+        self._newest_beats: dict[str, tuple[int, float]] = {}  # worker -> its newest beat, and when it was first read
+        self._unowned_since: dict[int, float] = {}  # trial without a worker -> when it was first read as running
 
     def beat(self, *, running: int) -> bool:
         """Writes a heartbeat if BEAT_S have passed since the last one; returns whether it did."""
@@ -69,25 +70,27 @@ class WorkerRegistry:
         self._write(running=0, ended=True)
 
     def is_dead(self, worker: str | None, attributes: Mapping[str, Any], *, trial: int) -> bool:
-        """Whether the worker of a running trial has ended or lost its heartbeat; `attributes` are the study's. A trial
-        without a worker was just drawn and is about to start, unless its worker was killed at that moment: it counts as
-        dead if all other workers are, or after PATIENCE_S."""
+        """Whether the worker of a running trial has ended or lost its heartbeat; `attributes` are the study's.
+
+        A trial has no worker (None) between its acquisition and the storing of its owner. If the worker is killed at
+        that moment, the trial counts as a dead worker's once all other workers are dead, or after PATIENCE_S.
+        """
         entry = attributes.get(worker or "")
         if entry is None:
             others = [name for name in attributes if name.startswith(PREFIX) and name != self.name]
-            since = self._unowned.setdefault(trial, time.monotonic())
+            since = self._unowned_since.setdefault(trial, time.monotonic())
             all_dead = all(self.is_dead(other, attributes, trial=trial) for other in others)
             return all_dead or time.monotonic() - since > PATIENCE_S
         if entry["ended"]:
             return True
         if entry["machine"] == self._process["machine"]:
             return process_start(entry["process"]) != entry["began"]
-        beat, since = self._seen.get(str(worker), (-1, 0.0))
+        beat, since = self._newest_beats.get(str(worker), (-1, 0.0))
         if entry["beat"] != beat:
-            self._seen[str(worker)] = (entry["beat"], time.monotonic())
+            self._newest_beats[str(worker)] = (entry["beat"], time.monotonic())
             return False
         return time.monotonic() - since > PATIENCE_S
 
     def _write(self, *, running: int, ended: bool) -> None:
-        told = {**self._process, "beat": self._beats, "running": running, "ended": ended}
-        self.study.set_user_attr(self.name, told)
+        heartbeat = {**self._process, "beat": self._beats, "running": running, "ended": ended}
+        self.study.set_user_attr(self.name, heartbeat)

@@ -1,7 +1,7 @@
-"""Loads checkpoints, with one message each for a missing, torn, damaged or foreign file, and finds the one to resume
-from.
+"""Loads checkpoints after verifying their checksums, and finds the one to resume from.
 
-torch loads a file with flipped bytes without an error, since it does not read its archive's checksums.
+torch does not read the checksums of its archives and loads a file with flipped bytes without an error. A missing, torn,
+damaged or foreign file is a CheckpointError with a message of its own.
 """
 
 import logging
@@ -27,12 +27,14 @@ CHECKPOINT_SCHEMA = 1
 SCHEMA_KEY = "baoc_schema"
 META_KEY = "baoc"
 WRITTEN_KEY = "written_s"  # inside META_KEY: seconds since 1970, since copying a file changes its own time
-CHECKSUM_KEY = "baoc_sealed"  # true in a checkpoint that was written with a checksum, so that a lost one is noticed
+CHECKSUM_KEY = "baoc_sealed"  # true in a checkpoint that was written with a checksum: without one it is damaged
 CHECKPOINT_FOLDER = "checkpoints"
 CHECKPOINT_SUFFIX = ".ckpt"
-_OF_PARTS = {
+RACE_FOLDER = "race"  # in a run's folder: the runs of its race, which are not the run's own
+# What the `.metadata` file of torch.distributed.checkpoint may name: module -> classes and functions; dtypes as well
+_SHARD_METADATA_GLOBALS = {
     "pathlib": ("PosixPath", "WindowsPath"),
-    "torch": ("Size",),  # and dtypes
+    "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
@@ -45,11 +47,11 @@ REMEDY = "give resume=auto (the newest intact one), or the path of another check
 
 
 def load_checked(path: str | os.PathLike[str], *, baoc_only: bool = True, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, after its checksums were verified. Its tensors are pages of the file,
-    mapped privately: writing to them leaves the file as it is.
+    """The content of a checkpoint, on the CPU, after its checksums were verified. Tensors are private memory maps of
+    the file: writing to them does not change it.
 
     Args:
-        baoc_only: False also accepts Lightning checkpoints of other programs.
+        baoc_only: refuse Lightning checkpoints of other programs.
         weights_only: False runs code from the file; for trusted sources only.
 
     Raises CheckpointError, which says what is wrong and what to do.
@@ -59,13 +61,13 @@ def load_checked(path: str | os.PathLike[str], *, baoc_only: bool = True, weight
         has_checksum = _check_archive(path)
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile and the system have many for a damaged file: struct.error, EOFError, OSError
+    except Exception as error:  # a damaged file raises struct.error, EOFError, OSError and others
         raise CheckpointError(f"{path} cannot be read: {first_line(error)[:160]}; {REMEDY}") from error
     try:
-        # Mapped, so that a checkpoint takes no memory beside what is filled from it, and a budget that held a run
-        # holds its resumption as well. Files of torch before 1.6 are no archives and cannot be.
-        mapped = zipfile.is_zipfile(path)
-        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mapped)
+        # Mapped, so that the checkpoint takes no memory beside the tensors that are filled from it, and a resumed run
+        # keeps its budget too. Files of torch before 1.6 are no archives and cannot be mapped.
+        can_map = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=can_map)
     except pickle.UnpicklingError as error:
         raise _may_run_code(path, error) from None
     except Exception as error:
@@ -86,32 +88,30 @@ def load_checked(path: str | os.PathLike[str], *, baoc_only: bool = True, weight
     return content
 
 
-RACE_FOLDER = "race"  # folder of a run with the runs of its race, which are not the run's own
-
-
 class _NamesCodeError(Exception):
     pass
 
 
-class _PartsReader(pickle.Unpickler):
-    """Reads what `torch.distributed.checkpoint` writes about parts, and calls nothing else that a file names."""
+class _ShardMetadataUnpickler(pickle.Unpickler):
+    """Unpickles the metadata of torch.distributed.checkpoint; raises _NamesCodeError if the file names anything
+    else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
-        if is_dtype or global_name in _OF_PARTS.get(module_name, ()):
+        if is_dtype or global_name in _SHARD_METADATA_GLOBALS.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise _NamesCodeError(f"it names {module_name}.{global_name}")
 
 
 def check_shard_metadata(folder: Path) -> None:
-    """Raises CheckpointError where the `.metadata` of a folder of parts, which torch unpickles, may run code."""
+    """Raises CheckpointError if unpickling `.metadata` of a sharded checkpoint could run code. torch unpickles it."""
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
-            _PartsReader(file).load()
+            _ShardMetadataUnpickler(file).load()
     except _NamesCodeError as error:
         raise _may_run_code(path, error) from None
-    except Exception as error:  # unpickling what is damaged raises nearly anything
+    except Exception as error:  # unpickling a damaged file raises nearly anything
         raise CheckpointError(f"{path} cannot be read: {first_line(error)[:160]}; {REMEDY}") from error
 
 
@@ -124,7 +124,7 @@ def _may_run_code(path: Path, error: Exception) -> CheckpointError:
 
 
 def resolve_resume(
-    given: str | os.PathLike[str],
+    setting: str | os.PathLike[str],
     *,
     run_root: str | os.PathLike[str],
     match: Mapping[str, Any] | None = None,
@@ -133,22 +133,22 @@ def resolve_resume(
     """The checkpoint that `resume=` selects.
 
     Args:
-        given: `auto` for the newest intact checkpoint below `run_root` whose description agrees with `match` (None if
-            there is none; damaged ones are logged and skipped), a folder for its newest intact one, or a file.
-        check: raises CheckpointError for a content that the caller cannot go on from; such a file counts as damaged.
+        setting: `auto` for the newest intact checkpoint below `run_root` whose metadata has the items of `match` (None
+            if there is none; damaged ones are logged and skipped), a folder for its newest intact one, or a file.
+        check: raises CheckpointError for a content that the caller cannot resume from; such a file counts as damaged.
 
     Raises CheckpointError if a path was given and no intact checkpoint is there.
     """
-    if str(given) == "auto":
+    if str(setting) == "auto":
         return _find_newest(Path(run_root), match=match, check=check)
-    path = Path(given).expanduser()
+    path = Path(setting).expanduser()
     if path.is_dir():
-        found = _find_newest(path, match=None, check=check)
-        if found is None:
+        newest = _find_newest(path, match=None, check=check)
+        if newest is None:
             raise CheckpointError(
                 f"{path} holds no intact checkpoint (*{CHECKPOINT_SUFFIX}, also in its sub-folders); {REMEDY}"
             )
-        return found
+        return newest
     _load(path, check=check)
     return path
 
@@ -167,15 +167,15 @@ def _find_newest(
 ) -> Path | None:
     if not folder.is_dir():
         return None
-    walk = os.walk(folder)  # which passes over folders that go meanwhile, or may not be read
+    walk = os.walk(folder)  # skips folders that disappear meanwhile or cannot be read
     paths = [
         Path(top, name)
         for top, _, names in walk
         for name in names
         if name.endswith(CHECKPOINT_SUFFIX) and name[0] != "."
     ]
-    found = [path for path in paths if os.path.isfile(path)]
-    for path in newest_first(path for path in found if RACE_FOLDER not in path.relative_to(folder).parts):
+    files = [path for path in paths if os.path.isfile(path)]
+    for path in newest_first(path for path in files if RACE_FOLDER not in path.relative_to(folder).parts):
         try:
             meta = _load(path, check=check).get(META_KEY, {})
         except CheckpointError as error:
@@ -192,9 +192,9 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def _written_s(path: Path) -> float:
-    """Seconds since 1970 that the checkpoint itself records; the file's own time if it is old or damaged. A folder may
-    hold hundreds of checkpoints: tensors are mapped, and none is read."""
-    with suppress(Exception):  # of a file of another program, or a damaged one
+    """Seconds since 1970 at which the checkpoint was written, as it records them; else the file's modification time.
+    Tensors are mapped and not read, since a folder may hold hundreds of checkpoints."""
+    with suppress(Exception):  # a file of another program, or a damaged one
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         written = float(content[META_KEY][WRITTEN_KEY])
         if isfinite(written):
@@ -205,8 +205,8 @@ def _written_s(path: Path) -> float:
 
 
 def _check_archive(path: Path) -> bool:
-    """Whether `path` has a checksum; raises CheckpointError unless it is a whole torch archive with matching
-    checksums."""
+    """Whether the file ends with a SHA-256. Raises CheckpointError unless it is a complete torch archive whose SHA-256,
+    or else the checksums of its entries, match."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a checkpoint file; {REMEDY}")
     if not path.exists():

@@ -1,7 +1,7 @@
-"""A SHA-256 over a whole checkpoint, stored in the checkpoint as its archive's comment.
+"""A SHA-256 of a checkpoint, stored in its ZIP archive's comment, which other readers ignore.
 
-The archive's own checksums have 32 bits and cover its entries' contents, not their headers. One file holds both, so
-that a checkpoint and its hash are renamed together; readers of ZIP archives ignore the comment.
+The archive's own checksums have 32 bits and cover its entries' contents, not their headers. As the hash is in the file,
+both are renamed together.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 class ChecksumFile:
-    """The file that `torch.save` writes to: passes bytes on to `file` and hashes them."""
+    """A file for `torch.save` that hashes the bytes it writes to `file`."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -30,14 +30,14 @@ class ChecksumFile:
         self._file.flush()
 
     def append_checksum(self) -> None:
-        """Writes the hash as the archive's comment. To be called once, when the archive is complete."""
+        """Writes the hash as the archive's comment. Call it once, when the archive is complete."""
         comment = MARK + self._hash.hexdigest().encode()
         self._file.seek(-_LENGTH_BYTES, os.SEEK_END)
         self._file.write(len(comment).to_bytes(_LENGTH_BYTES, "little") + comment)
 
 
 def checksum_matches(path: Path) -> bool | None:
-    """Whether the file agrees with its checksum; None if it has none, as files of other programs."""
+    """Whether the file agrees with its checksum; None for a file without one, such as another program's."""
     size = path.stat().st_size
     if size <= _TRAILER_BYTES:
         return None

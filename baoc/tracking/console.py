@@ -1,7 +1,7 @@
-"""A run's output on the terminal: start-up summary, allocation, reallocations, result, and tables of frontiers.
+"""Output on the terminal: start-up summary, allocation, reallocations, result, and tables of frontiers.
 
 Without a terminal (a log file, a multirun's job), tables are 100 columns wide and have no colours. Each print makes a
-new console, so that a redirected stdout gets the text.
+new console, so that it follows a stdout that was redirected meanwhile.
 """
 
 import math
@@ -25,14 +25,15 @@ from baoc.tracking.rows import collapsed_rows, role_rows
 from baoc.types import Budget, FailedRun, FrontierPoint, Option, Plan, Reallocation, RunResult
 from baoc.units import KIB, format_bytes
 
-PLAIN_WIDTH = 100
-MAX_WIDTH = 160
+PLAIN_WIDTH = 100  # columns without a terminal
+MAX_WIDTH = 160  # columns of a table on a wide terminal
+MAX_PRINTED_MOVES = 24
 
-_live_consoles: list[Console] = []  # those that draw a progress bar; rich draws over another console's output
+_live_consoles: list[Console] = []  # draw a progress bar, over which rich would draw another console's output
 
 
 def attach_live(console: Console) -> None:
-    """Prints everything above the progress bar of `console`, until `detach_live`."""
+    """Prints all output above the progress bar of `console`, until `detach_live`."""
     _live_consoles.append(console)
 
 
@@ -43,9 +44,10 @@ def detach_live(console: Console) -> None:
 
 @contextmanager
 def progress_line(*, enabled: bool = True) -> Iterator[Callable[[str], None]]:
-    """What it yields shows a text in the last line of the terminal, until the next one or the end; nothing elsewhere.
+    """Yields a function that shows a text in the last line of the terminal until the next call or the end of the block.
+    Without a terminal it does nothing.
 
-    The line is drawn when it changes: no thread works beside what is timed meanwhile.
+    The line is drawn by the call: a thread that refreshed it would disturb step times that are measured meanwhile.
     """
     console = make_console()
     if not (enabled and console.is_terminal):
@@ -60,16 +62,16 @@ def progress_line(*, enabled: bool = True) -> Iterator[Callable[[str], None]]:
 
 
 class PipeSafeConsole(Console):
-    """Goes quiet if the reader of a pipe is gone; rich would end the run."""
+    """Stops printing if the reader of a pipe has exited; rich would end the run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
 
 
 def make_console() -> Console:
-    """A console on the current stdout; 100 columns and no colours if it is not a terminal."""
+    """The console of the progress bar, or a new one on the current stdout."""
     if _live_consoles:
         return _live_consoles[-1]
     console = PipeSafeConsole(highlight=False, soft_wrap=False)
@@ -81,12 +83,12 @@ def make_console() -> Console:
 
 
 def say(text: str) -> None:
-    """Prints one line without wrapping it."""
+    """Prints a text without wrapping its lines."""
     make_console().print(text, markup=False, soft_wrap=True)
 
 
 def print_key_values(title: str, pairs: Mapping[str, str | None], *, run_dir: str | Path | None) -> None:
-    """Prints keys and values, without those of None. The run folder comes last and is not wrapped, to be copied."""
+    """Prints keys and values, without keys whose value is None. The run folder comes last, in one line to be copied."""
     table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column(style="dim", no_wrap=True, min_width=len("run folder"))
     table.add_column(overflow="fold")
@@ -136,7 +138,7 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
 
 
 def summary_text(plan: Plan, *, title: str) -> str:
-    """The allocation as a table with one row per role and spec, then its totals, as text."""
+    """The allocation as text: a table with one row per role and spec, then its totals."""
     console = PipeSafeConsole(file=StringIO(), width=PLAIN_WIDTH, no_color=True, color_system=None, highlight=False)
     names = Column("role", overflow="fold"), Column("spec", overflow="fold")
     columns = (*names, *number_columns("blocks", "parameters", "state", "risk"))
@@ -172,21 +174,21 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     lines += _host_lines(plan)
     if plan.budget.kind == "none":
-        asks = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
-        runs = "measured best" if _is_measured(plan) else asks
-        return [*lines, f"no memory or state limit: every block runs what {runs}"]
+        by_allocator = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
+        criterion = "measured best" if _is_measured(plan) else by_allocator
+        return [*lines, f"no memory or state limit: every block runs what {criterion}"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")
     low, high = plan.least_feasible_bytes, plan.most_useful_bytes
     span = f"from {_format_exact(low, 'the least feasible')} to {_format_exact(high)}"
-    nothing = "no recipe of more state measured better" if _is_measured(plan) else "nothing is given up"
-    verdict = "binds" if plan.binding else f"does not bind: {nothing}"
+    reason = "no recipe of more state measured better" if _is_measured(plan) else "nothing is given up"
+    verdict = "binds" if plan.binding else f"does not bind: {reason}"
     return [*lines, f"budget {plan.budget.name} {verdict}; budgets that bind go {span} of {measure}"]
 
 
 def _is_measured(plan: Plan) -> bool:
-    """Whether no risk was weighed: what is known of the choice stands in its basis."""
+    """Whether the plan was chosen by measurements, which its basis states, and not by risk."""
     return plan.basis is not None and plan.basis.by == "measured"
 
 
@@ -198,7 +200,7 @@ def _format_exact(num_bytes: int, remark: str = "") -> str:
 
 
 def _host_lines(plan: Plan) -> list[str]:
-    """What host placement uses: pinned memory, time of transfers, staging memory on the device."""
+    """The costs of host placement: pinned memory, bytes and time of transfers, staging memory on the device."""
     allocation = plan.allocation
     if not allocation.host_bytes:
         return []
@@ -213,16 +215,19 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
-    # Only words wrap, so that every figure is readable in full.
-    words = Column("", no_wrap=True), Column("option", ratio=1), Column("weights", min_width=7)
+    text_columns = (
+        Column("", no_wrap=True),
+        Column("option", ratio=1),
+        Column("weights", min_width=7),
+    )  # numbers never wrap
     title = f"Options by objective={objective} (predicted)"
-    table = make_table(title, *words, *number_columns("peak", "ms/step", "samples/s", "risk"))
+    table = make_table(title, *text_columns, *number_columns("peak", "ms/step", "samples/s", "risk"))
     for option in options:
         rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes) if option.peak_bytes else "-"
         mark = ">" if option.chosen else ""
-        step = "-" if option.step_s != option.step_s else _ms(option.step_s * 1e3)
+        step = "-" if math.isnan(option.step_s) else _ms(option.step_s * 1e3)
         name = f"{option.name}: {option.why}" if option.why else option.name
         table.add_row(mark, escape(name), option.weights, peak, step, rate, risk)
     make_console().print(table)
@@ -250,7 +255,7 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_reallocation(event: Reallocation) -> None:
-    """Prints one line per decision, and one per moved block if it was accepted (24 at most)."""
+    """Prints one line for the decision, and one for each of up to MAX_PRINTED_MOVES moved blocks."""
     console = make_console()
     verdict = f"{_count(len(event.moves), 'block')} moved" if event.accepted else "nothing moved"
     console.print(
@@ -259,11 +264,11 @@ def print_reallocation(event: Reallocation) -> None:
         markup=False,
         soft_wrap=True,
     )
-    for move in event.moves[:24]:
-        kept = ", ".join(f"{state} {what}" for state, what in move.kept.items())
-        console.print(f"  {move.block}: {move.source} -> {move.target} ({kept})", markup=False, soft_wrap=True)
-    if len(event.moves) > 24:
-        console.print(f"  and {len(event.moves) - 24} more, in reallocations.jsonl", markup=False)
+    for move in event.moves[:MAX_PRINTED_MOVES]:
+        states = ", ".join(f"{state} {fate}" for state, fate in move.kept.items())
+        console.print(f"  {move.block}: {move.source} -> {move.target} ({states})", markup=False, soft_wrap=True)
+    if len(event.moves) > MAX_PRINTED_MOVES:
+        console.print(f"  and {len(event.moves) - MAX_PRINTED_MOVES} more, in reallocations.jsonl", markup=False)
 
 
 def print_result(result: RunResult, *, run_dir: str | Path) -> None:
@@ -271,9 +276,9 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
     quality = f"{result.quality.name} {result.quality.value:.4g}"
     others = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k != result.quality.name)
     share = result.state_bytes / max(result.state_bytes_adamw, 1)
-    has_prediction = result.step_s_predicted == result.step_s_predicted  # not NaN
-    predicted = f" ({_ms(result.step_s_predicted * 1e3)} ms predicted)" if has_prediction else ""
-    rows = {
+    predicted_s = result.step_s_predicted
+    predicted = "" if math.isnan(predicted_s) else f" ({_ms(predicted_s * 1e3)} ms predicted)"
+    pairs = {
         "quality": f"{quality} ({'higher' if result.quality.higher_is_better else 'lower'} is better)",
         "metrics": others or None,
         "peak": f"{format_bytes(result.peak_bytes)} ({result.peak_bytes} bytes){rank_peaks_text(result.peak_by_rank)}, "
@@ -282,18 +287,18 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "state": f"{format_bytes(result.state_bytes)} ({result.state_bytes} bytes), {share:.1%} of fp32 AdamW's "
         f"{format_bytes(result.state_bytes_adamw)}",
         "step": "too few untracked steps to time one"
-        if result.step_ms != result.step_ms
+        if math.isnan(result.step_ms)
         else f"{_ms(result.step_ms)} ms{predicted}, {result.samples_per_s:,.0f} samples/s",
         "layers": f"recomputed layers {result.recomputed_layers} of {result.num_layers}" if result.num_layers else None,
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
-    print_key_values(f"{result.name}, done", rows, run_dir=run_dir)
+    print_key_values(f"{result.name}, done", pairs, run_dir=run_dir)
 
 
 def rank_peaks_text(peaks: Sequence[int]) -> str:
-    """` (rank 0 11.97 GiB, rank 1 11.90 GiB)`, or nothing for one process."""
-    told = ", ".join(f"rank {rank} {format_bytes(held)}" for rank, held in enumerate(peaks))
-    return f" ({told})" if told else ""
+    """` (rank 0 11.97 GiB, rank 1 11.90 GiB)`; empty without peaks."""
+    text = ", ".join(f"rank {rank} {format_bytes(peak)}" for rank, peak in enumerate(peaks))
+    return f" ({text})" if text else ""
 
 
 def _rate(samples_per_s: float) -> str:
@@ -304,27 +309,27 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"  # .3g alone writes 1.66e+03
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _budget_verdict(result: RunResult) -> str | None:
     if result.budget_bytes is None:
         return None if result.budget_met is None else f"{'met' if result.budget_met else 'NOT met'}"
     is_memory = result.budget.get("kind") == "memory"
-    held = result.peak_bytes if is_memory else result.state_bytes
+    used_bytes = result.peak_bytes if is_memory else result.state_bytes
     return budget_verdict(
-        result.budget_bytes, used_bytes=held, met=result.budget_met, memory=is_memory, binding=result.binding
+        result.budget_bytes, used_bytes=used_bytes, met=result.budget_met, memory=is_memory, binding=result.binding
     )
 
 
 def budget_verdict(limit_bytes: int, *, used_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
-    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; not `memory`: of optimizer state."""
+    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; without `memory` it is of optimizer state."""
     slack = limit_bytes - used_bytes
     verdict = f"met, {format_bytes(slack)} to spare" if met else f"NOT met, {format_bytes(-slack)} over"
     binds = "binds" if binding else "does not bind"
-    what = "of device memory" if memory else "of optimizer state"
-    return f"{format_bytes(limit_bytes)} {what}: {verdict} ({binds})"
+    kind = "of device memory" if memory else "of optimizer state"
+    return f"{format_bytes(limit_bytes)} {kind}: {verdict} ({binds})"
 
 
 def print_frontier(
@@ -337,8 +342,8 @@ def print_frontier(
     """Prints runs by quality and bytes; a * marks undominated ones, failed jobs come last with the reason."""
     console = make_console()
     if points:
-        several = any(point.num_ranks > 1 for point in points)
-        numbers = number_columns(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if several else []))
+        show_ranks = any(point.num_ranks > 1 for point in points)
+        numbers = number_columns(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if show_ranks else []))
         table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
         for point in points:
             spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
@@ -350,7 +355,7 @@ def print_frontier(
                 format_bytes(point.state_bytes),
                 _rate(point.samples_per_s),
                 str(point.num_seeds),
-                *([str(point.num_ranks)] if several else []),
+                *([str(point.num_ranks)] if show_ranks else []),
             )
         console.print(table)
         console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
@@ -364,11 +369,11 @@ def print_frontier(
 
 
 def make_table(title: str, *columns: Column) -> Table:
-    """An empty table in the style of all tables."""
+    """An empty table."""
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "expand": True}
     return Table(*columns, box=SIMPLE_HEAD, title=title, **style)
 
 
 def number_columns(*headers: str) -> list[Column]:
-    """Columns of numbers."""
+    """Right-aligned columns that do not wrap."""
     return [Column(header, justify="right", no_wrap=True) for header in headers]

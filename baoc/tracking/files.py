@@ -1,7 +1,7 @@
-"""Files that are either complete or absent, and JSON lines files that survive a kill.
+"""Atomic writes of files, and JSON lines files that survive a kill.
 
-Files are written beside their target, fsynced and renamed. A full disk or an interrupt therefore never leaves a partial
-file that looks complete, and a torn line is distinguishable from a finished one.
+A file is written under a temporary name, fsynced and renamed, so that a full disk or an interrupt never leaves a
+partial file under its own name. In a JSON lines file a torn last line is recognised.
 """
 
 import csv
@@ -27,7 +27,7 @@ REALLOCATIONS_FILE = "reallocations.jsonl"
 
 @contextmanager
 def as_output_error(path: Path) -> Iterator[None]:
-    """Turns an OSError while writing `path` into an OutputError that says what to do."""
+    """Raises an OSError of the block, which writes `path`, as an OutputError with its remedy."""
     try:
         yield
     except OSError as error:
@@ -41,21 +41,21 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A temporary file that replaces `path` when the block ends without an error, with `mode` less the umask. Raises
-    OutputError if the folder cannot be written; `path` then keeps its content."""
+    """Yields a temporary file that replaces `path` when the block ends without an error. Its permissions are `mode`
+    less the umask. After an error `path` keeps its content. Raises OutputError if the folder cannot be written."""
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     with as_output_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(aside, "xb", opener=partial(os.open, mode=mode)) as file:
+            with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            aside.replace(path)
+            temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise
         _fsync_folder(path.parent)
 
@@ -104,8 +104,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 class FolderGuard:
-    """Notices that a run's folder was removed or moved while it is written to: writers would make it again, without
-    what was in it, and the run would end well."""
+    """Detects that a run's folder was removed or moved during the run. Otherwise writers would create it again, and the
+    run would end as if nothing were lost."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -114,7 +114,8 @@ class FolderGuard:
             self._descriptor = os.open(self.folder, os.O_RDONLY)
 
     def check(self) -> None:
-        """Raises OutputError unless the folder is still there. While it is open, no other folder gets its number."""
+        """Raises OutputError unless the folder is still there. No other folder gets its inode number while it is
+        open."""
         with suppress(OSError):
             if self._descriptor < 0 or os.path.samestat(self.folder.stat(), os.fstat(self._descriptor)):
                 return
@@ -130,9 +131,10 @@ class FolderGuard:
 
 
 class LineFile:
-    """An append-only file of JSON lines; each record is on disk when `append` returns. Opening it moves a torn last
-    line into `NAME.torn`, so that the next record starts on its own line. A file that was removed meanwhile is written
-    again with all that it had."""
+    """An append-only file of JSON lines; a record is on disk when `append` returns.
+
+    Opening it moves a torn last line into `NAME.torn`, so that the next record starts on its own line. A file that was
+    removed meanwhile is restored with its earlier lines."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -141,15 +143,15 @@ class LineFile:
         self.was_torn = self._open()
 
     def _open(self) -> bool:
-        """Returns whether the file ended in a torn line."""
+        """Opens the file; returns whether it ended in a torn line."""
         with as_output_error(self.path):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             return self._set_torn_line_aside()
 
     def append(self, record: Any) -> None:
-        """Writes one record. Raises OutputError on a full disk, after the partial line was cut off again."""
+        """Writes one record. On a full disk cuts the partial line off and raises OutputError."""
         line = json.dumps(to_plain(record), allow_nan=False, default=_json_default).encode() + b"\n"
-        self._make_present()
+        self._restore_if_replaced()
         size = os.fstat(self._descriptor).st_size
         with as_output_error(self.path):
             try:
@@ -166,13 +168,13 @@ class LineFile:
         if self._descriptor >= 0:
             try:
                 if self.path.parent.is_dir():
-                    self._make_present()
+                    self._restore_if_replaced()
             finally:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def _make_present(self) -> None:
-        """Goes on in the file that is at `path` now: what was removed is still there for who has it open."""
+    def _restore_if_replaced(self) -> None:
+        """Continues in the file that is at `path` now; restores one that was removed from the open descriptor."""
         with as_output_error(self.path):
             try:
                 if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
@@ -193,7 +195,7 @@ class LineFile:
         content = self.path.read_bytes()
         start = content.rfind(b"\n") + 1
         tail = content[start:]
-        if _parse_object(tail) is not None:  # only the line break is missing: no proper prefix of a JSON object is one
+        if _parse_object(tail) is not None:  # complete but for its line break, as no prefix of an object is an object
             os.write(self._descriptor, b"\n")
             return False
         with self.path.with_name(self.path.name + ".torn").open("ab") as torn:
@@ -212,7 +214,7 @@ class LineFile:
 
 
 def append_jsonl(path: str | os.PathLike[str], record: Any) -> None:
-    """Appends one line of JSON; it is on disk when this returns."""
+    """Appends one record to a JSON lines file; it is on disk when this returns."""
     with LineFile(path) as file:
         file.append(record)
 

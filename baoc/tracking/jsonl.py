@@ -1,7 +1,7 @@
-"""A Lightning logger that writes each step to disk before training goes on: metrics.jsonl, and metrics.csv from it.
+"""A Lightning logger that fsyncs each step to metrics.jsonl before training goes on, and makes metrics.csv of it.
 
-W&B loses up to an eighth of the logged steps if a process is killed, and Lightning's CSVLogger deletes its file if a
-run is resumed in the same folder. Frontiers are therefore made from `metrics.jsonl`.
+Frontiers are made from metrics.jsonl, since W&B loses up to an eighth of the logged steps of a killed process, and
+Lightning's CSVLogger deletes its file when a run is resumed in the same folder.
 """
 
 import time
@@ -21,7 +21,8 @@ class JsonlLogger(Logger):
     """Appends to `metrics.jsonl` and fsyncs each line (about 1 ms on a local disk).
 
     Args:
-        csv_every_s: seconds after which `metrics.csv`, one row per step, is made anew, and at the end; None makes none.
+        csv_every_s: seconds between two writings of `metrics.csv`, one row per step; it is written at the end, too.
+            None writes none.
     """
 
     def __init__(self, run_dir: str | Path, *, name: str | None = None, csv_every_s: float | None = None):
@@ -30,13 +31,13 @@ class JsonlLogger(Logger):
         self.path = self.run_dir / METRICS_FILE
         self._file: LineFile | None = None
         self._folder: FolderGuard | None = None
-        self._line: dict[str, Any] = {}  # the newest, without times
+        self._last_line: dict[str, Any] = {}  # without its time
         self._last_step = -1
         self._epoch = 0
-        # time_s continues from an earlier attempt in the same file.
+        # time_s continues from an earlier attempt in the same file
         earlier = read_jsonl(self.path) if self.path.is_file() else []
-        self._csv_written = time.monotonic()
-        self._start = self._csv_written - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
+        self._csv_written_s = time.monotonic()
+        self._start_s = self._csv_written_s - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
 
     @property
     def name(self) -> str | None:
@@ -67,24 +68,25 @@ class JsonlLogger(Logger):
         assert self._folder is not None
         self._folder.check()
         line = {"step": step, "epoch": self._epoch, **to_plain(values)}
-        if line != self._line:  # a checkpoint has it written before Lightning does
-            elapsed = round(time.monotonic() - self._start, 4)
-            fixed = {"schema": METRICS_SCHEMA, "step": step, "epoch": self._epoch, "time_s": elapsed}
-            self._file.append({**fixed, **values})
-            self._line = line
+        if line != self._last_line:  # a checkpoint logs its step's metrics before Lightning does
+            time_s = round(time.monotonic() - self._start_s, 4)
+            self._file.append(
+                {"schema": METRICS_SCHEMA, "step": step, "epoch": self._epoch, "time_s": time_s, **values}
+            )
+            self._last_line = line
 
     @rank_zero_only
     def resume_from(self, *, step: int) -> int:
-        """Moves lines of `step` and later aside: the run continues after `step` optimizer steps, and steps count from
-        0. 0 moves a whole earlier run. Returns the number of lines moved."""
+        """Prepares to log after `step` optimizer steps: moves lines of `step` (counted from 0) and later aside. Returns
+        the number of lines moved."""
         self._close()
-        self._last_step, self._line = step - 1, {}
+        self._last_step, self._last_line = step - 1, {}
         return supersede(self.path, from_step=step)
 
     @rank_zero_only
     def save(self) -> None:
         """Called by Lightning after each line."""
-        if self.csv_every_s is not None and time.monotonic() - self._csv_written >= self.csv_every_s:
+        if self.csv_every_s is not None and time.monotonic() - self._csv_written_s >= self.csv_every_s:
             self._write_csv()
 
     @rank_zero_only
@@ -103,4 +105,4 @@ class JsonlLogger(Logger):
             rows = read_metrics(self.path)
             metrics = dict.fromkeys(key for row in rows for key in row if key not in FIXED_KEYS)
             write_csv(self.run_dir / "metrics.csv", rows, columns=[*FIXED_KEYS[1:], *metrics])
-        self._csv_written = time.monotonic()
+        self._csv_written_s = time.monotonic()

@@ -1,7 +1,6 @@
 """The loggers of one run, as conf/logger selects them: metrics.jsonl always, metrics.csv and W&B on request.
 
-Also logs once per run the allocation as a table and the result as summary values, and closes loggers, so that a failed
-job leaves no open run for the next job to log into.
+Loggers are closed after a failure too: a later job of the same process would log into a W&B run that is still open.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,18 +33,20 @@ def make_loggers(
     tags: Sequence[str] = (),
     say: Callable[[str], None] = say,
 ) -> list[Logger]:
-    """Loggers for a Lightning Trainer, `metrics.jsonl` first; W&B gets `config`, which holds plain containers.
+    """Loggers for a Lightning Trainer, `metrics.jsonl` first.
 
     Args:
-        names: of csv and wandb those that are wanted.
+        names: `csv` and `wandb`, or one of them.
         wandb: project, entity and mode of W&B.
+        config: the run's settings as plain containers, for W&B.
     """
     run_dir = Path(run_dir)
     csv_every_s = CSV_EVERY_S if "csv" in names else None
     loggers: list[Logger] = [JsonlLogger(run_dir, name=name, csv_every_s=csv_every_s)]
     if "wandb" in names:
-        about: dict[str, Any] = {"config": config, "group": group, "job_type": job_type, "tags": tags}
-        run = open_run(**wandb, run_dir=run_dir, name=name, say=say, **about)
+        run = open_run(
+            **wandb, run_dir=run_dir, name=name, config=config, group=group, job_type=job_type, tags=tags, say=say
+        )
         loggers += [run] if run is not None else []
     return loggers
 
@@ -66,7 +67,7 @@ def log_picture(loggers: Sequence[Logger], *, key: str, path: Path) -> None:
 
 
 def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
-    """Logs the result as summary values, which scatter plots over runs use."""
+    """Logs the result to W&B as summary values, which its plots over runs use."""
     values: dict[str, Any] = {
         result.quality.name: result.quality.value,
         "quality": result.quality.value,
@@ -83,11 +84,11 @@ def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
         **result.metrics,
     }
     if result.budget_bytes is not None:
-        held = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
-        values["budget/slack_gib"] = gib(result.budget_bytes - held)
+        used_bytes = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
+        values["budget/slack_gib"] = gib(result.budget_bytes - used_bytes)
     if result.peak_by_rank:
         values["ranks"] = result.num_ranks
-        values |= {f"memory/peak_gib_rank_{rank}": gib(held) for rank, held in enumerate(result.peak_by_rank)}
+        values |= {f"memory/peak_gib_rank_{rank}": gib(peak) for rank, peak in enumerate(result.peak_by_rank)}
     for logger in _open_wandb_loggers(loggers):
         logger.log_summary({key: value for key, value in values.items() if value is not None})
 
@@ -103,11 +104,11 @@ def finish_loggers(loggers: Sequence[Logger], *, exit_code: int = 0) -> None:
 
 @contextmanager
 def finishing(loggers: Sequence[Logger]) -> Iterator[None]:
-    """Closes `loggers` at the end of the block; after an error as failed, with that error's exit code."""
+    """Closes `loggers` at the end of the block; after an error marks them as failed with that error's exit code."""
     try:
         yield
     except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)  # BaocError has one
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)  # of a BaocError
         finish_loggers(loggers, exit_code=code)
         raise
     finish_loggers(loggers)

@@ -1,4 +1,4 @@
-"""The schema of `metrics.jsonl` and its reader: one value per metric and step, however often the run was resumed.
+"""The schema of `metrics.jsonl` and its reader.
 
 Each line is {"schema", "step", "epoch", "time_s", metric keys...}. `step` counts optimizer steps from 0, as Lightning's
 loggers do; several lines may share a step (training, validation, epoch end). NaN and infinities are null.
@@ -6,6 +6,7 @@ loggers do; several lines may share a step (training, validation, epoch end). Na
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,16 @@ def series(path: str | os.PathLike[str], key: str) -> list[tuple[int, float | No
 def supersede(
     path: str | os.PathLike[str], *, from_step: int, also: Callable[[Mapping[str, Any]], bool] = lambda line: False
 ) -> int:
-    """Moves lines of `from_step` and later, and those for which `also` is true, from `path` into `NAME.superseded`. A
-    resumed run writes these steps again; the earlier attempt's values are kept beside it. Both files are complete at
-    any moment: a kill in between leaves at worst the same lines in both. Returns the number of lines moved."""
+    """Moves lines of `from_step` and later, and those for which `also` is true, from `path` into `NAME.superseded`;
+    returns their number. A resumed run writes these steps again. A kill in between leaves the lines in both files at
+    worst."""
     path = Path(path)
     if not path.is_file():
         return 0
     LineFile(path).close()  # moves a torn last line aside
     lines = [line for line in path.read_bytes().split(b"\n") if line]
     is_superseded = [record.get("step", from_step) >= from_step or also(record) for record in read_jsonl(path)]
-    superseded = [line for line, moves in zip(lines, is_superseded, strict=True) if moves]
+    superseded = list(compress(lines, is_superseded))
     if not superseded:
         return 0
     aside = path.with_name(path.name + ".superseded")
@@ -59,5 +60,5 @@ def supersede(
         file.flush()
         os.fsync(file.fileno())
     with atomic_write(path) as file:
-        file.write(b"".join(line + b"\n" for line, moves in zip(lines, is_superseded, strict=True) if not moves))
+        file.write(b"".join(line + b"\n" for line, moved in zip(lines, is_superseded, strict=True) if not moved))
     return len(superseded)

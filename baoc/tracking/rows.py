@@ -1,7 +1,5 @@
-"""Rows of the allocation table: one per block, or, for deep models, one per kind of block.
-
-Free of rich, so that W&B's table and the terminal show the same numbers.
-"""
+"""Rows of the allocation table, for the terminal and W&B: one per block, or, in a deep model, one per group of
+layers."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ class PlanRow:
     role: str
     spec: str
     num_params: int
-    state_bytes: int | None  # None where the plan holds no candidate for the choice
+    state_bytes: int | None  # None if the plan has no candidate of that spec
     risk: float | None
     why: str
     num_blocks: int = 1
@@ -32,12 +30,12 @@ class PlanRow:
 
 def plan_rows(plan: Plan) -> list[PlanRow]:
     """One row per block, in the plan's order."""
-    texts = {reason.block: reason for reason in plan.reasons}
+    reasons = {reason.block: reason for reason in plan.reasons}
     rows = []
     for block in plan.blocks:
         spec = plan.allocation.choices[block.name]
-        options = plan.candidates.get(block.name, ())
-        chosen = next((option for option in options if option.spec == spec), None)
+        candidates = plan.candidates.get(block.name, ())
+        chosen = next((candidate for candidate in candidates if candidate.spec == spec), None)
         rows.append(
             PlanRow(
                 block=block.name,
@@ -47,15 +45,15 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
                 state_bytes=chosen.cost.state_bytes if chosen else None,
                 risk=chosen.risk.total if chosen else None,
                 host_bytes=chosen.cost.host_bytes if chosen else 0,
-                why=_explain_choice(chosen, options=options, reason=texts.get(block.name)),
+                why=_explain_choice(chosen, candidates=candidates, reason=reasons.get(block.name)),
             )
         )
     return rows
 
 
 def collapsed_rows(plan: Plan) -> list[PlanRow]:
-    """`plan_rows`; above COLLAPSE_ABOVE blocks, those that differ in their layer only share a row: of the same name but
-    for the layer's number, role and spec. Bytes, parameters and risks are sums; the reason is the first block's."""
+    """`plan_rows`; if there are more than COLLAPSE_ABOVE blocks, those of one spec whose names differ in the layer's
+    number only share a row. Its bytes, parameters and risk are sums; its reason is the first block's."""
     rows = plan_rows(plan)
     if len(rows) <= COLLAPSE_ABOVE:
         return rows
@@ -66,7 +64,7 @@ def collapsed_rows(plan: Plan) -> list[PlanRow]:
 
 
 def role_rows(plan: Plan) -> list[PlanRow]:
-    """One row per role and spec, the largest first: a table that stays short for a network of any depth."""
+    """One row per role and spec, the one of most parameters first."""
     groups: dict[tuple[str, str], list[PlanRow]] = {}
     for row in plan_rows(plan):
         groups.setdefault((row.role, row.spec), []).append(row)
@@ -75,16 +73,17 @@ def role_rows(plan: Plan) -> list[PlanRow]:
 
 
 def _total(values: Sequence[Number | None]) -> Number | None:
-    """The sum, or None where a summand is not known."""
+    """The sum; None if a summand is None."""
     known = [value for value in values if value is not None]
     return sum(known[1:], start=known[0]) if known and len(known) == len(values) else None
 
 
-def _explain_choice(chosen: Candidate | None, *, options: Sequence[Candidate], reason: Reason | None) -> str:
-    """The next cheaper and dearer spec: the bytes and risk that each would change, and the deciding risk term."""
+def _explain_choice(chosen: Candidate | None, *, candidates: Sequence[Candidate], reason: Reason | None) -> str:
+    """The next cheaper and dearer spec, the bytes and risk that each would change, and the cheaper one's largest risk
+    term."""
     if reason is None:
         return ""
-    by_spec = {option.spec: option for option in options}
+    by_spec = {candidate.spec: candidate for candidate in candidates}
     cheaper, dearer = by_spec.get(reason.cheaper or ""), by_spec.get(reason.dearer or "")
     if chosen is None or (cheaper is None and dearer is None):
         return reason.text

@@ -1,7 +1,7 @@
-"""One W&B run per job: online if there is a key and a network, otherwise offline, without a wait.
+"""One W&B run per job: online if there is a key and a network, otherwise offline.
 
-wandb itself waits 90 s for a network, asks for a key on a terminal, and lets a second job log into the run that a
-crashed one left open. Here the mode is chosen before `wandb.init`, and every job opens its own run.
+The mode is chosen before `wandb.init`, which would wait 90 s for a network and ask for a key on the terminal. Every job
+opens a run of its own; wandb would let it log into the run that a crashed job left open.
 """
 
 import io
@@ -24,14 +24,15 @@ from baoc.types import to_plain
 INIT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 5.0
-FINISH_TIMEOUT_S = 60.0  # data not uploaded by then stays in the run folder for `wandb sync`
+FINISH_TIMEOUT_S = 60.0  # data that is not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
-_TAKEN_IDS: set[str] = set()  # of WANDB_RUN_ID, that a run of this process has
+_USED_IDS: set[str] = set()  # values of WANDB_RUN_ID that a run of this process has
 
 
 class WandbRunLogger(WandbLogger):
-    """Lightning's W&B logger for one run; a failed fit closes the run with exit code 1. wandb handles network outages
-    itself. If its process is gone or refuses, this is printed once and training goes on without W&B."""
+    """Lightning's W&B logger for one run, which a failed fit closes with exit code 1. wandb handles network outages
+    itself. If a call of wandb raises, because its process is gone or refuses, this is printed once, and training goes
+    on without W&B."""
 
     def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
@@ -72,9 +73,9 @@ class WandbRunLogger(WandbLogger):
         self.closed = True
 
     def _guard(self, call: Callable[[], Any], *, media: str | None = None) -> None:
-        """Runs `call`; an exception closes the W&B run, and later calls do nothing. An exception from logging `media`
-        (a table or a picture) disables these only: they demand more of a server than numbers do, and each of them waits
-        for one that does not answer."""
+        """Runs `call`; after an exception closes the W&B run, and later calls do nothing. An exception while logging
+        `media` (a table or a picture) stops media only: a server may refuse them and still take numbers, and each of
+        them would wait for an answer again."""
         if self.closed or (media is not None and self._media_refused):
             return
         if self._guarding:  # log_table calls log_metrics
@@ -147,7 +148,7 @@ def open_run(
         "config": to_plain(config),
         "dir": str(run_dir),
         "reinit": "create_new",
-        "id": own_id(),
+        "id": choose_run_id(),
     }
     quiet = wandb.Settings(
         init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, quiet=True, silent=True, console="off"
@@ -175,16 +176,16 @@ def open_run(
     return WandbRunLogger(run, project=project, run_dir=run_dir, say=say)
 
 
-def own_id() -> str | None:
-    """WANDB_RUN_ID for the first run of this process; a fresh one for further jobs and for trials of a study, which
-    would all be that one run. None lets wandb draw one."""
-    given = os.environ.get("WANDB_RUN_ID")
-    if not given:
+def choose_run_id() -> str | None:
+    """WANDB_RUN_ID for the first run of this process; a random one for later jobs and for trials of a study, which
+    would all log into that run. None lets wandb draw one."""
+    run_id = os.environ.get("WANDB_RUN_ID")
+    if not run_id:
         return None
-    if given in _TAKEN_IDS or os.environ.get("WANDB_JOB_TYPE") == "trial":
+    if run_id in _USED_IDS or os.environ.get("WANDB_JOB_TYPE") == "trial":
         return uuid.uuid4().hex[:8]
-    _TAKEN_IDS.add(given)
-    return given
+    _USED_IDS.add(run_id)
+    return run_id
 
 
 def choose_mode(setting: str) -> tuple[str, str]:

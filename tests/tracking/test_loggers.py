@@ -13,7 +13,7 @@ import pytest
 from baoc.errors import BadInputError, BudgetBreachedError
 from baoc.tracking import wandb_run
 from baoc.tracking.loggers import finishing, make_loggers
-from baoc.tracking.wandb_run import choose_mode, own_id
+from baoc.tracking.wandb_run import choose_mode, choose_run_id
 
 SERVER = "http://wandb.example:8080"
 
@@ -263,10 +263,10 @@ def test_an_unknown_mode_in_the_environment_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_id_in_the_environment_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_id() is None
+    assert choose_run_id() is None
     monkeypatch.setenv("WANDB_RUN_ID", "mine-of-this-test")
-    first, second, third = own_id(), own_id(), own_id()
+    first, second, third = choose_run_id(), choose_run_id(), choose_run_id()
     assert first == "mine-of-this-test" and len({first, second, third}) == 3, "further jobs are runs of their own"
     monkeypatch.setenv("WANDB_RUN_ID", "of-a-study")
     monkeypatch.setenv("WANDB_JOB_TYPE", "trial")
-    assert own_id() not in (None, "of-a-study")
+    assert choose_run_id() not in (None, "of-a-study")
