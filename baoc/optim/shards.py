@@ -1,8 +1,8 @@
-"""Parameters that `fully_shard` cuts along their first dimension: what a rank steps, and what ranks sum.
+"""Parameters that `fully_shard` has sharded along their first dimension: a rank's rows, and sums over ranks.
 
-A rank steps its rows like a parameter: the slot has a `twin`, a plain tensor in the same memory, which shares the
-gradient during a step. So backends, codecs and the finite check know nothing of ranks. Only sums over a whole tensor
-(`ShardGroup.all_reduce_`) and what a checkpoint shows (`Shard.as_dtensor`) do.
+A rank steps its rows as a local parameter: a plain tensor in the same memory, which has the gradient during a step. So
+backends, codecs and the finite check know nothing of ranks. Two things do: sums over all rows of a tensor
+(`ShardGroup.all_reduce_`), and states in a checkpoint (`Shard.as_dtensor`).
 """
 
 import sys
@@ -19,56 +19,67 @@ from baoc.types import ParamInfo
 from baoc.types.specs import NUM_ROW_PARTS
 from baoc.units import MIB
 
+WARM_UP_BYTES = 64 * MIB
 
-def _tensors() -> Any:
+
+def _tensor_module() -> Any:
     """The module torch.distributed.tensor if it is imported, else None: then there is no DTensor."""
     return sys.modules.get("torch.distributed.tensor")
 
 
 def is_sharded(param: Any) -> bool:
-    tensors = _tensors()
-    return tensors is not None and isinstance(param, tensors.DTensor)
+    module = _tensor_module()
+    return module is not None and isinstance(param, module.DTensor)
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; any other tensor itself."""
+    """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def unsharded(param: Any) -> Tensor:
-    """The whole of a parameter or state. For a DTensor all ranks gather it on the mesh's device, as bytes: not every
-    backend knows every type."""
+    """All rows of a parameter or state; a tensor that is not sharded itself.
+
+    All ranks gather a DTensor, on the mesh's device and as bytes, because not every communication library takes every
+    type.
+    """
     if not is_sharded(param):
         return param
-    part = local_shard(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
+    local_bytes = local_shard(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
     shape = torch.Size((*param.shape, param.element_size()))
-    given = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-    bytes_ = _tensors().DTensor.from_local(part, param.device_mesh, param.placements, **given)
-    return bytes_.full_tensor().view(param.dtype).squeeze(-1)
+    all_bytes = _tensor_module().DTensor.from_local(
+        local_bytes,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return all_bytes.full_tensor().view(param.dtype).squeeze(-1)
 
 
 def reshard(module: Any) -> None:
-    """Frees what `fully_shard` has gathered: some of it stays so after a forward that no backward follows."""
+    """Frees gathered parameters of `fully_shard`: some stay gathered after a forward without a backward."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for part in module.modules():
-        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            part.reshard()
+    for submodule in module.modules():
+        if fsdp is not None and isinstance(submodule, fsdp.FSDPModule):
+            submodule.reshard()
 
 
 def unsharded_on_rank_0(state: Any) -> Any:
-    """`state` with each DTensor replaced by the whole on rank 0's CPU, and by None on other ranks. Collective."""
+    """`state` with each DTensor gathered to rank 0's CPU, and replaced by None on other ranks. Collective."""
     if isinstance(state, Mapping):
         return {key: unsharded_on_rank_0(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return type(state)(unsharded_on_rank_0(value) for value in state)
     if not is_sharded(state):
         return state
-    found = unsharded(state)
-    return found.cpu() if ranks().rank == 0 else None
+    gathered = unsharded(state)
+    return gathered.cpu() if ranks().rank == 0 else None
 
 
 def with_sharding(info: ParamInfo, *, param: Any) -> ParamInfo:
-    """`info` of a whole parameter, with `whole` set where it is sharded."""
+    """`info` with the parameter's unsharded shape, and `whole` set to that if it is sharded."""
     if not is_sharded(param):
         return info if info.whole is None else replace(info, whole=None)
     shape = tuple(param.shape)
@@ -76,7 +87,7 @@ def with_sharding(info: ParamInfo, *, param: Any) -> ParamInfo:
 
 
 def largest_shard(info: ParamInfo, *, param: Any) -> ParamInfo:
-    """`info` of the largest part that a rank has of a parameter, which is the first rank's."""
+    """`info` of the largest shard of a parameter, which is rank 0's."""
     shard = shard_of(param)
     if shard is None:
         return info
@@ -85,12 +96,11 @@ def largest_shard(info: ParamInfo, *, param: Any) -> ParamInfo:
 
 
 def refuse_placement(param: Any, *, name: str) -> None:
-    """Raises BadInputError for a DTensor that is not cut as `fully_shard` does it, or that is offloaded by it."""
+    """Raises BadInputError for a DTensor that is not sharded as `fully_shard` does it, or that is offloaded by it."""
     if not is_sharded(param):
         return
-    cut = [placement for placement in param.placements if not placement.is_replicate()]
-    plain = len(cut) == 1 and type(cut[0]) is _tensors().Shard and cut[0].dim == 0
-    if not plain:
+    sharded = [placement for placement in param.placements if not placement.is_replicate()]
+    if not (len(sharded) == 1 and type(sharded[0]) is _tensor_module().Shard and sharded[0].dim == 0):
         raise refusal("placement", name=name, placements=", ".join(map(str, param.placements)))
     if param.device_mesh.device_type != "cpu" and local_shard(param).device.type == "cpu":
         raise refusal("offloaded", name=name)
@@ -98,7 +108,7 @@ def refuse_placement(param: Any, *, name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroup:
-    """The ranks over which parameters are cut."""
+    """The ranks over which parameters are sharded."""
 
     process_group: Any
     rank: int
@@ -131,7 +141,7 @@ class Shard:
     offset: int
 
     def local_part(self, value: Any, *, shape: Sequence[int]) -> Tensor:
-        """This rank's part, of `shape`, of a whole tensor or of a DTensor that belongs to the parameter."""
+        """This rank's rows of an unsharded tensor or of a DTensor that belongs to the parameter, as `shape`."""
         if is_sharded(value):
             if value.device_mesh == self.param.device_mesh and value.placements == self.param.placements:
                 return local_shard(value).reshape(tuple(shape))
@@ -140,26 +150,31 @@ class Shard:
         return value.reshape(-1)[begin : begin + prod(shape)].reshape(tuple(shape))
 
     def all_gather(self, value: Tensor) -> Tensor:
-        """The whole of a tensor that is cut as the parameter is, of which this rank has `value`. Collective."""
+        """All rows of a tensor that is sharded like the parameter, and of which this rank has `value`. Collective."""
         return unsharded(self.as_dtensor(value, shape=tuple(self.param.shape)))
 
     def as_dtensor(self, value: Tensor, *, shape: Sequence[int]) -> Any:
-        """`value`, this rank's part of a state, as a DTensor of `shape` that is cut as the parameter is, in the same
-        memory: one on the host stays there, as fully_shard keeps what it offloads."""
-        owner, DTensor = self.param, _tensors().DTensor
-        stride = torch.empty(tuple(shape), device="meta").stride()
+        """`value`, this rank's rows of a state, as a DTensor of `shape` that is sharded like the parameter.
+
+        It shares the memory, and a state on the host stays there, as fully_shard does with what it offloads.
+        """
+        DTensor, mesh, placements = _tensor_module().DTensor, self.param.device_mesh, self.param.placements
         rows = value.reshape(-1, *shape[1:])
-        given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
-        device = owner.device_mesh.device_type
-        if rows.device.type == device:
-            return DTensor.from_local(rows, owner.device_mesh, owner.placements, **given)
-        there = rows.new_empty(0, *shape[1:], device=device)  # from_local would copy the rows to that device
-        spec = DTensor.from_local(there, owner.device_mesh, owner.placements, **given)._spec
-        return DTensor(rows.detach(), spec, requires_grad=False)
+        on_mesh = rows.device.type == mesh.device_type
+        # from_local copies to the mesh's device, so a state on the host takes the spec of a tensor without rows.
+        tensor = DTensor.from_local(
+            rows if on_mesh else rows.new_empty(0, *shape[1:], device=mesh.device_type),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(tuple(shape), device="meta").stride(),
+        )
+        return tensor if on_mesh else DTensor(rows.detach(), tensor._spec, requires_grad=False)
 
 
 def shard_of(param: Any) -> Shard | None:
-    """How a parameter is cut; None where it is not."""
+    """This rank's shard of a parameter; None if it is not sharded."""
     if not is_sharded(param):
         return None
     dim = next(i for i, placement in enumerate(param.placements) if not placement.is_replicate())
@@ -172,7 +187,7 @@ def shard_of(param: Any) -> Shard | None:
 
 
 def warm_up_communicator(device: torch.device) -> None:
-    """Has the communicator allocate its buffers before the device's context is measured. Collective."""
+    """Makes the communicator allocate its buffers, so that they are counted with the device's context. Collective."""
     if device.type == "cuda" and ranks() is not SINGLE_PROCESS:
         sent = torch.zeros(WARM_UP_BYTES // ranks().size * ranks().size, dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(sent)
@@ -182,28 +197,29 @@ def warm_up_communicator(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-WARM_UP_BYTES = 64 * MIB
-
-
 def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
-    """Raises BadInputError where a rank's part of a state ends within a group of its codec.
+    """Raises BadInputError if a rank's rows of a state end within a group of its codec.
 
     `states`: state -> (its elements on all ranks, elements of a group).
     """
     rows, size = shard.param.shape[0], shard.group.size
-    for numel, grouped in states.values():
-        edges = [min(rank * -(-rows // size), rows) * (numel // max(rows, 1)) for rank in range(size)]
-        if any(edge % grouped for edge in edges):
+    for numel, group_size in states.values():
+        ends = [min(rank * -(-rows // size), rows) * (numel // max(rows, 1)) for rank in range(size)]
+        if any(end % group_size for end in ends):
             raise refusal(
                 "edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=NUM_ROW_PARTS
             )
 
 
 def common_group(shards: Mapping[str, Shard]) -> ShardGroup | None:
-    """The ranks over which all sharded parameters are cut. Raises BadInputError where these are several sets of
-    ranks."""
-    found = list(shards.items())
-    for name, shard in found[1:]:
-        if shard.group.process_group is not found[0][1].group.process_group:
-            raise refusal("meshes", name=name, other=found[0][0])
-    return found[0][1].group if found else None
+    """The ranks over which all parameters are sharded; None if none is. `shards`: by parameter name.
+
+    Raises BadInputError if parameters are sharded over different sets of ranks.
+    """
+    if not shards:
+        return None
+    (first_name, first), *others = shards.items()
+    for name, shard in others:
+        if shard.group.process_group is not first.group.process_group:
+            raise refusal("meshes", name=name, other=first_name)
+    return first.group
