@@ -1,8 +1,8 @@
-"""The reference step, in torch operations on one tensor at a time: every other backend is held against it.
+"""The reference step, in torch operations on one tensor at a time: every other backend is tested against it.
 
-For one tensor: decode its states (`advance`), run the rule on the gradient, encode the states, then
-param <- (1 - lr wd) param - lr factor update (`apply_`). A block that is matched has one factor for all of its tensors
-(`_step_together`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
+One tensor takes these steps: `advance` decodes its states, runs the rule on the gradient, and encodes the states.
+`apply_` then sets param <- (1 - lr wd) param - lr factor update. A block that is matched has one factor for all of its
+tensors (`_step_together`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
 torch.optim.AdamW(foreach=False, fused=False).
 """
 
@@ -55,7 +55,7 @@ class EagerBackend(Backend):
 
 
 def was_recast(slot: Slot) -> bool:
-    """True if a parameter is no longer what its states and its kind of weights were made for."""
+    """True if a parameter has another shape than its states, or another type than its weights format."""
     param = slot.param
     return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
 
@@ -67,71 +67,74 @@ def _step_plain(slot: Slot, inputs: StepInputs) -> None:
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
-    """Blocks that are matched, or of which ranks have rows: each sum over ranks of a batch of tensors is one message.
-    Matrices that a rule needs whole are gathered one by one. Before its first step a block is stepped on copies of its
-    states, for the own RMS that this step will have."""
+    """Steps blocks that are matched or sharded. Each sum over ranks of a batch of tensors is one message.
+
+    Matrices of which a rule needs all rows are gathered one by one. Before its first step a block is stepped on copies
+    of its states, to measure the own RMS that this step will have.
+    """
     slots = [(block, slot) for block in blocks for slot in block.slots]
-    shards = next((slot.shard.group for _, slot in slots if slot.shard is not None), None)
+    group = next((slot.shard.group for _, slot in slots if slot.shard is not None), None)
     members = [
         (block, slot)
         for block, slot in slots
         if slot.param.grad is not None and (slot.param.numel() or slot.shard is not None)
     ]
-    measures = {id(block): UpdateSize() for block, _ in members}
-    fresh = [
+    sizes = {id(block): UpdateSize() for block, _ in members}
+    unmeasured = [
         (block, slot) for block, slot in members if inputs.matching and block.match is not None and block.rms_unmeasured
     ]
-    for batch in _batches(fresh):
+    for batch in _batches(unmeasured):
         for (block, _), (direction, norm, count) in zip(
-            batch, _directions(batch, inputs, shards=shards, store=False), strict=True
+            batch, _directions(batch, inputs, group=group, store=False), strict=True
         ):
-            measures[id(block)].add(norm, count=count)
-            del direction  # a tensor that would be held beside those of the next batch
-    for block in {id(block): block for block, _ in fresh}.values():
+            sizes[id(block)].add(norm, count=count)
+            del direction  # a tensor, which would be held during the next batch
+    for block in {id(block): block for block, _ in unmeasured}.values():
         assert block.match is not None
-        block.match[1], block.rms_unmeasured = measures[id(block)].rms, False
-        measures[id(block)] = UpdateSize()
+        block.match[1], block.rms_unmeasured = sizes[id(block)].rms, False
+        sizes[id(block)] = UpdateSize()
     for batch in _batches(members):
-        for (block, slot), (direction, norm, count) in zip(
-            batch, _directions(batch, inputs, shards=shards), strict=True
-        ):
+        for (block, slot), (direction, norm, count) in zip(batch, _directions(batch, inputs, group=group), strict=True):
             scale = None
             if inputs.matching and block.match is not None:
                 scale = factor(block.match, norm=norm, count=count)
-                measures[id(block)].add(norm, count=count)
+                sizes[id(block)].add(norm, count=count)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
             del direction
     for block in {id(block): block for block, _ in members}.values():
         if inputs.matching and block.match is not None:
-            block.match[1] = measures[id(block)].rms
+            block.match[1] = sizes[id(block)].rms
 
 
 def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:
-    """The same on all ranks. A batch holds no more elements than the largest tensor, so that it takes no more room; of
-    tensors that are not cut each is one."""
+    """Batches of tensors that are stepped in lockstep, the same on all ranks.
+
+    A batch has no more elements than the largest tensor, so that it takes no more memory. Unsharded tensors are batches
+    of one.
+    """
     if not any(slot.shard for _, slot in members):
         yield from ([member] for member in members)
         return
     sizes = [-(-slot.group_param.numel() // (slot.shard.group.size if slot.shard else 1)) for _, slot in members]
     batch: list[tuple[LiveBlock, Slot]] = []
-    held, most = 0, max(sizes, default=0)
+    numel, limit = 0, max(sizes, default=0)
     for member, size in zip(members, sizes, strict=True):
-        if batch and held + size > most:
+        if batch and numel + size > limit:
             yield batch
-            batch, held = [], 0
+            batch, numel = [], 0
         batch.append(member)
-        held += size
+        numel += size
     if batch:
         yield batch
 
 
 def _directions(
-    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, shards: ShardGroup | None, store: bool = True
+    batch: Sequence[tuple[LiveBlock, Slot]], inputs: StepInputs, *, group: ShardGroup | None, store: bool = True
 ) -> list[tuple[Direction, float | Tensor, int]]:
-    """Direction, norm and number of elements of each tensor as a whole, in lockstep over the sums that they take."""
+    """Direction, norm and number of elements of each tensor; the latter two are of all rows."""
     runs = [_direction_and_norm(slot, inputs, matched=block.match is not None, store=store) for block, slot in batch]
-    return run_in_lockstep(runs, shards=shards)
+    return run_in_lockstep(runs, group=group)
 
 
 def _direction_and_norm(
@@ -140,7 +143,7 @@ def _direction_and_norm(
     finite, norm, count = inputs.masks.get(slot.param), 0.0, 0
     if slot.param.numel() or slot.sums_over_ranks:
         direction = yield from advance_in_steps(slot, inputs, finite=finite, store=store)
-    else:  # others have the parts of it
+    else:  # this rank has no rows, and takes part in the other ranks' messages
         direction = Direction(numerator=slot.param)
         if slot.gathers_rows and slot.shard is not None:
             slot.shard.all_gather(torch.empty_like(slot.param, dtype=torch.float32))
@@ -152,35 +155,39 @@ def _direction_and_norm(
         norm, count = update_norm(direction.numerator, divisor=direction.divisor, finite=finite)
     if slot.shard is None:
         return direction, norm, count
-    held = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
-    held[0], held[1] = norm * norm, count
-    square, counted = yield held
-    whole = square.sqrt()
-    return direction, (whole.item() if whole.is_cpu else whole.to(torch.float32)), int(counted)
+    own = torch.zeros(2, dtype=torch.float64, device=slot.param.device)
+    own[0], own[1] = norm * norm, count
+    square, total_count = yield own
+    norm = square.sqrt()
+    return direction, (norm.item() if norm.is_cpu else norm.to(torch.float32)), int(total_count)
 
 
-def run_in_lockstep(runs: Sequence[RankSums[T]], *, shards: ShardGroup | None) -> list[T]:
-    """What `runs` return. Sums that several ask for at once are one message."""
-    done: dict[int, T] = {}
+def run_in_lockstep(runs: Sequence[RankSums[T]], *, group: ShardGroup | None) -> list[T]:
+    """Runs generators that yield this rank's part of sums. Sums that several ask for at once are one message.
+
+    Returns:
+        What each of `runs` returns.
+    """
+    results: dict[int, T] = {}
     sums: dict[int, Any] = dict.fromkeys(range(len(runs)))
     while sums:
-        asked: dict[int, Tensor] = {}
-        for index, given in sums.items():
+        own: dict[int, Tensor] = {}
+        for index, received in sums.items():
             try:
-                asked[index] = runs[index].send(given)
+                own[index] = runs[index].send(received)
             except StopIteration as end:
-                done[index] = end.value
-        if not asked:
+                results[index] = end.value
+        if not own:
             break
-        assert shards is not None
-        flat = [part.to(torch.float64).flatten() for part in asked.values()]
-        parts = shards.all_reduce_(torch.cat(flat)).split([len(part) for part in flat])
-        sums = {index: part.view(asked[index].shape) for index, part in zip(asked, parts, strict=True)}
-    return [done[index] for index in range(len(runs))]
+        assert group is not None
+        flat = [part.to(torch.float64).flatten() for part in own.values()]
+        totals = group.all_reduce_(torch.cat(flat)).split([len(part) for part in flat])
+        sums = {index: total.view(own[index].shape) for index, total in zip(own, totals, strict=True)}
+    return [results[index] for index in range(len(runs))]
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
-    """Runs the rule on the parameter's gradient and, unless told otherwise, stores the states it leaves."""
+    """Runs the rule on the parameter's gradient. `store`: keeps the new states; else they are computed on copies."""
     work = _rule_inputs(slot, inputs, finite=finite, store=store)
     direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
     _store_states(slot, inputs, work=work, store=store)
@@ -190,7 +197,7 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
 def advance_in_steps(
     slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True
 ) -> RankSums[Direction]:
-    """`advance`, which stops for each sum over ranks."""
+    """`advance` as a generator, which yields this rank's part of each sum over ranks."""
     if not slot.sums_over_ranks:
         return advance(slot, inputs, finite=finite, store=store)
     assert isinstance(slot.rule, SummingRule)
@@ -202,7 +209,7 @@ def advance_in_steps(
 
 @dataclass(slots=True, kw_only=True)
 class _RuleInputs:
-    """What a rule is given: the gradient in fp32 and the decoded states. `old` are the states of excluded elements."""
+    """The gradient in fp32 and the decoded states. `old`: states of the excluded elements, which get them back."""
 
     grad: Tensor
     states: dict[str, Tensor]
@@ -216,7 +223,7 @@ def _rule_inputs(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store
     if slot.counts_steps:
         count = state["step"]
         step = int(count.item()) + 1
-        if store and slot.param.numel():  # else the optimizer counts
+        if store and slot.param.numel():  # the optimizer counts the steps of slots without rows
             count += 1
     grad = slot.param.grad
     assert grad is not None
@@ -233,27 +240,30 @@ def _rule_inputs(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store
         transposed=slot.info.transposed,
         shard=slot.shard if slot.gathers_rows or slot.sums_over_ranks else None,
     )
-    old = {k.decl.name: states[k.decl.name][~finite] for k in slot.states if k.is_full} if finite is not None else {}
+    old = {}
+    if finite is not None:
+        names = [each.decl.name for each in slot.states if each.is_full]
+        old = {name: states[name][~finite] for name in names}
     return _RuleInputs(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
 
 
 def _store_states(slot: Slot, inputs: StepInputs, *, work: _RuleInputs, store: bool) -> None:
-    """Gives excluded elements their states back and stores all in their formats."""
+    """Gives excluded elements their old states back, and encodes the states."""
     if not store:
         return
     finite = work.ctx.finite
     for name, values in work.old.items():
         assert finite is not None
         work.states[name][~finite] = values
-    for kept in slot.encoded_states if slot.param.numel() else ():
-        kept.encode_(inputs.state[slot.param], work.states[kept.decl.name], phase=inputs.phase, new=finite)
+    for each in slot.encoded_states if slot.param.numel() else ():
+        each.encode_(inputs.state[slot.param], work.states[each.decl.name], phase=inputs.phase, new=finite)
 
 
 def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A tensor's states as the rule works on them, fp32; without elements where this rank has no part."""
+    """A tensor's states as the rule works on them, in fp32. Without elements if this rank has no rows."""
     states = {name: state[name] for name in slot.in_place_states}
-    for kept in slot.encoded_states:
-        states[kept.decl.name] = kept.decode(state)
+    for each in slot.encoded_states:
+        states[each.decl.name] = each.decode(state)
     for decl in slot.rule.info.states if len(states) < len(slot.rule.info.states) else ():
         if decl.name not in states:
             states[decl.name] = torch.zeros(decl.shape(slot.info), device=slot.param.device)
@@ -289,8 +299,7 @@ def apply_(
     if finite is not None and old is not None:
         work[~finite] = old
     if work is not param:
-        options = {"weights": slot.weights, "name": slot.name, "phase": inputs.phase, "first": slot.offset}
-        weights.store_(param, state, work, **options)
+        weights.store_(param, state, work, weights=slot.weights, name=slot.name, phase=inputs.phase, first=slot.offset)
 
 
 # -- update matching: what a block's update is multiplied by, see `baoc.optim.matching` -----------------------------
@@ -298,7 +307,7 @@ def apply_(
 
 @dataclass(slots=True, kw_only=True)
 class UpdateSize:
-    """The own updates of a block's tensors in one step; the sum of squares is a tensor where they are on a device."""
+    """Size of a block's update in one step, before matching. `square` is a tensor if the updates are on a GPU."""
 
     square: float | Tensor = 0.0
     count: int = 0
@@ -318,7 +327,7 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tup
     if finite is not None:
         update = torch.where(finite, update, 0.0)
         count = int(finite.sum())
-    if update.is_cpu:  # in pieces, because the CPU kernel sums in fp32: off by 1 % at 10M equal elements
+    if update.is_cpu:  # in pieces, because torch's CPU kernel sums in fp32: off by 1 % at 10M equal elements
         pieces = update.reshape(-1).split(_ELEMENTS_PER_NORM) if count > _ELEMENTS_PER_NORM else (update,)
         norm = sum(torch.linalg.vector_norm(piece).item() ** 2 for piece in pieces) ** 0.5
     else:
@@ -327,7 +336,7 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tup
 
 
 def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
-    """The factor of a tensor's update; `match` is (target, own RMS of the block), `norm` is this tensor's own."""
+    """The factor of a tensor's update. `match`: (target, own RMS of the block); `norm`: this tensor's own."""
     if isinstance(norm, Tensor):  # without a synchronisation
         own, rms = match[1], (norm / max(count, 1) ** 0.5).clamp(min=TINY)
         usual = torch.minimum(match[0] / own.clamp(min=TINY), match[0].clamp(min=1.0) / rms)

@@ -1,14 +1,14 @@
-"""The Triton backend: one launch per kernel kind and dtype, another where updates are matched, one upload, one graph.
+"""The Triton backend. A step is one launch per kernel kind and dtype, another for matched updates, and one upload.
 
 On the host a step costs a look at where the gradients are and a few numbers per parameter group, whatever the number of
-blocks. It therefore takes addresses of parameters, states and matches once: whoever replaces one of them calls
-`BlockRegistry.refresh`. A parameter that was moved behind its back is noticed by looking at a few of them in each step.
+blocks. So it reads the addresses of parameters, states and matches once: whoever replaces one of them calls
+`BlockRegistry.refresh`. Parameters that others have moved are noticed by comparing a few addresses in each step.
 
-Muon's matrices whose rows are split over ranks are stepped by `ExchangedBackend`, in batches of one shape. In a batch
-every rank averages the gradients of its rows, gets all rows of its share of the matrices, and gives back the rows of
-what it made of them: two messages. The states never leave their rank. Norms and the sums of matching are added up by a
-message each, before weights are touched. See `kernels.triton.muon`. Matrices of which a rank has no rows are gathered
-whole by all ranks, and stepped eagerly.
+`ExchangedBackend` steps Muon's matrices whose rows are sharded over ranks, in batches of one shape. In a batch every
+rank averages the gradients of its rows, receives all rows of its share of the matrices, orthogonalizes these, and sends
+the rows back: two messages. States never leave their rank. Norms and the sums of matching are added up by a message
+each, before weights are changed. See `kernels.triton.muon`. If a rank has no rows of a matrix, all ranks gather the
+matrix and step it eagerly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,27 +36,27 @@ from baoc.optim.weights import rounding_seed
 from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
-_PER_ELEMENT = 48  # bytes at most that an eager step takes for each element of a matrix
-_AHEAD = 8  # phases whose lanes are prepared at once, 4 KiB: one at a time would cost a step ten microseconds
-_LOOKED_AT = 4  # parameters whose address is compared in each step, by turns
+_EAGER_BYTES_PER_ELEMENT = 48  # of a matrix, at most: temporaries of an eager step
+_PHASES_AT_ONCE = 8  # whose lanes are prepared together, 4 KiB: one at a time would cost a step ten microseconds
+_ADDRESSES_PER_STEP = 4  # parameters whose address is compared in each step, in turn
 
 
 def kind_of(slot: Slot, *, weights: str) -> Kind:
-    """The kernel that steps a parameter. Raises ValueError where there is none."""
-    kept = {kept.decl.kind: kept.codec.info.name for kept in reversed(slot.states)}  # of several, the first counts
+    """The kernel that steps a parameter. Raises ValueError if there is none."""
+    codecs = {state.decl.kind: state.codec.info.name for state in reversed(slot.states)}  # the first of each kind
     return Kind(
         rule=slot.rule.info.name,
-        m=kept.get(StateKind.M, "fp32"),
-        v=kept.get(StateKind.V, "fp32"),
+        m=codecs.get(StateKind.M, "fp32"),
+        v=codecs.get(StateKind.V, "fp32"),
         weights="native" if weights == "bf16" else weights,
     )
 
 
 def has_kernel(spec: OptimizerSpec) -> bool:
-    """Whether a kernel steps the spec's large tensors, wherever there is Triton; compiles nothing."""
+    """True if a kernel steps the spec's large tensors, wherever there is Triton. Compiles nothing."""
     storage = STORAGES[spec.storage]
-    kept = {decl.kind: storage.codec(decl) for decl in reversed(RULES[spec.rule].info.states)}
-    m, v = (kept.get(kind, "fp32") for kind in (StateKind.M, StateKind.V))
+    codecs = {decl.kind: storage.codec(decl) for decl in reversed(RULES[spec.rule].info.states)}
+    m, v = (codecs.get(kind, "fp32") for kind in (StateKind.M, StateKind.V))
     try:
         Kind(rule=spec.rule, m=m, v=v, weights="native" if spec.weights == NEAREST else spec.weights)
     except ValueError:
@@ -65,12 +65,12 @@ def has_kernel(spec: OptimizerSpec) -> bool:
 
 
 def is_bandwidth_bound(spec: OptimizerSpec) -> bool:
-    """Whether a kernel steps the spec whose time is that of the bytes it moves."""
+    """True if a kernel steps the spec, and its time is that of the bytes that it moves."""
     return has_kernel(spec) and not FAMILIES[spec.rule].takes_workspace
 
 
 def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
-    """The most that a fused step of the spec takes beside states, tables and buffers, if all of `params` run it."""
+    """The most bytes that a fused step takes beside states, tables and buffers, if all of `params` run the spec."""
     if not FAMILIES[spec.rule].takes_workspace:
         return 0
     matrices = [param for param in params if param.ndim > 1 and param.numel()]
@@ -80,18 +80,18 @@ def temporary_bytes(spec: OptimizerSpec, *, params: Iterable[Tensor]) -> int:
 
 
 def exchanged_temporary_bytes(params: Iterable[Tensor]) -> int:
-    """The most that a step of sharded `params` takes beside states, where all of their matrices run Muon."""
-    most, by_kernel, size = 0, [], 1
+    """The most bytes that a step of sharded `params` takes beside states, if all of their matrices run Muon."""
+    eager_bytes, kernel_shapes, num_ranks = 0, [], 1
     for param in params:
         shard = shard_of(param)
         if shard is None or param.ndim < 2 or not param.numel():
             continue
-        size = shard.group.size
+        num_ranks = shard.group.size
         if available(param.device) and fits(local_shard(param)) and _all_have_rows(shard):
-            by_kernel.append(Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)))
+            kernel_shapes.append(Shape(numel=param.numel(), rows=len(param), cols=param.numel() // len(param)))
         else:
-            most = max(most, _PER_ELEMENT * param.numel())
-    return max(most, muon_plan.temporary_bytes(by_kernel, ranks=size))
+            eager_bytes = max(eager_bytes, _EAGER_BYTES_PER_ELEMENT * param.numel())
+    return max(eager_bytes, muon_plan.temporary_bytes(kernel_shapes, ranks=num_ranks))
 
 
 def _all_have_rows(shard: Shard) -> bool:
@@ -116,15 +116,15 @@ class FusedBackend(Backend):
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
-        """Why there is no kernel for the block; empty if there is. The same on all ranks that have parts of it."""
+        """Why there is no kernel for the block; empty if there is. The same on all ranks that share it."""
         slots = [slot for slot in block.slots if slot.param.numel() or slot.shard is not None]
         params = [slot.param for slot in slots]
         if not all(available(param.device) for param in params):
             return "Triton steps parameters on NVIDIA GPUs only"
         try:
             for slot in slots:
-                whole = slot if slot.shard is None else unsharded_slot(slot, spec=block.spec)
-                kind_of(whole, weights=block.spec.weights)
+                all_rows = slot if slot.shard is None else unsharded_slot(slot, spec=block.spec)
+                kind_of(all_rows, weights=block.spec.weights)
         except ValueError as error:
             return str(error)
         unfit = [slot.name for slot in slots if not fits(slot.param)]
@@ -196,7 +196,7 @@ class FusedBackend(Backend):
 
 
 class ExchangedBackend(FusedBackend):
-    """Muon of matrices cut over ranks. Nothing is captured, as ranks send messages between kernels."""
+    """Muon of sharded matrices. Nothing is captured in CUDA graphs, as ranks send messages between kernels."""
 
     name = "exchanged"
     graphs = False
@@ -212,56 +212,56 @@ class ExchangedBackend(FusedBackend):
 
 
 class _SumsOverRanks:
-    """Adds up over ranks what matching knows of sharded tensors: sums of squares, and elements that were left out.
+    """All-reduces what matching needs of sharded tensors: sums of squares, and numbers of excluded elements.
 
-    Each rank has a place for every tensor, though it may have no part of it.
+    Each rank has an index for every tensor, also for those of which it has no rows.
     """
 
     def __init__(self, blocks: Sequence[LiveBlock]):
         matched = [block for block in blocks if block.match is not None]
         self._blocks = [block for block in matched if any(slot.shard is not None for slot in block.slots)]
         slots = [slot for block in self._blocks for slot in block.slots if slot.shard is not None]
-        self.slots = {id(slot): index for index, slot in enumerate(slots)}
+        self._index_of = {id(slot): index for index, slot in enumerate(slots)}
         self._shard = slots[0].shard if slots and slots[0].shard is not None and slots[0].shard.group.size > 1 else None
         self._device = slots[0].param.device if slots else None
         self._bound = False
 
-    def fresh(self) -> list[LiveBlock]:
+    def unmeasured(self) -> list[LiveBlock]:
         """Blocks whose own RMS is measured in this step."""
-        found = [block for block in self._blocks if block.rms_unmeasured] if self._shard is not None else []
-        return [block for block in found if any(slot.param.grad is not None for slot in block.slots)]
+        blocks = [block for block in self._blocks if block.rms_unmeasured] if self._shard is not None else []
+        return [block for block in blocks if any(slot.param.grad is not None for slot in block.slots)]
 
     def bind(self, engine: Engine, *, slots: Sequence[Slot]) -> None:
-        """Makes the engine that has the tensors share their sums."""
-        mine = [(place, slot) for place, slot in zip(engine.places, slots, strict=True) if id(slot) in self.slots]
-        if self._shard is None or not mine:
+        """Lets the engine that steps the tensors all-reduce their sums, by `engine.share`."""
+        own = [(place, slot) for place, slot in zip(engine.places, slots, strict=True) if id(slot) in self._index_of]
+        if self._shard is None or not own:
             return
         self._bound = True
-        places, at = [place for place, _ in mine], [self.slots[id(slot)] for _, slot in mine]
+        places, at = [place for place, _ in own], [self._index_of[id(slot)] for _, slot in own]
         index, where = (torch.tensor(each, dtype=torch.int64, device="cpu").to(engine.device) for each in (places, at))
-        whole = torch.tensor([slot.group_param.numel() for _, slot in mine], dtype=torch.int64, device="cpu")
+        whole = torch.tensor([slot.group_param.numel() for _, slot in own], dtype=torch.int64, device="cpu")
         engine.unsharded_numels = engine.numels.clone()
         engine.unsharded_numels[index] = whole.to(engine.device)
-        held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=engine.device)
+        sums = torch.zeros(2, len(self._index_of), dtype=torch.float64, device=engine.device)
         shards = self._shard.group
 
         def share() -> None:
-            held.zero_()
-            held[0, where] = engine.sums[index].to(torch.float64)
-            held[1, where] = engine.num_skipped[index].to(torch.float64)
-            shards.all_reduce_(held)
-            engine.sums[index] = held[0, where].to(torch.float32)
-            engine.num_skipped[index] = held[1, where].to(torch.int32)
+            sums.zero_()
+            sums[0, where] = engine.sums[index].to(torch.float64)
+            sums[1, where] = engine.num_skipped[index].to(torch.float64)
+            shards.all_reduce_(sums)
+            engine.sums[index] = sums[0, where].to(torch.float32)
+            engine.num_skipped[index] = sums[1, where].to(torch.int32)
 
         engine.all_reduce_sums = share
 
-    def join(self, *, times: int) -> None:
-        """On a rank without a part of any of the tensors: takes part in the sums of the other ranks."""
+    def join_without_rows(self, *, times: int) -> None:
+        """Takes part in the all-reduces of the other ranks, if this rank has no rows of any of the tensors."""
         if self._shard is None or self._bound:
             return
         for _ in range(times):
-            held = torch.zeros(2, len(self.slots), dtype=torch.float64, device=self._device)
-            self._shard.group.all_reduce_(held)
+            sums = torch.zeros(2, len(self._index_of), dtype=torch.float64, device=self._device)
+            self._shard.group.all_reduce_(sums)
 
 
 _Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # the tensors of one device by table
@@ -347,7 +347,7 @@ class _Unit:
         """Looks at the first parameter, which moves when a whole model does, and at some others by turns."""
         params, addresses = self._params, self._addresses
         begin = self._look
-        end = min(begin + _LOOKED_AT, len(params))
+        end = min(begin + _ADDRESSES_PER_STEP, len(params))
         self._look = end if end < len(params) else 0
         if params[0].data_ptr() != addresses[0]:
             return True
@@ -416,11 +416,11 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
 
 @lru_cache(maxsize=4)  # of as many optimizers at different steps
 def _many_kernel_lanes(first: int) -> list[memoryview]:
-    flat = kernel_thresholds(lanes_of(first, _AHEAD)).flatten().numpy().data
+    flat = kernel_thresholds(lanes_of(first, _PHASES_AT_ONCE)).flatten().numpy().data
     return [flat[begin : begin + NUM_THRESHOLDS] for begin in range(0, len(flat), NUM_THRESHOLDS)]
 
 
 def kernel_lanes(phase: int) -> memoryview:
     """The lanes of a step's phase as kernels take them, see `baoc.kernels.triton.kinds.kernel_thresholds`."""
-    index = phase % _AHEAD
+    index = phase % _PHASES_AT_ONCE
     return _many_kernel_lanes(phase - index)[index]
