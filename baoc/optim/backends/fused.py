@@ -153,17 +153,15 @@ class FusedBackend(Backend):
 
     def __call__(self, inputs: StepInputs) -> None:
         thresholds = kernel_lanes(inputs.phase)
-        units, fresh = self.units, self._sums.fresh() if inputs.matching else ()
+        units, unmeasured = self.units, self._sums.unmeasured() if inputs.matching else ()
         for unit in units:
             with unit.device_context():
-                unit.step(
-                    inputs,
-                    thresholds=thresholds,
-                    other_ranks_measure=bool(fresh) and unit.engine.all_reduce_sums is not None,
-                )
+                # All ranks make the same all-reduces, so all measure first if a block of any rank is unmeasured.
+                ranks_measure = bool(unmeasured) and unit.engine.all_reduce_sums is not None
+                unit.step(inputs, thresholds=thresholds, other_ranks_measure=ranks_measure)
         if inputs.matching:
-            self._sums.join(times=1 + bool(fresh))
-        for block in fresh:
+            self._sums.join_without_rows(times=1 + bool(unmeasured))
+        for block in unmeasured:
             block.rms_unmeasured = False
 
     @property
@@ -232,28 +230,31 @@ class _SumsOverRanks:
         return [block for block in blocks if any(slot.param.grad is not None for slot in block.slots)]
 
     def bind(self, engine: Engine, *, slots: Sequence[Slot]) -> None:
-        """Lets the engine that steps the tensors all-reduce their sums, by `engine.share`."""
+        """Lets the engine that steps the tensors all-reduce their sums, by `engine.all_reduce_sums`."""
         own = [(place, slot) for place, slot in zip(engine.places, slots, strict=True) if id(slot) in self._index_of]
         if self._shard is None or not own:
             return
         self._bound = True
-        places, at = [place for place, _ in own], [self._index_of[id(slot)] for _, slot in own]
-        index, where = (torch.tensor(each, dtype=torch.int64, device="cpu").to(engine.device) for each in (places, at))
-        whole = torch.tensor([slot.group_param.numel() for _, slot in own], dtype=torch.int64, device="cpu")
+        engine_places, sum_places = [place for place, _ in own], [self._index_of[id(slot)] for _, slot in own]
+        source, target = (
+            torch.tensor(places, dtype=torch.int64, device="cpu").to(engine.device)
+            for places in (engine_places, sum_places)
+        )
+        numels = torch.tensor([slot.group_param.numel() for _, slot in own], dtype=torch.int64, device="cpu")
         engine.unsharded_numels = engine.numels.clone()
-        engine.unsharded_numels[index] = whole.to(engine.device)
+        engine.unsharded_numels[source] = numels.to(engine.device)
         sums = torch.zeros(2, len(self._index_of), dtype=torch.float64, device=engine.device)
-        shards = self._shard.group
+        group = self._shard.group
 
-        def share() -> None:
+        def all_reduce_sums() -> None:
             sums.zero_()
-            sums[0, where] = engine.sums[index].to(torch.float64)
-            sums[1, where] = engine.num_skipped[index].to(torch.float64)
-            shards.all_reduce_(sums)
-            engine.sums[index] = sums[0, where].to(torch.float32)
-            engine.num_skipped[index] = sums[1, where].to(torch.int32)
+            sums[0, target] = engine.sums[source].to(torch.float64)
+            sums[1, target] = engine.num_skipped[source].to(torch.float64)
+            group.all_reduce_(sums)
+            engine.sums[source] = sums[0, target].to(torch.float32)
+            engine.num_skipped[source] = sums[1, target].to(torch.int32)
 
-        engine.all_reduce_sums = share
+        engine.all_reduce_sums = all_reduce_sums
 
     def join_without_rows(self, *, times: int) -> None:
         """Takes part in the all-reduces of the other ranks, if this rank has no rows of any of the tensors."""
@@ -264,11 +265,15 @@ class _SumsOverRanks:
             self._shard.group.all_reduce_(sums)
 
 
-_Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # the tensors of one device by table
+_Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # (block, slot) of one device by table
 
 
 class _Unit:
-    """The engine of one device, and what ties it to blocks and states."""
+    """The engine of one device, with the slots, blocks and states that it steps.
+
+    Attributes:
+        mark_of: One of the gradients whose non-finite elements were marked; None if none are.
+    """
 
     def __init__(self, tables: _Tables, *, state: Mapping[Tensor, State], graphs: bool):
         self.tables = [_table(kind, members=members, state=state) for (kind, _), members in tables.items()]
@@ -276,26 +281,26 @@ class _Unit:
         members = [member for members in tables.values() for member in members]
         self.slots = [slot for _, slot in members]
         self.names = [slot.name for _, slot in members]
-        self.mark_of: TensorWeakRef | None = None  # one of the gradients that were marked
-        self._read = self.engine.num_nonfinite_host.tobytes()  # counts of non-finite elements when last asked for
+        self.mark_of: TensorWeakRef | None = None
+        self._last_counts = self.engine.num_nonfinite_host.tobytes()  # of non-finite elements, at the last look
         self._params = [slot.param for _, slot in members]
         self._addresses = [row[0] for table in self.tables for row in table.addresses]
-        self._look = 0
-        self._written: tuple[int, list[Tensor]] = (-1, [])  # who had gradients at that change of it
+        self._next_compared = 0  # index of the next parameter whose address is compared
+        self._stepped_cache: tuple[int, list[Tensor]] = (-1, [])  # `gradients.num_changes`, and what it stepped then
         self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
-        self._share(tables, state=state)
+        self._connect(tables, state=state)
 
-    def _share(self, tables: _Tables, *, state: Mapping[Tensor, State]) -> None:
-        """Step counts of the states become views of the engine's; notes which blocks have no own RMS yet."""
+    def _connect(self, tables: _Tables, *, state: Mapping[Tensor, State]) -> None:
+        """Makes step counts of the states views of the engine's, and lists the blocks without own RMS."""
         for table, members in zip(self.tables, tables.values(), strict=True):
             for index, (_, slot) in enumerate(members):
                 if slot.counts_steps:
                     state[slot.param]["step"] = table.steps[index]
         members = [member for members in tables.values() for member in members]
-        held = {id(block.match): block for block, _ in members if block.match is not None}
-        self._fresh = [
+        matched = {id(block.match): block for block, _ in members if block.match is not None}
+        self._unmeasured = [
             (block, [table for table in self.tables if any(match is block.match for match in table.matches)])
-            for block in held.values()
+            for block in matched.values()
             if block.rms_unmeasured
         ]
 
@@ -312,43 +317,44 @@ class _Unit:
             self._refuse_sparse()
             raise
         measure: list[FusedTable] = []
-        if self._fresh and inputs.matching:
+        if self._unmeasured and inputs.matching:
             measure = self._first_steps()
-        given = {"measure": measure, "other_ranks_measure": other_ranks_measure}
-        self.engine.run(matched=inputs.matching, marked=self.marked, **given)
+        self.engine.run(
+            matched=inputs.matching, marked=self.marked, measure=measure, other_ranks_measure=other_ranks_measure
+        )
         self.mark_of = None
-        # Kernels write where autograd does not see it: a backward that still needs the old weights is told.
+        # Kernels write where autograd does not see it: a backward that still needs the old weights has to fail.
         torch.autograd.graph.increment_version(self._stepped())
 
     def _stepped(self) -> list[Tensor]:
-        """Matrices that have a gradient, or all parameters that have one where none is a matrix.
+        """Matrices that have a gradient; or if there are none, all parameters that have one.
 
-        Each takes the host 50 ns in every step, and a graph that keeps biases and scales keeps matrices too.
+        Each costs the host 50 ns in every step, and an autograd graph that keeps biases and scales keeps matrices too.
         """
         gradients = self.engine.gradients
-        if self._written[0] != gradients.num_changes:
-            found = list(compress(gradients.params, gradients.active))
-            matrices = [param for param in found if param.ndim > 1]
-            self._written = (gradients.num_changes, matrices or found)
-        return self._written[1]
+        if self._stepped_cache[0] != gradients.num_changes:
+            stepped = list(compress(gradients.params, gradients.active))
+            matrices = [param for param in stepped if param.ndim > 1]
+            self._stepped_cache = (gradients.num_changes, matrices or stepped)
+        return self._stepped_cache[1]
 
     def _first_steps(self) -> list[FusedTable]:
         """Tables with blocks that have their first gradients now."""
         now, later = [], []
-        for block, tables in self._fresh:
+        for block, tables in self._unmeasured:
             has_gradient = any(slot.param.grad is not None for slot in block.slots if slot.param.numel())
             (now if has_gradient else later).append((block, tables))
         for block, _ in now:
             block.rms_unmeasured = False
-        self._fresh = later
+        self._unmeasured = later
         return list({id(table): table for _, tables in now for table in tables}.values())
 
     def moved(self) -> bool:
-        """Looks at the first parameter, which moves when a whole model does, and at some others by turns."""
+        """Compares the address of the first parameter, which moves when a model does, and of some others in turn."""
         params, addresses = self._params, self._addresses
-        begin = self._look
+        begin = self._next_compared
         end = min(begin + _ADDRESSES_PER_STEP, len(params))
-        self._look = end if end < len(params) else 0
+        self._next_compared = end if end < len(params) else 0
         if params[0].data_ptr() != addresses[0]:
             return True
         return [param.data_ptr() for param in params[begin:end]] != addresses[begin:end]
@@ -369,7 +375,7 @@ class _Unit:
 
     @property
     def marked(self) -> bool:
-        """True if the first gradient is the very tensor that was marked."""
+        """True if the first gradient is the tensor that was marked."""
         if self.mark_of is None:
             return False
         grad = next((param.grad for param in self._params if param.grad is not None), None)
@@ -379,24 +385,25 @@ class _Unit:
         if wait:
             self.engine.read_num_nonfinite()
         now = self.engine.num_nonfinite_host.tobytes()
-        if now == self._read:
+        if now == self._last_counts:
             return {}
-        before, self._read = memoryview(self._read).cast("q"), now
+        before, self._last_counts = memoryview(self._last_counts).cast("q"), now
         counts = memoryview(now).cast("q")
         new = [counts[place] - before[place] for place in self.engine.places]
         return {name: count for name, count in zip(self.names, new, strict=True) if count}
 
 
 def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapping[Tensor, State]) -> FusedTable:
+    """The kernels' table of the tensors of one kind and dtype."""
     slots = [slot for _, slot in members]
     shapes = []
     for slot in slots:
         rows, cols = slot.matrix or (0, 0)
         shapes.append(Shape(numel=slot.param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed))
-    shards, unsharded_shapes = slots[0].shard, None
-    if shards is not None and kind.family.takes_workspace and shards.group.size > 1:
+    shard, unsharded_shapes = slots[0].shard, None
+    if shard is not None and kind.family.takes_workspace and shard.group.size > 1:
         unsharded_shapes = []
-        for slot in slots:  # of which this rank has some rows
+        for slot in slots:
             rows, cols = replace(slot.info, shape=tuple(slot.group_param.shape)).matrix_shape or (0, 0)
             unsharded_shapes.append(
                 Shape(numel=slot.group_param.numel(), rows=rows, cols=cols, transposed=slot.info.transposed)
@@ -409,12 +416,12 @@ def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapp
         matches=[block.match for block, _ in members],
         shapes=shapes,
         seeds=[rounding_seed(slot.name, first=slot.offset) if kind.weights == "bf16_sr" else 0 for slot in slots],
-        shards=shards.group if shards is not None and unsharded_shapes is not None else None,
+        shards=shard.group if shard is not None and unsharded_shapes is not None else None,
         unsharded_shapes=unsharded_shapes,
     )
 
 
-@lru_cache(maxsize=4)  # of as many optimizers at different steps
+@lru_cache(maxsize=4)  # for four optimizers that are at different steps
 def _many_kernel_lanes(first: int) -> list[memoryview]:
     flat = kernel_thresholds(lanes_of(first, _PHASES_AT_ONCE)).flatten().numpy().data
     return [flat[begin : begin + NUM_THRESHOLDS] for begin in range(0, len(flat), NUM_THRESHOLDS)]
