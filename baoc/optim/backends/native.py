@@ -1,7 +1,7 @@
 """The C++ backend for the CPU: one call per kind of state steps all tensors of a spec, on torch's number of threads.
 
-Its arithmetic is the eager backend's, operation by operation, so weights and codes are the same bits but for what
-torch itself does not round correctly (MKL's square root) or adds up in another order: tests/kernels/test_native_*.
+Its arithmetic is the eager backend's, operation by operation. Weights and codes are the same bits, except where torch
+does not round correctly (MKL's square root) or sums in another order: tests/kernels/test_native_*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ from baoc.types import OptimizerSpec, RuleInfo, StateLayout
 
 SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
 _ELEMENTWISE = ("adamw", "rmsprop", *SIGNS)
-_SHARED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_shared_in"}  # and with the matrix turned
-_LION_DECAY = 0.99  # as baoc.optim.rules.sign
-_FOAM_ALPHA = 0.25  # as baoc.optim.rules.foam
+_TRANSPOSED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_shared_in"}  # rule -> on the transpose
+_LION_DECAY = 0.99  # as in baoc.optim.rules.sign
+_FOAM_ALPHA = 0.25  # as in baoc.optim.rules.foam
 _CPU = torch.device("cpu")
 
 
@@ -68,9 +68,9 @@ class NativeBackend(Backend):
         why = native_refusal(block.spec)
         if why:
             return why
-        turned = [slot.name for slot in slots if slot.info.transposed]
-        if turned and fold_of(block.rule.info) > 1:
-            return f"{', '.join(turned)}: stored (fan_in, fan_out), which the native step does not fold"
+        transposed = [slot.name for slot in slots if slot.info.transposed]
+        if transposed and fold_of(block.rule.info) > 1:
+            return f"{', '.join(transposed)}: stored (fan_in, fan_out), which the native step does not fold"
         return str(why) if isinstance(why := library_or_error(), Unavailable) else ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class NativeBackend(Backend):
 
 @dataclass(slots=True)
 class _Table:
-    """A native table, the blocks and slots that it steps, and what a step knows of each of them."""
+    """A native table, the blocks and slots that it steps, and per slot the numbers of the present step."""
 
     native: NativeTable
     members: list[tuple[LiveBlock, Slot]]
@@ -103,7 +103,7 @@ class _Table:
     settings: list[tuple[float, ...]] = field(default_factory=list)
     divisors: list[float] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
-    norms: list[tuple[float, int]] = field(default_factory=list)  # of the rule's own update, and elements in it
+    norms: list[tuple[float, int]] = field(default_factory=list)  # of the rule's own update, and its elements
 
 
 class _Unit:
@@ -116,131 +116,134 @@ class _Unit:
             for slot in block.slots:
                 if slot.param.numel():
                     members.setdefault(kind_of(slot), []).append((block, slot))
-        self.tables = [_Table(_native(kind, of, state=state), of) for kind, of in members.items()]
-        self.cut = [(block, slot) for block in blocks for slot in block.slots if slot.shard is not None]
-        self.shards = self.cut[0][1].shard.group if self.cut and self.cut[0][1].shard is not None else None
-        self.sums: dict[int, tuple[float, int]] = {}  # slot -> norm of a sharded tensor's update, and its elements
+        self.tables = [_Table(_native_table(kind, of_kind, state=state), of_kind) for kind, of_kind in members.items()]
+        self.sharded = [(block, slot) for block in blocks for slot in block.slots if slot.shard is not None]
+        self.shard_group = next((slot.shard.group for _, slot in self.sharded if slot.shard is not None), None)
+        self.sums: dict[
+            int, tuple[float, int]
+        ] = {}  # id of a sharded slot -> norm of all rows' update, and its elements
 
     def step(self, inputs: StepInputs) -> None:
         for table in self.tables:
             table.active = table.native.refresh(inputs.masks)
             table.factors = [1.0] * len(table.members)
-            self._set(table, inputs.options)
+            self._set_numbers(table, inputs.options)
         matched = inputs.matching and self.rule.matched
         if matched:
             self._match(inputs)
         for table in self.tables:
-            self._count(table)
-        self._run_all(inputs, whole=matched)
+            self._count_steps(table)
+        self._run_all(inputs, measure=matched)
         for table in self.tables:
             torch.autograd.graph.increment_version(
                 [slot.param for (_, slot), active in zip(table.members, table.active, strict=True) if active]
             )
         if matched:
-            for block, measure in self._measures():
+            for block, size in self._update_sizes():
                 assert block.match is not None
-                block.match[1] = measure.rms
+                block.match[1] = size.rms
 
-    def _set(self, table: _Table, options: Sequence[Options]) -> None:
-        """Settings by tensor: those of its parameter group and of the step that it is to make."""
-        known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
-        rows = []
+    def _set_numbers(self, table: _Table, options: Sequence[Options]) -> None:
+        """Sets each slot's settings and divisor, from its options and the number of its coming step."""
+        by_options_and_step: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
+        numbers = []
         for _, slot in table.members:
             step = int(self.state[slot.param]["step"].item()) + 1 if slot.counts_steps else 0
             key = (slot.options_index, step)
-            if key not in known:
-                known[key] = settings_of(self.rule, options[slot.options_index], step=step)
-            rows.append(known[key])
-        table.settings, table.divisors = [row[0] for row in rows], [row[1] for row in rows]
+            if key not in by_options_and_step:
+                by_options_and_step[key] = settings_of(self.rule, options[slot.options_index], step=step)
+            numbers.append(by_options_and_step[key])
+        table.settings = [settings for settings, _ in numbers]
+        table.divisors = [divisor for _, divisor in numbers]
 
-    def _count(self, table: _Table) -> None:
+    def _count_steps(self, table: _Table) -> None:
         pairs = zip(table.members, table.active, strict=True)
         steps = [self.state[slot.param]["step"] for (_, slot), active in pairs if active and slot.counts_steps]
         if steps:
             torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _run(self, table: _Table, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
-        pairs = zip(table.settings, table.factors, strict=True)
-        rows = [(decay, size * factor, *others) for (decay, size, *others), factor in pairs]
-        thresholds = thresholds_of(inputs.phase)
-        sums, counts = table.native.run(rows, thresholds=thresholds, phase=inputs.phase, keep_update=whole, store=store)
-        if whole:
-            found = zip(sums, counts, table.divisors, strict=True)
-            table.norms = [(total**0.5 / abs(divisor), count) for total, count, divisor in found]
-
-    def _run_all(self, inputs: StepInputs, *, whole: bool, store: bool = True) -> None:
-        """All tables, whose norms are those of whole tensors."""
+    def _run_all(self, inputs: StepInputs, *, measure: bool, store: bool = True) -> None:
+        """Runs all tables. `measure`: sets the tables' norms, which are those of all rows of a tensor."""
         for table in self.tables:
-            self._run(table, inputs, whole=whole, store=store)
-        if whole and self.shards is not None:
-            self._add_up(self.shards)
+            self._run(table, inputs, measure=measure, store=store)
+        if measure and self.shard_group is not None:
+            self._all_reduce_norms(self.shard_group)
 
-    def _add_up(self, shards: ShardGroup) -> None:
-        """Norms over ranks. Each rank adds something for each sharded tensor, also where it has no part of it."""
-        places = {id(slot): 2 * index for index, (_, slot) in enumerate(self.cut)}
+    def _run(self, table: _Table, inputs: StepInputs, *, measure: bool, store: bool) -> None:
+        pairs = zip(table.settings, table.factors, strict=True)
+        settings = [(decay, size * factor, *others) for (decay, size, *others), factor in pairs]
+        sums, counts = table.native.run(
+            settings, thresholds=thresholds_of(inputs.phase), phase=inputs.phase, keep_update=measure, store=store
+        )
+        if measure:
+            sizes = zip(sums, counts, table.divisors, strict=True)
+            table.norms = [(total**0.5 / abs(divisor), count) for total, count, divisor in sizes]
+
+    def _all_reduce_norms(self, group: ShardGroup) -> None:
+        """Norms over ranks. Each rank adds two numbers for each sharded tensor, zeros if it has no rows of it."""
+        places = {id(slot): 2 * index for index, (_, slot) in enumerate(self.sharded)}
         numbers = [0.0] * (2 * len(places))
-        rows = [(table, index, slot) for table in self.tables for index, (_, slot) in enumerate(table.members)]
-        for table, index, slot in rows:
+        members = [(table, index, slot) for table in self.tables for index, (_, slot) in enumerate(table.members)]
+        for table, index, slot in members:
             if slot.shard is not None and table.active[index]:
                 norm, count = table.norms[index]
                 numbers[places[id(slot)] : places[id(slot)] + 2] = [norm * norm, count]
-        totals = shards.all_reduce_numbers(numbers)
-        self.sums = {key: (totals[at] ** 0.5, int(totals[at + 1])) for key, at in places.items()}
-        for table, index, slot in rows:
+        totals = group.all_reduce_numbers(numbers)
+        self.sums = {key: (totals[place] ** 0.5, int(totals[place + 1])) for key, place in places.items()}
+        for table, index, slot in members:
             if slot.shard is not None:
                 table.norms[index] = self.sums[id(slot)]
 
     # -- update RMS matching, as the eager backend does it --------------------------------------------------------
 
     def _match(self, inputs: StepInputs) -> None:
-        """Finds the factor of every tensor. It depends on the update's norm, so the step is measured before it is made.
+        """Sets the factor of every tensor. It depends on the update's norm, so the step is run without storing first.
 
-        Updates that are signs have an RMS of at most 1: only where the block nearly stood still before, does the factor
-        depend on it.
+        Updates of signs have an RMS of at most 1, so their factor depends on it only if the block nearly stood still
+        before.
         """
-        if self.rule.name in SIGNS and all(_is_sure(block) for block in self.blocks):
+        if self.rule.name in SIGNS and all(_sign_factor_is_known(block) for block in self.blocks):
             matches = {id(block): block.match.tolist() for block in self.blocks if block.match is not None}
             for table in self.tables:
                 pairs = [matches[id(block)] for block, _ in table.members]
                 table.factors = [target / own for target, own in pairs]
             return
-        self._run_all(inputs, whole=True, store=False)
-        for block, measure in self._measures():
+        self._run_all(inputs, measure=True, store=False)
+        for block, size in self._update_sizes():
             if block.rms_unmeasured:
                 assert block.match is not None
-                block.match[1] = measure.rms
+                block.match[1] = size.rms
                 block.rms_unmeasured = False
         for table in self.tables:
-            rows = zip(table.members, table.norms, table.active, strict=True)
+            members = zip(table.members, table.norms, table.active, strict=True)
             table.factors = [
                 float(factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
-                for (block, _), (norm, count), active in rows
+                for (block, _), (norm, count), active in members
             ]
 
-    def _measures(self) -> list[tuple[LiveBlock, UpdateSize]]:
-        """Sums over the tensors with gradients, by block."""
-        found: dict[int, tuple[LiveBlock, UpdateSize]] = {}
+    def _update_sizes(self) -> list[tuple[LiveBlock, UpdateSize]]:
+        """Each block's update size, over its tensors with gradients."""
+        sizes: dict[int, tuple[LiveBlock, UpdateSize]] = {}
         for table in self.tables:
             for (block, _), (norm, count), active in zip(table.members, table.norms, table.active, strict=True):
                 if active:
-                    found.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
-        elsewhere = [(b, s) for b, s in self.cut if not s.param.numel() and s.param.grad is not None]
-        for block, slot in elsewhere:
-            if id(slot) in self.sums:
+                    sizes.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
+        for block, slot in self.sharded:
+            if not slot.param.numel() and slot.param.grad is not None and id(slot) in self.sums:
                 norm, count = self.sums[id(slot)]
-                found.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
-        return list(found.values())
+                sizes.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
+        return list(sizes.values())
 
 
-def _is_sure(block: LiveBlock) -> bool:
-    """True if an update that is a sign cannot reach the bound that matching has."""
+def _sign_factor_is_known(block: LiveBlock) -> bool:
+    """True if an update of signs cannot reach the bound of matching, so that its factor is target / own RMS."""
     if block.match is None:
         return True
     target, own = block.match.tolist()
     return not block.rms_unmeasured and own * max(1.0, target) >= target
 
 
-def _native(
+def _native_table(
     kind: NativeKind, members: Sequence[tuple[LiveBlock, Slot]], *, state: Mapping[Tensor, State]
 ) -> NativeTable:
     slots = [slot for _, slot in members]
@@ -259,7 +262,7 @@ def _native(
 def native_refusal(spec: OptimizerSpec) -> str:
     """Why there is no native step for the spec; empty if there is."""
     rule, storage = RULES[spec.rule].info, STORAGES[spec.storage]
-    if not (rule.name in _ELEMENTWISE or rule.name in _SHARED or fold_of(rule) > 1):
+    if not (rule.name in _ELEMENTWISE or rule.name in _TRANSPOSED or fold_of(rule) > 1):
         return f"there is no native step for rule {rule.name}"
     unknown = {storage.codec(decl) for decl in rule.states} - set(NATIVE_CODECS)
     if unknown:
@@ -276,13 +279,13 @@ def fold_of(rule: RuleInfo) -> int:
 
 
 def kind_of(slot: Slot) -> NativeKind:
-    """The native step of one parameter."""
-    rule, codecs = slot.rule.info, {kept.decl.name: kept.codec.info.name for kept in slot.states}
+    """The kind of native step that a parameter takes."""
+    rule, codecs = slot.rule.info, {state.decl.name: state.codec.info.name for state in slot.states}
     name, fold, weights = rule.name, fold_of(rule), slot.weights
     if fold > 1:
         name = "foam"
     elif slot.info.transposed:
-        name = _SHARED.get(name, name)
+        name = _TRANSPOSED.get(name, name)
     if weights in ("native", "bf16"):
         weights = "bf16" if slot.param.dtype is torch.bfloat16 else "fp32"
     return NativeKind(
@@ -301,7 +304,7 @@ def stored_shape(slot: Slot) -> tuple[int, int]:
 
 
 def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[tuple[float, ...], float]:
-    """Settings of a rule in one step as `NativeTable.run` takes them, and the divisor of its update."""
+    """(settings of a rule in one step as `NativeTable.run` takes them, divisor of its update)."""
     (beta1, beta2), lr = options.betas, options.lr
     decay = 1 - lr * options.weight_decay
     if rule.name in SIGNS:
@@ -316,15 +319,15 @@ def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[tuple[f
 
 @lru_cache(maxsize=4)
 def thresholds_of(phase: int) -> Tensor:
-    """fp32 [THRESHOLDS]: the lanes of a step, then one half in place of each, as the codecs of v want them."""
+    """fp32 [THRESHOLDS]: the lanes of a step, then 1/2 in place of each, both with lattice4's thresholds for them."""
     plain = lanes(phase, _CPU)
-    found = torch.cat([_as_codecs_want(plain), _as_codecs_want(torch.full_like(plain, 0.5))])
-    assert found.numel() == THRESHOLDS
-    return found
+    thresholds = torch.cat([_with_lattice(plain), _with_lattice(torch.full_like(plain, 0.5))])
+    assert thresholds.numel() == THRESHOLDS
+    return thresholds
 
 
-def _as_codecs_want(plain: Tensor) -> Tensor:
-    """Thresholds, fp32 [32], followed by what lattice4 makes of them: fp32 [160]."""
+def _with_lattice(plain: Tensor) -> Tensor:
+    """Thresholds, fp32 [32], followed by those of lattice4 for k = 0 ... 3: fp32 [160]."""
     per_unit = torch.tensor([[8.0], [4.0], [2.0], [1.0]], device=_CPU) / 4  # octaves of v, for k = 0 ... 3
     lattice = torch.log1p((torch.exp2(per_unit) - 1) * plain).div_(per_unit * log(2))
     return torch.cat([plain, lattice.view(-1)])
