@@ -1,11 +1,11 @@
 """Codecs: how a state tensor of fp32 numbers is stored between two steps.
 
-Averages with a slow decay stand still or ratchet upwards when they are rounded to nearest at every step (v at beta2 =
-.999 moves .1 % per step, half a bf16 or 8-bit step is .2 to .4 %). So encoding takes a `phase`: with it, rounding up or
-down is decided by a low-discrepancy sequence over steps and lanes, whose mean over steps is the exact value. No random
-state is involved: the same phase gives the same bits.
+Rounding to nearest at every step stops a slowly decaying average, or ratchets it upwards: v at beta2 = .999 moves .1 %
+per step, and half a bf16 or 8-bit step is .2 to .4 %. So encoding takes a `phase`, the number of the step. With it, a
+low-discrepancy sequence over steps and lanes (elements modulo 32) decides whether to round up or down, and the mean
+over steps is the exact value. There is no random state: the same phase gives the same bits.
 
-Below: the protocol, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, and the table of all.
+Below: the protocol, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, the table of all, and `StoredState`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from baoc.types import CodecInfo, StateDecl, StateKind, StateLayout
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _TINY = torch.finfo(torch.float32).tiny
-LANES = 32
+LANES = 32  # elements after which the thresholds of one step repeat
 # 1/p and 1/p^2 of p = 1.3247..., the plastic number: the two-dimensional additive sequence of least discrepancy known.
 _PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
 
@@ -32,10 +32,9 @@ _PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
 class Codec(Protocol):
     """A storage format of a tensor. Objects are stateless and shared; the registry has one per name.
 
-    `parts` maps "" to the payload, which has the shape of the state (flat where two codes share a byte), and ".scale"
-    to the scales where there are any. Zero comes back as exactly zero, a positive number kept as v never comes back as
-    zero, and NaN or infinity is never stored (NaN becomes 0, infinities the largest number the codec has). fp32 keeps
-    whatever it is given.
+    `parts` maps "" to the payload, which has the state's shape (flat if two codes share a byte), and ".scale" to the
+    scales of codecs that have any. Zero decodes to exactly zero, and a positive v never decodes to zero. NaN is stored
+    as 0, and an infinity as the codec's largest number. fp32 stores all numbers as they are.
     """
 
     @property
@@ -47,16 +46,19 @@ class Codec(Protocol):
         ...
 
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        """Parts that decode to zeros; together exactly `info.nbytes(numel)` bytes."""
+        """Parts that decode to zeros. They take `info.nbytes(numel)` bytes together."""
         ...
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        """Stores `values` (fp32, shape of the state). `phase` None rounds to nearest; else see the module's text.
+        """Stores `values` (fp32, shape of the state).
 
-        `new` is a mask, False where the stored value must stay. Such a value is rounded to nearest, so its code changes
-        only with its group's scale. The scale follows from the new values, but is never too small for those that stay.
+        Args:
+            phase: The number of the step; None rounds to nearest.
+            new: Mask that is False where the stored value must stay. That value is rounded to nearest, so its code
+                changes only with its group's scale. The scale follows from the new values, but is never too small for
+                those that stay.
         """
         ...
 
@@ -66,7 +68,7 @@ class Codec(Protocol):
 
 
 def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.device) -> Tensor:
-    """Lanes for groups of elements: fp32 [group], or [groups, group] with 1/2 where `new` is False."""
+    """The lanes of a phase for a codec's groups: fp32 [group], or [groups, group] with 1/2 where `new` is False."""
     pattern = lanes(phase, device).repeat(group // LANES)
     if new is None:
         return pattern
@@ -75,12 +77,13 @@ def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.devi
 
 @lru_cache(maxsize=16)
 def lanes(phase: int, device: torch.device) -> Tensor:
-    """fp32[32] in (0, 1]: a fraction of at least this rounds up in step `phase`; one per element index modulo 32."""
+    """The thresholds of step `phase`, fp32[32] in (0, 1], by element index modulo 32: fractions from there on round
+    up."""
     return lanes_of(phase, 1)[0].to(device, non_blocking=True)
 
 
 def lanes_of(first: int, count: int) -> Tensor:
-    """fp32[count, 32] on the CPU: those of phases one after another."""
+    """The lanes of `count` phases from `first` on: fp32[count, 32] on the CPU."""
     phases = torch.arange(first, first + count, dtype=torch.float64, device="cpu")[:, None]
     steps = torch.arange(LANES, dtype=torch.float64, device="cpu") * _PER_LANE + phases * _PER_STEP
     return (1 - torch.frac(steps)).to(torch.float32).clamp_(min=2**-24)
@@ -93,10 +96,10 @@ def grouped(flat: Tensor, group: int) -> Tensor:
 
 
 def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
-    """Adds `pattern` ([32]) to a flat tensor, over and over along its elements; returns it."""
-    whole = flat.numel() // LANES * LANES
-    flat[:whole].view(-1, LANES).add_(pattern)
-    flat[whole:].add_(pattern[: flat.numel() - whole])
+    """Adds `pattern` ([32]) to a flat tensor, repeated along its elements. Returns the tensor."""
+    end = flat.numel() // LANES * LANES
+    flat[:end].view(-1, LANES).add_(pattern)
+    flat[end:].add_(pattern[: flat.numel() - end])
     return flat
 
 
@@ -104,7 +107,7 @@ def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
 
 
 class _Stored:
-    """Base of the codecs: what they keep is a payload of one type, and of some also scales."""
+    """Base of the codecs: a payload of one type."""
 
     in_place = False
     dtype: torch.dtype
@@ -117,7 +120,7 @@ class _Stored:
 
 
 class Fp32(_Stored):
-    """The numbers themselves: decoding returns the stored tensor, and encoding that same tensor is free."""
+    """The numbers themselves. `decode` returns the stored tensor, and encoding that same tensor does nothing."""
 
     in_place = True
     dtype = torch.float32
@@ -140,13 +143,13 @@ class Bf16(_Stored):
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        kept = values.nan_to_num().clamp_(-_BF16_MAX, _BF16_MAX)
+        finite = values.nan_to_num().clamp_(-_BF16_MAX, _BF16_MAX)
         if phase is not None:
-            # Adding up to one bf16 step to the bits and cutting the rest off rounds up in that share of the steps.
-            bits = kept.reshape(-1).view(torch.int32)
+            # Adding up to one bf16 step to the bits, then cutting the lower half off, rounds up in that share of steps.
+            bits = finite.reshape(-1).view(torch.int32)
             add_lanes_(bits, ((1 - lanes(phase, bits.device)) * 2**16).to(torch.int32))
-            kept = bits.bitwise_and_(-(2**16)).view(torch.float32).view(values.shape)
-        parts[""].copy_(kept)
+            finite = bits.bitwise_and_(-(2**16)).view(torch.float32).view(values.shape)
+        parts[""].copy_(finite)
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
         return parts[""].to(torch.float32)
@@ -156,7 +159,7 @@ class Bf16(_Stored):
 
 
 class Grouped(_Stored):
-    """Scales, groups and padding, and of codes of 4 bits two to a byte; a subclass maps groups to codes and back."""
+    """Base of the codecs with scales: groups, padding, and two 4-bit codes to a byte. A subclass has the codes."""
 
     scale_dtype = torch.bfloat16
 
@@ -185,8 +188,10 @@ class Grouped(_Stored):
         return self.restore(codes, parts[".scale"]).view(-1)[:numel].view(tuple(shape))
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        """[groups, elements] -> codes as fp32, what the groups share written to `scale`; fractions from `threshold` (of
-        each) round up. May write to x."""
+        """x, fp32 [groups, elements], as codes in fp32. Writes the groups' scales to `scale`.
+
+        Fractions from `threshold` on round up; None rounds to nearest. May write to x.
+        """
         raise NotImplementedError
 
     def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -195,7 +200,7 @@ class Grouped(_Stored):
 
 
 def round_up(values: Tensor, *, largest: float) -> Tensor:
-    """Non-negative fp32 -> the least bf16 that is not smaller, but at most `largest`."""
+    """Non-negative fp32 numbers, at most `largest`, rounded up to bf16."""
     values = values.clamp(max=largest)
     nearest = values.to(torch.bfloat16)
     bits = nearest.view(torch.int16)
@@ -216,14 +221,14 @@ _LARGEST_SCALE = 1.83e19  # of v: its square is finite in fp32
 
 
 def _over_scale_(x: Tensor, scale: Tensor, *, largest: float, keeps: bool) -> Tensor:
-    """Groups over their scales, in place. These are written to `scale`, unless a running average `keeps` what is there;
-    none exceeds `largest`, so that every code decodes to a finite number."""
-    found = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=largest)
+    """Divides groups by their scales, in place, and writes the scales to `scale`. Scales are at most `largest`, so that
+    every code decodes to a finite number. `keeps`: a running average, which keeps a scale that still fits."""
+    new_scale = round_up(torch.maximum(x.amax(1), x.amin(1).neg_()), largest=largest)
     if keeps:
-        keep = (found <= scale) & (found >= _KEEP_SCALE * scale.to(torch.float32))
-        found = torch.where(keep, scale, found)
-    scale.copy_(found)
-    return x.div_(found.clamp_(min=_TINY).unsqueeze(1))
+        fits = (new_scale <= scale) & (new_scale >= _KEEP_SCALE * scale.to(torch.float32))
+        new_scale = torch.where(fits, scale, new_scale)
+    scale.copy_(new_scale)
+    return x.div_(new_scale.clamp_(min=_TINY).unsqueeze(1))
 
 
 class Softsign8(Grouped):
@@ -312,30 +317,30 @@ def _eighth(x: Tensor) -> Tensor:
 #
 # Layout, the same for m and v. The payload is uint8[ceil(numel / 2)]: element 2i is the low nibble of byte i, element
 # 2i + 1 the high one; where numel is odd the last high nibble is 0. ".scale" has one number per 64 elements begun.
-# What goes up when rounding is told by `lanes(phase)`, indexed by element modulo 32, for m as for v: a step of 4 bits
-# is more than an average moves in a step, so rounded to nearest it would never fall again.
+# `lanes(phase)`, by element modulo 32, decides what rounds up, for m as for v: neighbouring 4-bit codes are further
+# apart than an average moves in a step, so rounded to nearest it would never fall again.
 #
 # root4, of m, ".scale" bf16, the group's largest |m| rounded up. A nibble is a signed code q in -7 ... 7 (two's
 # complement): m = scale q |q| / 49. Encoding, with y = 49 |m| / scale, low = min(floor(sqrt(y)), 6) and the threshold
 # t: |q| = low + (y - low^2 >= t (2 low + 1)), and 0 where y < 1/2, so that no element is more than doubled. The mean
-# over steps is the exact m, but for those.
+# over steps is the exact m, except for those.
 #
 # lattice4, of v, ".scale" int16, word = 4 top + k. Roots s = sqrt(v) are kept as powers of two whose exponents,
 # counted in eighths of an octave, are multiples of the unit u = 8 >> k, k in 0 ... 3. Code 0 is zero, code c in 1 ...
 # 15 is s = 2^((top - (15 - c) u) / 8). All groups of one k share one lattice, so a group whose top moves does not
 # round anew. Encoding, with e = 8 log2(s), hi and lo the largest and least e of the group's positive elements: k is
 # the largest in 0 ... 3 for which top - lo <= (limit + d) u, else 0; top = ceil(hi / u - d) u with d = 2^-9; limit is
-# 18, but 16 for k above the one that the old word has (none of a codec without history: phase None). c = floor(15 + (e
+# 18, but 16 for k above that of the old word (with phase None there is no old word). c = floor(15 + (e
 # - top) / u + 1 - w(t)) within 1 ... 15, where w(t) = log(1 + t (r - 1)) / log(r), r = 2^(u / 4), keeps the mean of v;
 # without a phase, to nearest. So the range of a group is 1.75, 3.5, 7 or 14 octaves of s, and what lies below it (by
 # at most 4 units) is kept as its least code: such weights lag, and never run away. A group without a positive element
 # has word 0.
 
-_LEAST = 0.5  # of one code of m: what is smaller becomes 0
-_LARGEST_ROOT = 2.0**63  # of v: one unit more would square to infinity
+_LEAST = 0.5  # of y: a smaller |m| becomes 0
+_LARGEST_ROOT = 2.0**63  # of v; its square is finite in fp32
 _KS = (3, 2, 1, 0)
 _LIMIT, _LIMIT_FINER = 18, 16  # units between top and the least element; fewer to change to a finer lattice
-# Units. What stood still lies on a lattice already, and the last bit of its logarithm may not move a whole group.
+# Units. A v that stands still lies on a lattice already, and the last bit of its logarithm must not move the group.
 _SLACK = 2.0**-9
 
 
@@ -366,10 +371,10 @@ class Lattice4(Grouped):
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
         positive = x > 0
         exponent = x.clamp(min=0).sqrt_().clamp_(max=_LARGEST_ROOT).log2_().mul_(8)
-        some = positive.any(1)
+        any_positive = positive.any(1)
         high, low = exponent.amax(1), exponent.masked_fill(~positive, torch.inf).amin(1)
-        top, k = _lattice(high, low, kept=scale.bitwise_and(3) if threshold is not None else None)
-        scale.copy_(torch.where(some, 4 * top + k, 0.0))
+        top, k = _lattice(high, low, old_k=scale.bitwise_and(3) if threshold is not None else None)
+        scale.copy_(torch.where(any_positive, 4 * top + k, 0.0))
         unit = torch.exp2(3 - k).unsqueeze(1)
         place = exponent.sub_(top.unsqueeze(1)).div_(unit).add_(15)
         if threshold is None:
@@ -388,18 +393,18 @@ class Lattice4(Grouped):
         return exponent.div_(4).exp2_().clamp_(min=_TINY).mul_(positive)
 
 
-def _lattice(high: Tensor, low: Tensor, *, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Top and k of each group, from its largest and least exponent and the k that it has now."""
+def _lattice(high: Tensor, low: Tensor, *, old_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(top, k) of each group, from its largest and least exponent and the k that it has now."""
     k = torch.zeros_like(high)
     top = torch.ceil(high / 8 - _SLACK) * 8
-    found = torch.zeros_like(high, dtype=torch.bool)
+    decided = torch.zeros_like(high, dtype=torch.bool)
     for finer in _KS[:-1]:
         unit = 2.0 ** (3 - finer)
         above = torch.ceil(high / unit - _SLACK) * unit
-        limit = _LIMIT if kept is None else torch.where(kept < finer, _LIMIT_FINER, _LIMIT)
-        fits = (above - low <= (limit + _SLACK) * unit) & ~found
+        limit = _LIMIT if old_k is None else torch.where(old_k < finer, _LIMIT_FINER, _LIMIT)
+        fits = (above - low <= (limit + _SLACK) * unit) & ~decided
         k, top = torch.where(fits, float(finer), k), torch.where(fits, above, top)
-        found |= fits
+        decided |= fits
     return top, k
 
 
@@ -414,7 +419,7 @@ CODEC_IMPLS: dict[str, Codec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """One declared state of one parameter and how it is kept. `keys` pairs a codec's parts with their state keys."""
+    """One declared state of one parameter, and its codec. `keys`: pairs of a codec's part and the key of its tensor."""
 
     decl: StateDecl
     codec: Codec
@@ -434,9 +439,7 @@ class StoredState:
     def encode_(
         self, state: Mapping[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        """`phase` matters for averages of the square, too slow for rounding to nearest, and for codecs of few bits.
-
-        `new`: where the values are other than those that are stored; see `Codec.encode_`.
-        """
+        """As `Codec.encode_`. Uses `phase` for v, which moves too slowly for rounding to nearest, and for codecs of few
+        bits; and `new` for states with one number per element."""
         phase = phase if self.decl.kind is StateKind.V or self.codec.info.phased else None
         self.codec.encode_(self.codec_tensors(state), values, phase=phase, new=new if self.is_full else None)
