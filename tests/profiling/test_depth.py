@@ -53,7 +53,7 @@ def test_a_few_layers_say_what_the_whole_network_needs(name, accumulation, check
         )
 
         def run(*, merge_intervals: bool):
-            return trials.run(2, accumulation=accumulation, timed=False, merge_intervals=merge_intervals).footprint
+            return trials.measure(2, accumulation=accumulation, timed=False, merge_intervals=merge_intervals).footprint
 
         whole = run(merge_intervals=True)
         parts = []

@@ -26,7 +26,7 @@ from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.measurements import Measurements
 from baoc.training.measure.microbatch_search import MicroBatchSearch, axes_of
-from baoc.training.measure.microbatches import MicroBatchRunner, grow
+from baoc.training.measure.microbatches import MicroBatchRunner, measure_sizes
 from baoc.training.session import make_profiler
 from baoc.types import RunResult
 from tests.support.planners import footprint
@@ -108,9 +108,9 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
     first = run(tmp_path / "day" / "first")
     seen: list[bool] = []
     monkeypatch.setattr(
-        MicroBatchRunner, "run", lambda *given, **named: (seen.append(True), run_trial(*given, **named))[1]
+        MicroBatchRunner, "measure", lambda *given, **named: (seen.append(True), run_trial(*given, **named))[1]
     )
-    monkeypatch.setattr(MicroBatchRunner, "rehearsed", None)  # none is measured again
+    monkeypatch.setattr(MicroBatchRunner, "time_training_step", None)  # none is measured again
     again = run(tmp_path / "day" / "again", name="again", seed=7)
     assert len(seen) == 1 and rows(tmp_path / "day" / "again") == rows(tmp_path / "day" / "first")
     assert again.peak_bytes_predicted == first.peak_bytes_predicted and again.budget_met
@@ -118,12 +118,12 @@ def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
     assert account["kept"] is True and "taken over from " in capsys.readouterr().out
     monkeypatch.undo()
     grown = lambda *given, **named: more(run_trial(*given, **named))  # noqa: E731
-    monkeypatch.setattr(MicroBatchRunner, "run", grown)
+    monkeypatch.setattr(MicroBatchRunner, "measure", grown)
     run(tmp_path / "day" / "grown", budget=parse_budget("4.2mb"), seed=8)
     assert "kept" not in json.loads((tmp_path / "day" / "grown" / "deciding.json").read_text()), "decided anew"
 
 
-run_trial = MicroBatchRunner.run
+run_trial = MicroBatchRunner.measure
 
 
 def more(trial: MicroBatchMeasurement) -> MicroBatchMeasurement:
@@ -157,7 +157,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
         found = run_trial(trials, *given, **named)
         return more(found) if caps[-1] > 2**20 else found
 
-    monkeypatch.setattr(MicroBatchRunner, "run", within)
+    monkeypatch.setattr(MicroBatchRunner, "measure", within)
     with pytest.raises(InfeasibleBudgetError, match=r"of 1[4-9] options.*allows 1.00 MiB.* was found to do") as caught:
         run(tmp_path / "day" / "none", budget=parse_budget("1mb"))
     assert count_recomputed_layers(seen[-1].model) == 0, "layers are as they were"
@@ -190,8 +190,8 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, *, has_room: Callable[[dict[str
         if context:
             raise BadInputError("of which the CUDA context alone takes 822 MiB")
 
-    run_trial = MicroBatchRunner.run
-    monkeypatch.setattr(MicroBatchRunner, "run", capped)
+    run_trial = MicroBatchRunner.measure
+    monkeypatch.setattr(MicroBatchRunner, "measure", capped)
     monkeypatch.setattr("baoc.training.measure.measurements.uncapped", uncapped)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.uncapped", uncapped)
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", cap)
@@ -272,7 +272,7 @@ class Card:
 def grown(card: Card, *, limit: int, max_s: float = 1e9) -> list[int]:
     sizes = [1, 2, 4, 8, 16, 32, 64]
     fits = lambda found: found.forward_backward_bytes <= limit  # noqa: E731
-    return [trial.micro_batch for trial in grow(card.run, sizes=sizes, max_s=max_s, fits=fits)]
+    return [trial.micro_batch for trial in measure_sizes(card.run, sizes=sizes, max_s=max_s, fits=fits)]
 
 
 def test_the_smallest_one_four_times_as_large_and_the_largest_that_fits_are_tried():
@@ -284,7 +284,7 @@ def test_the_smallest_one_four_times_as_large_and_the_largest_that_fits_are_trie
     with pytest.raises(torch.OutOfMemoryError):
         grown(Card(room=10), limit=50)
     assert grown(Card(room=1000), limit=1000, max_s=50) == [1, 4, 64], "seconds seem flat by the two"
-    assert [t.micro_batch for t in grow(Card(room=99).run, sizes=[8], max_s=1, fits=lambda _: True)] == [8]
+    assert [t.micro_batch for t in measure_sizes(Card(room=99).run, sizes=[8], max_s=1, fits=lambda _: True)] == [8]
 
 
 def test_what_would_take_too_long_is_not_tried():
@@ -366,8 +366,8 @@ def test_weights_in_full_that_pass_the_cap_are_tried_in_16_bits(tmp_path: Path, 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_trial(trials, micro_batch, **arguments)
 
-    run_trial = MicroBatchRunner.run
-    monkeypatch.setattr(MicroBatchRunner, "run", capped)
+    run_trial = MicroBatchRunner.measure
+    monkeypatch.setattr(MicroBatchRunner, "measure", capped)
     given = replace(config().trainer, max_steps=2, precision="bf16-mixed")
     wide = replace(config().catalogue, specs=("*", "*+split8"))
     asked: dict[str, Any] = {"objective": "throughput", "budget": parse_budget("3.3mb")}
@@ -394,19 +394,23 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     """Else a decision that had no room, and finds some after all, goes on without a latency table and its limit."""
     given: dict[str, Any] = {
         "task": None,
-        "trials": None,
+        "runner": None,
         "budget": parse_budget("8gb"),
         "bf16_params": {},
         "bf16_savings": {},
         "explored": {},
     }
     axes = Axes(micro_batches=(32,), recomputed=(0,), release=(False, True))
-    measurements, freed = Measurements(config(), where=torch.device("cpu"), axes=axes, **given), (32, False, True)
+    measurements, freed = Measurements(config(), device=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = MicroBatchMeasurement(micro_batch=32, footprint=footprint(32))
-    measurements.tried, measurements.no_room = {False: [found]}, {(32, False, False)}
+    measurements.small, measurements.out_of_memory = {False: [found]}, {(32, False, False)}
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
-    monkeypatch.setattr(measurements, "run", lambda *_, **__: found)
-    assert measurements.measure(freed, blocks=[]) and measurements.is_measured(freed) and not measurements.any_room
+    monkeypatch.setattr(measurements, "_measure_bytes", lambda *_, **__: found)
+    assert (
+        measurements.measure_outside_cap(freed, blocks=[])
+        and measurements.is_measured(freed)
+        and not measurements.any_room
+    )
     monkeypatch.setattr(measurements, "rehearse", lambda *_, **__: 1.0)
     measurements.try_out(freed, blocks=[])
     assert measurements.any_room
@@ -420,13 +424,13 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     monkeypatch.setattr(switches, "compiled_layers", {})
     monkeypatch.setattr(MicroBatchSearch, "may_compile", lambda self, _: not self.measurements.compiled)
-    rehearse, compiled = MicroBatchRunner.rehearsed, []
+    rehearse, compiled = MicroBatchRunner.time_training_step, []
 
     def rehearsed(self: MicroBatchRunner, *given: Any, **named: Any) -> float:
         compiled.append(switches.is_compiled(self.module))
         return rehearse(self, *given, **named) * ((1e-3 if faster else 1e3) if compiled[-1] else 1.0)
 
-    monkeypatch.setattr(MicroBatchRunner, "rehearsed", rehearsed)
+    monkeypatch.setattr(MicroBatchRunner, "time_training_step", rehearsed)
     run_dir = tmp_path / "day" / "auto"
     result = run(run_dir, objective="throughput")
     assert {row["compiled"] for row in rows(run_dir)} == {"True", "False"} == {str(value) for value in compiled}
@@ -473,7 +477,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
         config=config(
             trainer=replace(config().trainer, max_steps=100), batch_size=32, model=ModelConfig(compile="auto")
         ),
-        where=torch.device("cuda"),
+        device=torch.device("cuda"),
         measurements=SimpleNamespace(capped=True),
         axes=SimpleNamespace(num_layers=4),
         sharded=False,
@@ -484,7 +488,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
 
     option = lambda rate: SimpleNamespace(samples_per_s=rate)  # noqa: E731
     assert may(7.5) and not may(7.7)  # 420 s or more
-    assert not may(7.5, where=torch.device("cpu")) and not may(7.5, axes=SimpleNamespace(num_layers=0))
+    assert not may(7.5, device=torch.device("cpu")) and not may(7.5, axes=SimpleNamespace(num_layers=0))
     assert not may(7.5, sharded=True)
     pins = [replace(self.config, model=ModelConfig(compile=compile)) for compile in (False, True, "auto")]
     assert [may(7.5, config=pinned) for pinned in pins] == [False, False, True]
@@ -535,15 +539,15 @@ def test_where_layers_cannot_be_recomputed_a_pin_keeps_them_compiled(
 
 def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypatch: pytest.MonkeyPatch):
     axes = Axes(micro_batches=(8,), recomputed=(0,))
-    given: dict[str, Any] = {"task": None, "trials": None, "budget": parse_budget("8gb"), "explored": {}}
-    given |= {"bf16_params": {}, "bf16_savings": {}, "where": torch.device("cpu"), "axes": axes}
+    given: dict[str, Any] = {"task": None, "runner": None, "budget": parse_budget("8gb"), "explored": {}}
+    given |= {"bf16_params": {}, "bf16_savings": {}, "device": torch.device("cpu"), "axes": axes}
     measurements, way = Measurements(config(), **given), (8, 0, False)
-    measurements.tried = {0: [MicroBatchMeasurement(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
+    measurements.small = {0: [MicroBatchMeasurement(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
     untimed = MicroBatchMeasurement(micro_batch=8, footprint=footprint(8))
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
-    monkeypatch.setattr(measurements, "run", lambda *_, **__: untimed)
-    assert measurements.measure(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0
-    measurements.tried = {0: [untimed]}
+    monkeypatch.setattr(measurements, "_measure_bytes", lambda *_, **__: untimed)
+    assert measurements.measure_outside_cap(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0
+    measurements.small = {0: [untimed]}
     decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)
     decision.config = config(objective="throughput")
     fast: Any = SimpleNamespace(fits=True, step_s=1.0)
@@ -558,5 +562,5 @@ def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():
     for context in (10, 10, 14, 14, 6):
         planner.footprint = replace(footprint(8), context_bytes=context)
         with pytest.raises(InfeasibleBudgetError):
-            MicroBatchSearch.proposed(self, (8, 0, False))
+            MicroBatchSearch.propose(self, (8, 0, False))
     assert len(plans) == 2, "with less context another one may be better"

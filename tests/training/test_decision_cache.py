@@ -89,7 +89,7 @@ def test_for_anything_else_there_is_none(other: dict[str, Any]):
     assert load_decision(key(**other)) is None and load_decision(key()) is not None
 
 
-@pytest.mark.parametrize("name", ["source_hash", "versions", "machine"])
+@pytest.mark.parametrize("name", ["source_hash", "package_versions", "timing_key"])
 def test_nor_for_other_code_versions_or_machines(name: str, monkeypatch: pytest.MonkeyPatch):
     store_decision(key(), entry())
     value = "other" if name == "source_hash" else {"torch": "0.0"}

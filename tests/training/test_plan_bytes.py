@@ -46,7 +46,7 @@ def footprint(name: str, *, checkpointing: bool, fake: bool, narrow: bool, run_d
         trials = MicroBatchRunner(task, batch=batch, val_batch=None, device=device, precision="bf16-mixed")
         params = {name: param for name, param in task.named_parameters() if param.ndim > 1 and narrow}
         with cast_to_bf16(params):
-            return trials.run(micro_batch, accumulation=1, timed=False).footprint
+            return trials.measure(micro_batch, accumulation=1, timed=False).footprint
 
     if not fake:
         return run(batch)
@@ -79,7 +79,7 @@ def test_trials_cast_as_training_does():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.parametrize("tried", ["run", "compile", "timed", "rehearsed"])
+@pytest.mark.parametrize("tried", ["measure", "compile", "time_micro_batch", "time_training_step"])
 def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     """An error of one, of its batch too, is one of all."""
     inside: list[bool] = []
@@ -107,13 +107,17 @@ def test_ranks_agree_on_whatever_a_trial_runs(tried: str):
     cpu = torch.device("cpu")
     trials = MicroBatchRunner(module, batch=torch.ones(4, 4), val_batch=None, device=cpu, precision="32-true")
     trials.ranks = Agreeing()
-    given = {"run": {"accumulation": 1}, "timed": {"per_step": 1}, "rehearsed": {"per_step": 1, "clip": (None, None)}}
+    given = {
+        "measure": {"accumulation": 1},
+        "time_micro_batch": {"per_step": 1},
+        "time_training_step": {"per_step": 1, "clip": (None, None)},
+    }
     getattr(trials, tried)(2, **given.get(tried, {}))
     assert len(seen) > 1 and all(each == [True] for each in seen)
 
 
 @pytest.mark.parametrize(
-    ("tried", "given"), [("run", {"accumulation": 1}), ("compile", {}), ("timed", {"per_step": 2})]
+    ("tried", "given"), [("measure", {"accumulation": 1}), ("compile", {}), ("time_micro_batch", {"per_step": 2})]
 )
 def test_what_is_tried_leaves_running_statistics_and_generators_as_they_were(tried: str, given: dict[str, int]):
     class Module(L.LightningModule):
@@ -140,7 +144,7 @@ def test_validation_counts_where_only_a_later_look_knows_intervals(monkeypatch: 
     looks = iter([first, later])
     monkeypatch.setattr(microbatches, "probe_footprint", lambda *_, **__: next(looks))
     for _ in range(2):
-        found = trials.run(2, accumulation=1, timed=False).footprint
+        found = trials.measure(2, accumulation=1, timed=False).footprint
         assert found.peak_bytes(state_bytes=0) >= 10**9
 
 
@@ -157,7 +161,7 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
     measured = {}
     for number in range(len(recomputable_layers(task.model)) + 1):
         set_recomputed(task.model, number, name=name)
-        measured[number] = trials.run(micro_batch, accumulation=accumulation, timed=False).footprint
+        measured[number] = trials.measure(micro_batch, accumulation=accumulation, timed=False).footprint
     most = max(measured)
     peaks = {number: found.peak_bytes(state_bytes=0) for number, found in measured.items()}
     assert most >= 2 and peaks[0] > peaks[1] > peaks[2]

@@ -154,9 +154,11 @@ def test_a_refusal_names_what_the_least_option_was_measured_to_take() -> None:
         known.add((way[0], way[2]))
         return True
 
-    measurements = SimpleNamespace(capped=True, is_measured=lambda way: (way[0], way[2]) in known, measure=measure)
+    measurements = SimpleNamespace(
+        capped=True, is_measured=lambda way: (way[0], way[2]) in known, measure_outside_cap=measure
+    )
     decision = SimpleNamespace(
-        budget=parse_budget("8mb"), measurements=measurements, phases=PhaseTimer(), blocks=[], made=made
+        budget=parse_budget("8mb"), measurements=measurements, phases=PhaseTimer(), blocks=[], plan_options=made
     )
     found = MicroBatchSearch.least_measured(cast(Any, decision), made())
     assert min(o.peak_bytes for o in found) == 80 and known == {(1, False), (8, True)}, "the rest is known to need more"

@@ -53,7 +53,7 @@ from baoc.profiling.step_time import FUSED_BYTES, bytes_moved_per_element
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import weights_bytes
-from baoc.training.measure.microbatch_search import axes_of, leave
+from baoc.training.measure.microbatch_search import axes_of, write_options
 from baoc.training.measure.microbatches import MicroBatchRunner
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.plan_files import Recorder
@@ -139,7 +139,9 @@ def plan_for(
     if chosen is None:  # a refusal names the least of all options
         options = [o for kind in axes.recomputed for o in made.options(axes, recomputed=kind, hopeless=True)]
         chosen = best_option(options, objective=config.objective)
-    leave([replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective)
+    write_options(
+        [replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective
+    )
     if chosen is None:
         raise no_option_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
     made.planner.footprint, made.planner.latency = made.assumed(chosen.key)
@@ -309,7 +311,7 @@ class _CardOptions:
         self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: LayerStack | None, as_bf16: bool
     ) -> MicroBatchMeasurement:
         """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
-        run = partial(trials.run, size, accumulation=accumulation, timed=False)
+        run = partial(trials.measure, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
             if layers is not None:
                 found: list[Footprint] = []
@@ -328,7 +330,7 @@ class _CardOptions:
         def count(depth: int | None) -> int:
             cut = nullcontext() if layers is None or depth is None else layers.truncated(depth)
             with cut, FlopCounterMode(display=False) as counter:
-                trials.forward(size)
+                trials.run_forward(size)
             return counter.get_total_flops()
 
         if layers is None:

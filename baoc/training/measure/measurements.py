@@ -1,10 +1,10 @@
-"""Bytes and seconds of every way to run the global batch: measured within the budget's cap, or interpolated.
+"""Bytes and seconds of every option to run the global batch: measured within the budget's cap, or interpolated.
 
-A way is (micro-batch, recomputed layers, released gradients). What is known of one, from the least to the most exact:
+An option's key is (micro-batch, recomputed layers, gradient release). From the least to the most exact there are:
 
-- `tried`: small micro-batches with no layer recomputed and with all. Others lie on lines through these.
-- `compared`: seconds of two steps of the way itself, outside of a training loop.
-- `rehearsed`, with `partly` and `released` for its bytes: the way as training will run it, in Lightning's loop.
+- `small`: a few micro-batches with no layer recomputed and with all. Other options lie on lines through these.
+- `compared_s`: seconds of two steps of the option itself, outside of a training loop.
+- `rehearsed_s`, with `exact` and `with_release` for its bytes: the option as training will run it, in Lightning's loop.
 """
 
 import math
@@ -30,25 +30,25 @@ from baoc.planning.microbatch import (
 from baoc.profiling import clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.tasks.base import Task
-from baoc.training.measure.microbatches import MicroBatchRunner, grow
+from baoc.training.measure.microbatches import MicroBatchRunner, measure_sizes
 from baoc.types import Block, Budget, Footprint, OptimizerSpec
 
-TRIALS_S = 3.0  # about what trials of one kind may take
-KEPT_SHARE = 0.75  # of a micro-batch with three forwards' work and one more, where nothing is computed again
-COMPILED_BYTES = 0.6  # of what layers keep of a sample for backward, where compiled: about half of ViT-L's and DiT-XL's
-Way = tuple[int, int, bool]
+EXPLORING_S = 3.0  # about how long small measurements of one number of recomputed layers may take
+KEPT_SHARE = 0.75  # of the seconds with all layers recomputed (4 forwards' work), what none recomputed takes (3)
+COMPILED_BYTES = 0.6  # of the activations that layers keep, what compiled ones do: about half of ViT-L's and DiT-XL's
+OptionKey = tuple[int, int, bool]
 
 
 class Measurements:
-    """Measured bytes and seconds of one run's network, by way.
+    """Measured bytes and seconds of one run's network, by option key.
 
-    Weights are measured in full, or where that is too little, with 16-bit weights where a plan may keep such; the exact
-    values then wait in CPU memory, and are restored afterwards.
+    Weights are native, or in bf16 where native ones have no room and a plan may keep bf16; exact values then wait in
+    CPU memory and are restored afterwards.
 
     Args:
-        bf16_params: The parameters that a plan may keep in 16 bits, by name; none where the network has them in 16 bits
-            already, as it has no room in full.
-        bf16_savings: Bytes that each of them saves in 16 bits, by name.
+        bf16_params: The parameters that a plan may keep in bf16, by name; empty if the network holds them in bf16
+            already, as native ones have no room.
+        bf16_savings: Bytes that each of them saves in bf16, by name.
         capped: False where the CUDA context alone exceeds the budget. Sizes are then measured without the cap, for the
             error message.
         compiled: Options are measured with compiled layers, as they would be trained. Small measurements run layers
@@ -58,8 +58,15 @@ class Measurements:
             They are not repeated.
 
     Attributes:
-        measured_in_bf16: Numbers of recomputed layers that were measured with 16-bit weights, to stay in the cap.
-        measured_outside_cap: Ways whose bytes are known from outside of the cap alone.
+        small: Small measurements, by recomputed layers: the fewest and the most of them.
+        exact: Bytes by (micro-batch, recomputed layers), for other numbers; for all numbers if layers are compiled.
+        with_release: Bytes of the whole batch under gradient release, by recomputed layers.
+        compared_s: Seconds of a step without the optimizer's part, by two steps.
+        rehearsed_s: The same, by steps in the training loop.
+        out_of_memory: Options that ran out of memory when they were measured.
+        fits_only_in_bf16: Options that had room with bf16 weights only.
+        measured_in_bf16: Numbers of recomputed layers whose small measurements have bf16 weights.
+        measured_outside_cap: Options whose bytes were only measured without the cap.
     """
 
     def __init__(
@@ -67,8 +74,8 @@ class Measurements:
         config: RunConfig,
         *,
         task: Task,
-        trials: MicroBatchRunner,
-        where: torch.device,
+        runner: MicroBatchRunner,
+        device: torch.device,
         budget: Budget,
         axes: Axes,
         bf16_params: Mapping[str, Tensor],
@@ -77,364 +84,395 @@ class Measurements:
         compiled: bool = False,
         explored: dict[int, tuple[list[MicroBatchMeasurement], bool]],
     ):
-        self.config, self.task, self.trials = config, task, trials
-        self.where, self.budget, self.axes, self.bf16_params = where, budget, axes, bf16_params
-        self.capped, self.compiled, self._known = capped, compiled, explored
-        # Seconds of compiling, by size, whether weights have 16 bits, and whether layers are recomputed.
-        self._ready: dict[tuple[int, bool, bool], float] = {}
+        self.config, self.task, self.runner = config, task, runner
+        self.device, self.budget, self.axes, self.bf16_params = device, budget, axes, bf16_params
+        self.capped, self.compiled, self._explored_before = capped, compiled, explored
         self.bf16_savings = bf16_savings
         self.measured_in_bf16: set[int] = set(axes.recomputed) if bf16_savings and not bf16_params else set()
-        self.no_room: set[Way] = set()  # those that ran out of memory when they were tried
-        self.in_16_bits: set[Way] = set()  # those that had room with weights of 16 bits alone
-        self.measured_outside_cap: set[Way] = set()
-        self.tried: dict[int, list[MicroBatchMeasurement]] = {}  # by recomputed layers: the least and the most of them
-        # By micro-batch and a number of recomputed layers between; where layers are compiled, any number.
-        self.partly: dict[tuple[int, int], MicroBatchMeasurement] = {}
-        self.released: dict[int, MicroBatchMeasurement] = {}  # of the whole batch, by recomputed layers
-        self.compared: dict[Way, float] = {}  # seconds of a step but for the optimizer's part, by two steps
-        self.rehearsed: dict[Way, float] = {}  # and by steps in the training loop
+        self.measured_outside_cap: set[OptionKey] = set()
+        self.fits_only_in_bf16: set[OptionKey] = set()
+        self.out_of_memory: set[OptionKey] = set()
+        self.small: dict[int, list[MicroBatchMeasurement]] = {}
+        self.exact: dict[tuple[int, int], MicroBatchMeasurement] = {}
+        self.with_release: dict[int, MicroBatchMeasurement] = {}
+        self.compared_s: dict[OptionKey, float] = {}
+        self.rehearsed_s: dict[OptionKey, float] = {}
+        # Seconds of compiling, by (micro-batch, bf16 weights, recomputed layers).
+        self._compile_s: dict[tuple[int, bool, bool], float] = {}
 
     def switch(self, recomputed: int, *, compiled: bool = False) -> None:
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         set_compiled(self.task.model, compiled)
 
-    def compile(self, way: Way, *, in_bf16: bool) -> None:
-        """What runs next is compiled, if it is to be."""
-        missing = self._kinds(way, in_bf16=in_bf16) - self._ready.keys() if self.compiled else None
-        if missing:  # those that are compiled together take about as long as each other
-            self._ready |= dict.fromkeys(missing, self.trials.compile(way[0]) / len(missing))
+    def compile(self, key: OptionKey, *, in_bf16: bool) -> None:
+        """Compiles the layers of an option that have not been compiled yet, if layers are compiled at all."""
+        missing = self._layer_kinds(key, in_bf16=in_bf16) - self._compile_s.keys() if self.compiled else None
+        if missing:  # kinds that are compiled together are taken to need the same time
+            self._compile_s |= dict.fromkeys(missing, self.runner.compile(key[0]) / len(missing))
 
-    def _kinds(self, way: Way, *, in_bf16: bool) -> set[tuple[int, bool, bool]]:
-        """What has to be compiled to run a way: its kept layers, its recomputed ones, or both."""
-        parts = {recomputes for recomputes in (False, True) if way[1] != (0 if recomputes else self.axes.num_layers)}
-        return {(way[0], in_bf16, part) for part in parts or {False}}
+    def _layer_kinds(self, key: OptionKey, *, in_bf16: bool) -> set[tuple[int, bool, bool]]:
+        """Kinds of layers to compile for an option: kept ones, recomputed ones, or both."""
+        parts = {recomputes for recomputes in (False, True) if key[1] != (0 if recomputes else self.axes.num_layers)}
+        return {(key[0], in_bf16, part) for part in parts or {False}}
 
-    def compiled_s(self, way: Way) -> float:
-        """What compiling this way as training has it took; 0 where it is not compiled."""
-        kinds = self._kinds(way, in_bf16=way in self.in_16_bits) if self.compiled else set()
-        return sum(self._ready.get(kind, 0.0) for kind in kinds)
+    def compile_seconds(self, key: OptionKey) -> float:
+        """Seconds that compiling this option took; 0 if it is not compiled."""
+        kinds = self._layer_kinds(key, in_bf16=key in self.fits_only_in_bf16) if self.compiled else set()
+        return sum(self._compile_s.get(kind, 0.0) for kind in kinds)
 
-    def compiling_s(self, size: int) -> float:
-        """About what is still to be compiled takes, to try this micro-batch as training has it."""
-        known = not self.compiled or size in {kind[0] for kind in self._ready}
-        return 0.0 if known else 2 * max(self._ready.values(), default=0.0)  # kept layers, and recomputed ones
+    def remaining_compile_seconds(self, size: int) -> float:
+        """About how long compiling takes before this micro-batch can be measured as training runs it."""
+        is_compiled = not self.compiled or size in {kind[0] for kind in self._compile_s}
+        return 0.0 if is_compiled else 2 * max(self._compile_s.values(), default=0.0)  # kept layers and recomputed ones
 
-    # -- what is known --------------------------------------------------------------------------------------------
+    # -- bytes and seconds -----------------------------------------------------------------------------------------
 
-    def is_measured(self, way: Way) -> bool:
-        """Whether its bytes were measured, not told by a line."""
-        size, recomputed, release = way
+    def is_measured(self, key: OptionKey) -> bool:
+        """True if the option's bytes were measured, not interpolated."""
+        size, recomputed, release = key
         if release:
-            return recomputed in self.released
-        return (size, recomputed) in self.partly or (
-            not self.compiled and size in [trial.micro_batch for trial in self.like(way)]
+            return recomputed in self.with_release
+        return (size, recomputed) in self.exact or (
+            not self.compiled and size in [measurement.micro_batch for measurement in self.measurements_of(key)]
         )
 
-    def like(self, way: Way) -> list[MicroBatchMeasurement]:
-        """What is known of ways like this one."""
-        size, recomputed, release = way
-        known = self.released.get(recomputed) if release else None
-        known = known or self.partly.get((size, recomputed))
-        return [known] if known is not None else self.tried.get(recomputed, [])
+    def measurements_of(self, key: OptionKey) -> list[MicroBatchMeasurement]:
+        """The exact measurement of an option, else the small ones with its number of recomputed layers."""
+        size, recomputed, release = key
+        exact = self.with_release.get(recomputed) if release else None
+        exact = exact or self.exact.get((size, recomputed))
+        return [exact] if exact is not None else self.small.get(recomputed, [])
 
-    def reaches(self, recomputed: int) -> bool:
-        """Whether trials tell of so many recomputed layers."""
-        between = self.compiled and self.tried and min(self.tried) < recomputed < max(self.tried)
-        return recomputed in self.tried or bool(between)
+    def covers(self, recomputed: int) -> bool:
+        """True if small measurements tell of this number of recomputed layers."""
+        between = self.compiled and self.small and min(self.small) < recomputed < max(self.small)
+        return recomputed in self.small or bool(between)
 
-    def _around(self, way: Way, *, measured: bool) -> tuple[int, int, float]:
-        """The next numbers of recomputed layers that were tried, fewer and more, and how far between them the way's
-        number is; with those of which this micro-batch was `measured`."""
-        size, recomputed, _ = way
-        partly = {number for of, number in self.partly if of == size and measured}
-        known = sorted({*self.tried, *partly}) or [recomputed]
-        fewer = max((number for number in known if number <= recomputed), default=known[0])
-        more = min((number for number in known if number >= recomputed), default=known[-1])
+    def _neighbours(self, key: OptionKey, *, measured: bool) -> tuple[int, int, float]:
+        """The next measured numbers of recomputed layers, fewer and more, and the key's share of the way between them.
+
+        `measured`: also use numbers that were measured exactly for this micro-batch.
+        """
+        size, recomputed, _ = key
+        exact = {number for of, number in self.exact if of == size and measured}
+        numbers = sorted({*self.small, *exact}) or [recomputed]
+        fewer = max((number for number in numbers if number <= recomputed), default=numbers[0])
+        more = min((number for number in numbers if number >= recomputed), default=numbers[-1])
         return fewer, more, (recomputed - fewer) / (more - fewer) if more > fewer else 0.0
 
-    def footprint(self, way: Way, *, blocks: Sequence[Block]) -> Footprint | None:
-        """None where it is not known what released gradients would leave."""
-        size, recomputed, release = way
-        if release and recomputed in self.released:
-            return self.released[recomputed].footprint
-        fewer, more, share = self._around(way, measured=True)
-        found = self._end(size, fewer)
+    def footprint(self, key: OptionKey, *, blocks: Sequence[Block]) -> Footprint | None:
+        """The option's footprint; None if it is unknown what gradient release would leave."""
+        size, recomputed, release = key
+        if release and recomputed in self.with_release:
+            return self.with_release[recomputed].footprint
+        fewer, more, share = self._neighbours(key, measured=True)
+        footprint = self._footprint_at(size, fewer)
         if fewer < more:
-            kept = (
-                () if self.compiled else params_keeping_activations(self.task, recomputed=recomputed)
-            )  # compiled ones cast again
-            found = interpolate(found, self._end(size, more), share=share, not_recomputed=kept)
-        return with_gradient_release(found, blocks=blocks, grouped=self.where.type == "cuda") if release else found
+            # Compiled layers cast all weights again in backward.
+            kept = () if self.compiled else params_keeping_activations(self.task, recomputed=recomputed)
+            footprint = interpolate(footprint, self._footprint_at(size, more), share=share, not_recomputed=kept)
+        if release:
+            return with_gradient_release(footprint, blocks=blocks, grouped=self.device.type == "cuda")
+        return footprint
 
-    def _end(self, size: int, recomputed: int) -> Footprint:
-        """With a number of recomputed layers that was tried. Where all are kept and compiled, what layers keep as they
-        are is more than it takes, by COMPILED_BYTES or what was measured."""
-        found = upper_bound_at(self.like((size, recomputed, False)), micro_batch=size)
-        most = max(self.tried, default=0)
-        if not self.compiled or recomputed or not most or (size, recomputed) in self.partly:
-            return found
+    def _footprint_at(self, size: int, recomputed: int) -> Footprint:
+        """The footprint at a number of recomputed layers that was measured.
+
+        Compiled layers that keep their activations keep fewer bytes than the uncompiled ones that were measured: a
+        share as exact measurements tell, else COMPILED_BYTES.
+        """
+        uncompiled = upper_bound_at(self.measurements_of((size, recomputed, False)), micro_batch=size)
+        most = max(self.small, default=0)
+        if not self.compiled or recomputed or not most or (size, recomputed) in self.exact:
+            return uncompiled
         shares: list[float] = []
-        for (of, number), trial in self.partly.items():
-            ends = [upper_bound_at(trials, micro_batch=of) for trials in (self.tried[0], self.like((of, most, False)))]
-            kept, least, peak = (each.peak_bytes(state_bytes=0) for each in (*ends, trial.footprint))
-            if number < most and kept > least:
-                shares.append((peak - least) / (kept - least) * most / (most - number))
+        for (other_size, number), measurement in self.exact.items():
+            recomputing = self.measurements_of((other_size, most, False))
+            kept_bytes = upper_bound_at(self.small[0], micro_batch=other_size).peak_bytes(state_bytes=0)
+            least_bytes = upper_bound_at(recomputing, micro_batch=other_size).peak_bytes(state_bytes=0)
+            peak_bytes = measurement.footprint.peak_bytes(state_bytes=0)
+            if number < most and kept_bytes > least_bytes:
+                shares.append((peak_bytes - least_bytes) / (kept_bytes - least_bytes) * most / (most - number))
         share = min(max(median(shares or [COMPILED_BYTES]), 0.0), 1.0)
-        return interpolate(found, upper_bound_at(self.tried[most], micro_batch=size), share=1 - share)
+        return interpolate(uncompiled, upper_bound_at(self.small[most], micro_batch=size), share=1 - share)
 
-    def seconds(self, way: Way) -> float:
-        """Of a step but for the optimizer's part: rehearsed, else compared, else on the line through trials."""
-        if way in self.rehearsed:
-            return self.rehearsed[way]
-        if way in self.compared:
-            return self.compared[way] * self._loop_share(release=way[2])
-        gains = [self.rehearsed[other] / self._line_seconds(other) for other in self.rehearsed if self.compiled]
-        return self._line_seconds(way) * (median(gains) if gains else 1.0)
+    def seconds(self, key: OptionKey) -> float:
+        """Seconds of a step without the optimizer's part: rehearsed, else compared, else by the line."""
+        if key in self.rehearsed_s:
+            return self.rehearsed_s[key]
+        if key in self.compared_s:
+            return self.compared_s[key] * self._loop_share(release=key[2])
+        gains = [self.rehearsed_s[other] / self._line_seconds(other) for other in self.rehearsed_s if self.compiled]
+        return self._line_seconds(key) * (median(gains) if gains else 1.0)
 
-    def _line_seconds(self, way: Way) -> float:
-        size, _, release = way
-        fewer, more, share = self._around(way, measured=not self.compiled)
+    def _line_seconds(self, key: OptionKey) -> float:
+        size, _, release = key
+        fewer, more, share = self._neighbours(key, measured=not self.compiled)
         ends = [self._micro_batch_seconds((size, number, release)) for number in (fewer, more)]
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
-    def _micro_batch_seconds(self, way: Way) -> float:
-        """On the line through trials like this one. That of small ones, where the device waits for the host, goes on
-        too low: what is kept takes a share of what computing it again was seen to take."""
-        size, recomputed, _ = way
-        trials = self.tried[recomputed] if self.compiled else self.like(way)
-        seconds, most = seconds_at(trials, micro_batch=size), max(self.tried, default=0)
+    def _micro_batch_seconds(self, key: OptionKey) -> float:
+        """Seconds by the line through small measurements.
+
+        The line through small sizes, at which the device waits for the host, is too low for large ones: kept layers
+        then count with KEPT_SHARE of the seconds with all layers recomputed.
+        """
+        size, recomputed, _ = key
+        measurements = self.small[recomputed] if self.compiled else self.measurements_of(key)
+        seconds, most = seconds_at(measurements, micro_batch=size), max(self.small, default=0)
         if math.isnan(seconds):  # not timed
-            return KEPT_SHARE * seconds_at(self.tried[most], micro_batch=size)
-        if recomputed == 0 < most and size > max(trial.micro_batch for trial in trials):
-            seconds = max(seconds, KEPT_SHARE * seconds_at(self.tried[most], micro_batch=size))
+            return KEPT_SHARE * seconds_at(self.small[most], micro_batch=size)
+        if recomputed == 0 < most and size > max(measurement.micro_batch for measurement in measurements):
+            seconds = max(seconds, KEPT_SHARE * seconds_at(self.small[most], micro_batch=size))
         return seconds
 
     def _loop_share(self, *, release: bool) -> float:
-        """How many times as long steps took in the training loop as where they were compared; 1 where not known."""
-        known = [self.rehearsed[way] / self.compared[way] for way in self.rehearsed if way in self.compared]
-        return median(known) if known and not release else 1.0
+        """Seconds in the training loop over seconds as compared; 1 if unknown."""
+        shares = [self.rehearsed_s[key] / self.compared_s[key] for key in self.rehearsed_s if key in self.compared_s]
+        return median(shares) if shares and not release else 1.0
 
     @property
     def any_room(self) -> bool:
-        """Whether anything was tried within the cap."""
-        ways = {(trial.micro_batch, kind, False) for kind, trials in self.tried.items() for trial in trials}
-        ways |= {(size, number, False) for size, number in self.partly}
-        ways |= {(trial.micro_batch, kind, True) for kind, trial in self.released.items()}
-        return bool(ways - self.no_room - self.measured_outside_cap)
+        """True if anything was measured within the cap."""
+        keys = {
+            (measurement.micro_batch, kind, False)
+            for kind, measurements in self.small.items()
+            for measurement in measurements
+        }
+        keys |= {(size, number, False) for size, number in self.exact}
+        keys |= {(measurement.micro_batch, kind, True) for kind, measurement in self.with_release.items()}
+        return bool(keys - self.out_of_memory - self.measured_outside_cap)
 
-    def has_room(self, way: Way) -> bool:
-        """Whether nothing that was tried says otherwise: neither itself nor one that takes less ran out of memory."""
-        size, recomputed, release = way
+    def has_room(self, key: OptionKey) -> bool:
+        """False if the option, or one that takes less, ran out of memory."""
+        size, recomputed, release = key
         return not any(
             other <= size and number >= recomputed and (released or not release)
-            for other, number, released in self.no_room
+            for other, number, released in self.out_of_memory
         )
 
-    # -- trying ---------------------------------------------------------------------------------------------------
+    # -- measuring ------------------------------------------------------------------------------------------------
 
     def explore(self, recomputed: int) -> None:
-        """Measures several micro-batches. Where not even one sample has room, its bytes are looked at outside of the
-        cap, for a refusal to name what would fit, and to tell what released gradients would leave; with all gradients
-        at once it is no option then, unless layers are compiled, which may take less."""
-        trials, in_bf16 = self._known.get(recomputed, ([], False))
-        if trials and not (self._timed(recomputed) and math.isnan(trials[0].seconds)):
+        """Measures several micro-batches with this number of recomputed layers.
+
+        If not even one sample has room, measures its bytes without the cap: for the refusal, and for what gradient
+        release would leave. The option is then ruled out with all gradients at once, unless layers are compiled, which
+        may take less.
+        """
+        measurements, in_bf16 = self._explored_before.get(recomputed, ([], False))
+        if measurements and not (self._needs_seconds(recomputed) and math.isnan(measurements[0].seconds)):
             self.measured_in_bf16 |= {recomputed} if in_bf16 else set()
-            self._explored(recomputed, trials)
+            self._add_small(recomputed, measurements)
             return
         self.switch(recomputed)
-        sizes, look = list(self.axes.micro_batches), partial(self._look, recomputed)
+        sizes, measure_size = list(self.axes.micro_batches), partial(self._measure_size, recomputed)
         if not self.capped:
-            self.no_room |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
-            self.tried[recomputed] = [look(sizes[0])]
+            self.out_of_memory |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
+            self.small[recomputed] = [measure_size(sizes[0])]
             return
         # Compiled layers that are kept take less than these: the largest that fits says nothing.
-        max_s = TRIALS_S if self._timed(recomputed) else 0.0
-        grown = partial(grow, look, sizes=sizes, max_s=max_s, fits=self._may_fit)
-        with suppress(_NoRoomInFull, torch.OutOfMemoryError):
-            self._explored(recomputed, grown())
+        max_s = EXPLORING_S if self._needs_seconds(recomputed) else 0.0
+        measure_all = partial(measure_sizes, measure_size, sizes=sizes, max_s=max_s, fits=self._may_fit)
+        with suppress(_NoRoomForNativeWeights, torch.OutOfMemoryError):
+            self._add_small(recomputed, measure_all())
             return
-        clear_cache(self.where)
+        clear_cache(self.device)
         if self.bf16_params:
             self.measured_in_bf16.add(recomputed)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.bf16_params, module=self.task):
-                self._explored(recomputed, grown())
+                self._add_small(recomputed, measure_all())
                 return
-            clear_cache(self.where)
+            clear_cache(self.device)
         # All gradients at once were tried; where they are released there may be room still.
         if self.compiled:
             self.measured_outside_cap.add((sizes[0], recomputed, False))
         else:
-            self.no_room |= {(size, recomputed, False) for size in sizes}
-        with uncapped(self.where, budget=self.budget), cast_to_bf16(self.bf16_params, module=self.task):
-            self.tried[recomputed] = [look(sizes[0])]
+            self.out_of_memory |= {(size, recomputed, False) for size in sizes}
+        with uncapped(self.device, budget=self.budget), cast_to_bf16(self.bf16_params, module=self.task):
+            self.small[recomputed] = [measure_size(sizes[0])]
 
     def measure_again_in_bf16(self) -> bool:
-        """Looks again with weights of 16 bits, where nothing fits by looks at those in full; whether there were any."""
-        kinds = (
-            [kind for kind in self.tried if kind not in self.measured_in_bf16]
-            if self.bf16_params and self.capped
-            else []
-        )
+        """Repeats small measurements of native weights with bf16 ones; False if there is nothing to repeat."""
+        if not (self.bf16_params and self.capped):
+            return False
+        kinds = [kind for kind in self.small if kind not in self.measured_in_bf16]
         self.measured_in_bf16 |= set(kinds)
         for kind in kinds:
             self.switch(kind)
-            sizes, look = list(self.axes.micro_batches), partial(self._look, kind)
+            sizes, measure_size = list(self.axes.micro_batches), partial(self._measure_size, kind)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.bf16_params, module=self.task):
-                self._explored(kind, grow(look, sizes=sizes, max_s=TRIALS_S, fits=self._may_fit))
+                self._add_small(kind, measure_sizes(measure_size, sizes=sizes, max_s=EXPLORING_S, fits=self._may_fit))
         return bool(kinds)
 
-    def _explored(self, recomputed: int, trials: list[MicroBatchMeasurement]) -> None:
-        self._known[recomputed] = trials, recomputed in self.measured_in_bf16
-        self.tried[recomputed] = trials
-        for trial in trials if not self.compiled else ():
-            count = self.config.batch_size // trial.micro_batch
-            self.compared[trial.micro_batch, recomputed, False] = count * trial.seconds
+    def _add_small(self, recomputed: int, measurements: list[MicroBatchMeasurement]) -> None:
+        self._explored_before[recomputed] = measurements, recomputed in self.measured_in_bf16
+        self.small[recomputed] = measurements
+        for measurement in measurements if not self.compiled else ():
+            count = self.config.batch_size // measurement.micro_batch
+            self.compared_s[measurement.micro_batch, recomputed, False] = count * measurement.seconds
 
-    def _timed(self, recomputed: int) -> bool:
-        """Whether layers are run as they are for their seconds too; kept ones take a share of recomputed ones', if such
-        were tried, where they are to be compiled."""
-        return bool(recomputed) or not self.compiled or not max(self.tried, default=0)
+    def _needs_seconds(self, recomputed: int) -> bool:
+        """True if small measurements are timed, not only measured for bytes.
 
-    def _look(self, recomputed: int, size: int) -> MicroBatchMeasurement:
-        """One trial. Raises _NoRoomInFull without room for weights in full, else torch.OutOfMemoryError."""
+        If layers are to be compiled, kept ones need no time of their own beside recomputed ones (KEPT_SHARE).
+        """
+        return bool(recomputed) or not self.compiled or not max(self.small, default=0)
+
+    def _measure_size(self, recomputed: int, size: int) -> MicroBatchMeasurement:
+        """One small measurement. Raises _NoRoomForNativeWeights if bf16 weights may fit, else OutOfMemoryError."""
         run = partial(
-            self.trials.run,
+            self.runner.measure,
             size,
             accumulation=2 if self.axes.micro_batches[0] < self.config.batch_size else 1,
-            context_bytes=context_bytes(self.where),
+            context_bytes=context_bytes(self.device),
             per_step=self.config.batch_size // size,
-            timed=self._timed(recomputed),
+            timed=self._needs_seconds(recomputed),
         )
         if recomputed in self.measured_in_bf16 or not self.bf16_savings:
             return run(bf16_savings=self.bf16_savings)
         with suppress(torch.OutOfMemoryError):
             return run()
-        clear_cache(self.where)
-        raise _NoRoomInFull
+        clear_cache(self.device)
+        raise _NoRoomForNativeWeights
 
     def _may_fit(self, footprint: Footprint) -> bool:
-        """Whether some allocation might hold the budget: one without states, with weights of 16 bits where there are
-        such."""
+        """True if an allocation without states, with bf16 weights where possible, holds the budget."""
         memory = self.budget.memory_bytes
         return memory is None or footprint.peak_bytes(state_bytes=0, saved=self.bf16_savings) <= memory
 
     def rehearse(
         self,
-        way: Way,
+        key: OptionKey,
         *,
         blocks: Sequence[Sequence[Tensor]],
         specs: Sequence[OptimizerSpec],
         max_s: float | None = None,
     ) -> float:
-        """Seconds of a step of this way, as training will take them. Raises torch.OutOfMemoryError."""
-        given = self.config.trainer
-        return self.trials.rehearsed(
-            way[0],
-            per_step=self.config.batch_size // way[0],
-            clip=(given.gradient_clip_val, given.gradient_clip_algorithm),
+        """Seconds of a step as training will run it. Raises torch.OutOfMemoryError."""
+        trainer = self.config.trainer
+        return self.runner.time_training_step(
+            key[0],
+            per_step=self.config.batch_size // key[0],
+            clip=(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
             blocks=blocks,
-            specs=specs if way[2] or self.where.type == "cuda" else (),  # on a CPU they are in the table
-            release=way[2],
+            specs=specs if key[2] or self.device.type == "cuda" else (),  # on a CPU they are in the table
+            release=key[2],
             max_s=max_s,
         )
 
-    def compare(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
-        """Seconds of two steps of this way, outside of the training loop unless gradients are released there, or that
-        it has no room."""
-        size, _, release = way
+    def compare(
+        self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
+    ) -> None:
+        """Times two steps of this option, or finds that it has no room. Under gradient release they run in the training
+        loop."""
+        size, _, release = key
 
         def compared(_: bool) -> None:
             if release:
-                self.compared[way] = self.rehearse(way, blocks=blocks, specs=specs, max_s=0.0)
+                self.compared_s[key] = self.rehearse(key, blocks=blocks, specs=specs, max_s=0.0)
             else:
                 count = self.config.batch_size // size
-                self.compared[way] = count * self.trials.timed(size, per_step=count)
+                self.compared_s[key] = count * self.runner.time_micro_batch(size, per_step=count)
 
-        self._in_room(way, compared)
+        self._try_within_cap(key, compared)
 
-    def try_out(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()) -> None:
-        """Bytes and seconds of this way as it would be run, or that it has no room. `blocks`: parameters of each, and
-        `specs` what would step them."""
+    def try_out(
+        self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
+    ) -> None:
+        """Measures bytes and seconds of this option as training would run it, or finds that it has no room.
+
+        `blocks`: the parameters of each block; `specs` step them.
+        """
 
         def tried(in_bf16: bool) -> None:
-            trial = self.run(way, blocks=blocks, in_bf16=in_bf16)
-            if self._may_fit(trial.footprint):  # else its seconds are nobody's
-                self.rehearsed[way] = self.rehearse(way, blocks=blocks, specs=specs)
-                trial = replace(trial, seconds=self.rehearsed[way] * way[0] / self.config.batch_size)
-            self._keep(way, trial)
-            self.measured_outside_cap.discard(way)
+            measurement = self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16)
+            if self._may_fit(measurement.footprint):  # else its seconds are nobody's
+                self.rehearsed_s[key] = self.rehearse(key, blocks=blocks, specs=specs)
+                measurement = replace(measurement, seconds=self.rehearsed_s[key] * key[0] / self.config.batch_size)
+            self._record(key, measurement)
+            self.measured_outside_cap.discard(key)
 
-        self._in_room(way, tried)
+        self._try_within_cap(key, tried)
 
-    def look_at(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> MicroBatchMeasurement | None:
-        """Bytes of this way as it would be run, if it has room."""
-        found: list[MicroBatchMeasurement] = []
-        self._in_room(way, lambda in_bf16: found.append(self.run(way, blocks=blocks, in_bf16=in_bf16)))
-        return found[0] if found else None
+    def measure_within_cap(self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]]) -> MicroBatchMeasurement | None:
+        """The bytes of this option as training would run it; None if it has no room."""
+        measured: list[MicroBatchMeasurement] = []
 
-    def _in_room(self, way: Way, measure: Callable[[bool], None]) -> None:
-        """`measure(in_bf16)` with weights in full or, where these have no room, in 16 bits; or that none has."""
-        _, recomputed, _ = way
+        def measure(in_bf16: bool) -> None:
+            measured.append(self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
+
+        self._try_within_cap(key, measure)
+        return measured[0] if measured else None
+
+    def _try_within_cap(self, key: OptionKey, measure: Callable[[bool], None]) -> None:
+        """Calls `measure(in_bf16)` with native weights or, if these have no room, with bf16 ones.
+
+        If neither fits, the option joins `out_of_memory`.
+        """
+        _, recomputed, _ = key
         self.switch(recomputed, compiled=self.compiled)
-        known_in_bf16 = self._is_in_bf16(recomputed) or way in self.in_16_bits
-        # Weights of 16 bits are compiled apart, and more layers can be recomputed without.
-        more = self.compiled and recomputed < max(self.tried, default=0)
-        for in_bf16 in (True,) if known_in_bf16 else (False, True):
-            if in_bf16 and not (self.bf16_savings and (known_in_bf16 or not more)):
+        already_in_bf16 = self._is_in_bf16(recomputed) or key in self.fits_only_in_bf16
+        # bf16 weights would be compiled separately, while more layers can be recomputed without that.
+        more = self.compiled and recomputed < max(self.small, default=0)
+        for in_bf16 in (True,) if already_in_bf16 else (False, True):
+            if in_bf16 and not (self.bf16_savings and (already_in_bf16 or not more)):
                 break
-            look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
-            with suppress(torch.OutOfMemoryError), look:
-                self.compile(way, in_bf16=in_bf16)
+            measure_size = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
+            with suppress(torch.OutOfMemoryError), measure_size:
+                self.compile(key, in_bf16=in_bf16)
                 measure(in_bf16)
-                self.in_16_bits |= {way} if in_bf16 else set()
+                self.fits_only_in_bf16 |= {key} if in_bf16 else set()
                 return
-            clear_cache(self.where)
-        self.no_room.add(way)
+            clear_cache(self.device)
+        self.out_of_memory.add(key)
 
     def _is_in_bf16(self, recomputed: int) -> bool:
-        """Whether trials have weights of 16 bits: between none and all layers as with all, which takes least."""
+        """True if small measurements have bf16 weights; between none and all layers as with all, which takes least."""
         return (
-            recomputed if recomputed in self.tried else max(self.tried, default=recomputed)
+            recomputed if recomputed in self.small else max(self.small, default=recomputed)
         ) in self.measured_in_bf16
 
-    def measure(self, way: Way, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
-        """Bytes of this way as it would be run, outside of the cap; whether the device had room for that."""
-        self.switch(way[1], compiled=self.compiled)
+    def measure_outside_cap(self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
+        """Measures the bytes of this option without the cap; False if the device has no room for it."""
+        self.switch(key[1], compiled=self.compiled)
         in_bf16 = bool(self.bf16_savings)
-        look = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
-        with suppress(torch.OutOfMemoryError), uncapped(self.where, budget=self.budget), look:
-            self._keep(way, self.run(way, blocks=blocks, in_bf16=in_bf16))
-            self.measured_outside_cap.add(way)
+        measure_size = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
+        with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget), measure_size:
+            self._record(key, self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
+            self.measured_outside_cap.add(key)
             return True
-        clear_cache(self.where)
+        clear_cache(self.device)
         return False
 
-    def run(self, way: Way, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool) -> MicroBatchMeasurement:
-        """The trial of a way, that of before where it was measured with weights as they are now."""
-        size, recomputed, release = way
-        if self.is_measured(way) and in_bf16 is self._is_in_bf16(recomputed):
-            return next(trial for trial in self.like(way) if trial.micro_batch == size)
-        return self.trials.run(
+    def _measure_bytes(
+        self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool
+    ) -> MicroBatchMeasurement:
+        """Measures the bytes of an option, unless they were measured with weights in the same format."""
+        size, recomputed, release = key
+        if self.is_measured(key) and in_bf16 is self._is_in_bf16(recomputed):
+            return next(measurement for measurement in self.measurements_of(key) if measurement.micro_batch == size)
+        return self.runner.measure(
             size,
             accumulation=self.config.batch_size // size,
-            context_bytes=context_bytes(self.where),
+            context_bytes=context_bytes(self.device),
             released=blocks if release else (),
             timed=False,
             bf16_savings=self.bf16_savings if in_bf16 else None,
         )
 
-    def _keep(self, way: Way, trial: MicroBatchMeasurement) -> None:
-        size, recomputed, release = way
-        before = next((other.seconds for other in self.like(way) if other.micro_batch == size), math.nan)
-        trial = replace(trial, seconds=before) if math.isnan(trial.seconds) else trial
+    def _record(self, key: OptionKey, measurement: MicroBatchMeasurement) -> None:
+        size, recomputed, release = key
+        before = next((other.seconds for other in self.measurements_of(key) if other.micro_batch == size), math.nan)
+        measurement = replace(measurement, seconds=before) if math.isnan(measurement.seconds) else measurement
         if release:
-            self.released[recomputed] = trial
-        elif self.compiled or recomputed not in self.tried:
-            self.partly[size, recomputed] = trial
+            self.with_release[recomputed] = measurement
+        elif self.compiled or recomputed not in self.small:
+            self.exact[size, recomputed] = measurement
         else:
-            known = [other for other in self.tried[recomputed] if other.micro_batch != size]
-            self.tried[recomputed] = [*known, trial]
+            others = [other for other in self.small[recomputed] if other.micro_batch != size]
+            self.small[recomputed] = [*others, measurement]
 
 
-class _NoRoomInFull(Exception):
-    """Weights in full, with what a trial needs beside them, are more than the budget."""
+class _NoRoomForNativeWeights(Exception):
+    """A measurement with native weights exceeds the budget."""

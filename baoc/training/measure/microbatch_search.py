@@ -1,14 +1,14 @@
 """Decides before training how the global batch is run: micro-batch and accumulation, recomputed layers (activation
-checkpointing), released gradients, compiled layers; each with the plan of optimizer specs that fits beside it.
+checkpointing), gradient release, compiled layers; each with the plan of optimizer specs that fits beside it.
 
-1. `decide` looks for a kept decision of the same network, batch, card and settings (`decision_cache`), and confirms it
-   by one measurement of its bytes.
-2. Else `MicroBatchSearch.explore` runs a few small micro-batches with no layer recomputed and with all. Bytes and
-   seconds of the others are interpolated (`Measurements`).
-3. `MicroBatchSearch.made` plans each option, a (micro-batch, recomputed layers, release), within the budget.
-4. `planning.choice.choose_option` measures the options that promise most, as training will run them, and takes the best
-   by `objective`, in about DECIDING_S seconds.
-5. The table of options is printed and left as options.csv. Where none fits, the refusal names a budget that was tried.
+1. `decide` looks for a cached decision of the same network, batch, card and settings (`decision_cache`), and confirms
+   it by one measurement of its bytes.
+2. Else `MicroBatchSearch.explore` measures a few small micro-batches, with no layer recomputed and with all.
+   `Measurements` interpolates bytes and seconds of the others.
+3. `MicroBatchSearch.plan_options` plans each option, a (micro-batch, recomputed layers, release), within the budget.
+4. `planning.choice.choose_option` measures the most promising options as training will run them, and takes the best by
+   `objective`, in about DECIDING_S seconds.
+5. The table of options is printed and written as options.csv. If none fits, the refusal names a budget that was tried.
 """
 
 import gc
@@ -59,7 +59,7 @@ from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
 from baoc.training.decision_cache import Entry, key_of, load_decision, path_of, store_decision
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
-from baoc.training.measure.measurements import Measurements, Way
+from baoc.training.measure.measurements import Measurements, OptionKey
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, MicroBatchRunner
 from baoc.training.measure.probe import upkeep_bytes
 from baoc.training.resume import decision_of, with_decision, write_decision
@@ -76,23 +76,24 @@ from baoc.training.user_optimizer import widened
 from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 from baoc.units import format_bytes
 
-DECIDING_S = 12.0  # that it may take
-LIMITED_S = 5.0  # what a latency table may take where a step_time limit needs it
-FUSED_S = 0.5  # and where only fused AdamW is timed, by the byte of which all specs are taken to be as fast
-COMPARING_S, LOOKING_S = 0.4, 0.6  # about what it takes beside steps to set up a comparison, or a look at bytes
+DECIDING_S = 12.0  # that a decision may take
+LIMITED_S = 5.0  # that a latency table may take if a step_time limit needs it
+FUSED_S = 0.5  # that one may take with fused AdamW alone, whose seconds per byte stand for all specs
+COMPARING_S, LOOKING_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
 # Fields of a footprint that do not depend on the micro-batch.
-CONSTANT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
-VERIFIED = 6  # options that are measured at most for a refusal
-COMPILING_S = 30.0  # about what it takes longer where compiled layers are searched, too
-COMPILING_SHARE, MOST_COMPILING_S = 0.01, 100.0  # of a run, what compiling another size may take
-COMPILED_GAIN = 0.1  # of a run's seconds, that compiled layers are taken to save before they are tried
+SIZE_INDEPENDENT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
+MAX_VERIFIED = 6  # options that are measured for a refusal
+COMPILING_S = 30.0  # about how much longer a decision takes that searches compiled layers too
+COMPILING_SHARE, MAX_COMPILING_S = 0.01, 100.0  # of a run's seconds, and in all, that compiling more sizes may take
+COMPILED_GAIN = 0.1  # of a run's seconds, what compiled layers are taken to save before they are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What was chosen: `config` with it, and the latency table with the rest of its step, to plan the run with.
+    """The chosen option, the configuration with it, and the latency table to plan the run with.
 
-    `footprint`: by which it fits. A look at the same step from another layout of memory may take a page more.
+    `footprint`: the measurement by which the option fits. The same step measured again, with memory laid out otherwise,
+    may take one of the allocator's segments more.
     """
 
     config: RunConfig
@@ -102,7 +103,7 @@ class SearchResult:
 
 
 def axes_of(config: RunConfig, *, task: Task) -> Axes:
-    """Pins of the user's leave one value each. Raises BadInputError where one cannot be had."""
+    """The values to search; a setting of the user's leaves one. Raises BadInputError for one that is impossible."""
     num_layers = len(recomputable_layers(task.model))
     pinned = config.model.checkpointing
     if pinned and pinned != "auto" and not num_layers:
@@ -115,7 +116,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
     release = config.optim.release_gradients
     if release:
         sizes = (config.batch_size,)  # each backward is a step
-    can = (
+    release_is_open = (
         ranks() is SINGLE_PROCESS
         and release is None
         and config.batch_size in sizes
@@ -125,7 +126,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
         micro_batches=sizes,
         recomputed=open_numbers if pinned in (None, "auto") else (num_layers if pinned is True else int(pinned),),
         num_layers=num_layers,
-        release=(False, True) if can else (bool(release),),
+        release=(False, True) if release_is_open else (bool(release),),
     )
 
 
@@ -139,62 +140,83 @@ def decide(
     run_dir: Path,
     confirm: bool = True,
 ) -> SearchResult:
-    """Micro-batch, recomputed layers and release chosen; the network is left with its layers set that way.
+    """Chooses micro-batch, recomputed layers, gradient release and compiling, and sets the network's layers
+    accordingly.
 
-    Raises InfeasibleBudgetError where no option fits, with the least budget that one would need: on a GPU, unless
-    `confirm` is False, one within which an option was found to fit; the layers are then as before, and without
-    `confirm` they are so anyway. Random numbers and the network's weights are as before.
+    Random numbers and weights are as before. Without `confirm` the layers are as before, too, and a refusal is raised
+    as it is.
+
+    Raises:
+        InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU an option was
+            found to fit within that budget.
     """
     phases = PhaseTimer()
-    with ExitStack() as visit:  # weights that a budget does not hold in full are back first, whatever comes of it
+    with ExitStack() as visit:  # closes in reverse: weights that were moved for measuring are restored first
         visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
         visit.callback(set_compiled, task.model, is_compiled(task.model))
         visit.callback(restore_rng, capture_rng())
         visit.callback(gc.unfreeze)
-        visit.callback(clear_cache, torch.device(device))  # what was tried is no part of the run, nor was there before
-        gc.freeze()  # caches are emptied before each trial; looking through what has been there takes .2 s each time
+        visit.callback(clear_cache, torch.device(device))
+        gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
-        decision = MicroBatchSearch(
+        search = MicroBatchSearch(
             config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases
         )
         with phases("the key"):
-            key = decision.key()
-            made, choice = decision.ranks.broadcast_result(lambda: load_decision(key)), None
-        if made is None or not decision.confirms(made):
-            choice = decision.search(began=began, tell=tell)
-            made = decision.entry(choice)
-            if made is not None:
-                store_decision(key, made)
-        options = [*choice.options] if choice is not None else [*made.options] if made is not None else []
-        leave(options, run_dir=run_dir, objective=config.objective)
-        account: dict[str, Any] = {"kept": True}
-        if choice is not None:  # what measuring options won, and what was left
-            left = [option.name for option in choice.rivals]
-            account = {"measured": choice.num_measured, "won": choice.won, "left": left, "left_gain": choice.gain}
-        own_s = decision.measurements.compiled_s(made.chosen.key) if made is not None else 0.0
+            cache_key = search.cache_key()
+            entry, choice = search.ranks.broadcast_result(lambda: load_decision(cache_key)), None
+        if entry is None or not search.confirm(entry):
+            choice = search.search(began=began, tell=tell)
+            entry = search.cache_entry(choice)
+            if entry is not None:
+                store_decision(cache_key, entry)
+        options = list(choice.options if choice is not None else entry.options if entry is not None else ())
+        write_options(options, run_dir=run_dir, objective=config.objective)
+        compile_s = search.measurements.compile_seconds(entry.chosen.key) if entry is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
-        account |= {"total_s": phases.total_s, "training_s": own_s, "phases_s": phases.seconds}
+        account: dict[str, Any] = {"kept": True}
+        how = f": taken over from {path_of(cache_key)}, as its bytes were found again"
+        if choice is not None:
+            rivals = [option.name for option in choice.rivals]
+            account = {"measured": choice.num_measured, "won": choice.won, "left": rivals, "left_gain": choice.gain}
+            how = measuring_summary(choice)
+        account |= {"total_s": phases.total_s, "training_s": compile_s, "phases_s": phases.seconds}
         files.write_json(run_dir / "deciding.json", account)
-        how = f": taken over from {path_of(key)}, as its bytes were found again" if choice is None else told(choice)
-        own = f"; {own_s:.1f} s of it compiled what training runs" if own_s else ""
-        console.say(f"the decision took {phases.summary()}{own}{how}")
-        if made is None:
-            told_by = {"budget": decision.budget, "axes": decision.axes, "specs": decision.planner.specs}
-            refusal = no_option_fits(options, **told_by)
-            if not (confirm and needs_confirmation(decision.where, refusal)):
+        compiling = f"; {compile_s:.1f} s of it compiled what training runs" if compile_s else ""
+        console.say(f"the decision took {phases.summary()}{compiling}{how}")
+        if entry is None:
+            refuse = partial(
+                no_option_fits, options, budget=search.budget, axes=search.axes, specs=search.planner.specs
+            )
+            refusal = refuse()
+            if not (confirm and needs_confirmation(search.device, refusal)):
                 raise refusal
-            del decision
+            del search
             visit.close()  # the device is as it was before
             least_bytes = format_bytes(refusal.least_feasible_bytes)
             console.say(f"no option fits budget {config.budget.name}: whether one fits within {least_bytes} is tried")
-            given: dict[str, Any] = {"task": task, "data": data, "device": device, "settings": settings}
-            least = least_confirmed_bytes(
-                refusal.least_feasible_bytes, plan_at=partial(_needed_within, config, **given)
-            )
-            raise refusal if least is None else no_option_fits(options, least_bytes=least, **told_by)
-    chosen = made.chosen
+
+            def decide_within(num_bytes: int) -> int:
+                """The decision is cached, so a run with this budget finds it again."""
+                smaller = replace(config, budget=replace(config.budget, memory_bytes=num_bytes))
+                with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+                    decide(
+                        smaller,
+                        task=task,
+                        data=data,
+                        device=device,
+                        settings=settings,
+                        run_dir=Path(folder),
+                        confirm=False,
+                    )
+                return num_bytes
+
+            least = least_confirmed_bytes(refusal.least_feasible_bytes, plan_at=decide_within)
+            raise refusal if least is None else refuse(least_bytes=least)
+        budget = search.budget
+    chosen = entry.chosen
     if confirm:
         take_option(chosen, task=task, data=data, name=config.model.name)
     write_decision(decision_of(chosen), run_dir=run_dir)
@@ -206,38 +228,30 @@ def decide(
             "optim.release_gradients=false rules this out"
         )
     return SearchResult(
-        config=replace(with_decision(config, choice=decision_of(chosen)), budget=decision.budget),
-        latency=made.latency,
+        config=replace(with_decision(config, choice=decision_of(chosen)), budget=budget),
+        latency=entry.latency,
         option=chosen,
-        footprint=made.footprint,
+        footprint=entry.footprint,
     )
 
 
-def _needed_within(config: RunConfig, num_bytes: int, **given: Any) -> int:
-    """`num_bytes`, if an option fits within so many; raises InfeasibleBudgetError. What is decided is kept, and found
-    again by a run with this budget."""
-    budget = replace(config.budget, memory_bytes=num_bytes)
-    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        decide(replace(config, budget=budget), run_dir=Path(folder), confirm=False, **given)
-    return num_bytes
-
-
 def device_of(device: str) -> torch.device:
-    """This process's device, of the kind `cuda` or `cpu`."""
+    """This process's device; `device` is cuda or cpu."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
 def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
-    """Sets the layers of a network, called `name` in messages, and its data as an option has them."""
+    """Sets the network's layers and the batch sizes of its data as an option has them. `name`: of the network, in
+    messages."""
     set_recomputed(task.model, option.recomputed, name=name)
     set_compiled(task.model, option.compiled)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
 
 
 class MicroBatchSearch:
-    """What was tried for one run, and options made of it. The task is on the device as long as `visit` lasts.
+    """The measurements and planned options of one run. The task is on the device until `visit` closes.
 
-    Ranks that have parts of the task decide in step: what is measured, and rank 0's clock, are the same on all of them.
+    Under fully_shard all ranks search together: they share measurements and rank 0's clock.
     """
 
     def __init__(
@@ -252,12 +266,12 @@ class MicroBatchSearch:
         phases: PhaseTimer,
     ):
         self.config, self.task, self.phases = config, task, phases
-        self.constant: dict[bool, dict[str, Any]] = {}
+        self.size_independent: dict[bool, dict[str, Any]] = {}
         self.explored: dict[int, tuple[list[MicroBatchMeasurement], bool]] = {}
-        self.where = device_of(device)
+        self.device = device_of(device)
         self.sharded = any(map(is_sharded, task.parameters()))
         self.ranks = ranks() if self.sharded else SINGLE_PROCESS
-        self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.where))
+        self.budget = resolve_auto(config.budget, free_bytes=free_bytes(self.device))
         self.axes = axes_of(config, task=task)
         precision = str(config.trainer.precision or "32-true")
         settings = widened(settings, device=device, budget=self.budget, precision=precision)
@@ -270,123 +284,133 @@ class MicroBatchSearch:
                 budget=self.budget,
                 settings=settings,
                 betas=config.optim.betas,
-                device=self.where,
+                device=self.device,
                 module=task,
                 ranks=self.ranks,
             )
         with phases("device and weights"):
-            capped, waits = self._bring(self.session.bf16_params, visit=visit)
-        self.new_measurements = partial(
+            capped, waits = self._move_task_to_device(self.session.bf16_params, visit=visit)
+        self._new_measurements = partial(
             Measurements,
             config,
             task=task,
-            trials=self._trials(data, precision=precision),
-            where=self.where,
+            runner=self._new_runner(data, precision=precision),
+            device=self.device,
             budget=self.budget,
             axes=self.axes,
             bf16_params={} if waits else self.session.bf16_params,
             bf16_savings=self.session.bf16_savings,
             capped=capped,
         )
-        self.begin(compiled=config.model.compile is True)
+        self.reset(compiled=config.model.compile is True)
         settings = self.session.settings
-        if settings.planner.allocator == "exact":  # by prices, in milliseconds: the run itself is planned exactly
+        if settings.planner.allocator == "exact":  # options are planned in milliseconds; the run itself exactly
             settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
         self.settings = settings
 
-    def begin(self, *, compiled: bool) -> None:
-        """Nothing is tried yet, with layers compiled or as they are."""
-        self.measurements: Measurements = self.new_measurements(compiled=compiled, explored=self.explored)
-        self.footprints: dict[Way, Footprint] = {}
-        self._plans: dict[Way, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
+    def reset(self, *, compiled: bool) -> None:
+        """Forgets all options, to search with layers compiled or as they are."""
+        self.measurements: Measurements = self._new_measurements(compiled=compiled, explored=self.explored)
+        self.footprints: dict[OptionKey, Footprint] = {}
+        self._plans: dict[OptionKey, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
-        """The best option, in the time that there is since `began` by the clock. With compile=auto, compiled layers are
-        searched after the others where a run is long enough to repay it. Where they fail, a row says so."""
-        self.begin(compiled=self.config.model.compile is True)  # whatever a kept decision was confirmed by
+        """Returns the best option found within DECIDING_S since `began`.
+
+        With compile=auto, compiled layers are searched too if the run is long enough to repay it. If they fail, an
+        option says why.
+        """
+        self.reset(compiled=self.config.model.compile is True)  # a cached decision may have been confirmed with another
         if self.measurements.compiled:
-            found = self.compiled(began=began, tell=tell)
-            if isinstance(found, OptionChoice):
-                return found
-            self.begin(compiled=False)
-            choice = self.searched(began=monotonic(), tell=tell)
-            return replace(choice, options=[*choice.options, found]) if choice.chosen is not None else choice
-        choice, before = self.searched(began=began, tell=tell), (self.measurements, self.footprints)
+            compiled = self._search_compiled(began=began, tell=tell)
+            if isinstance(compiled, OptionChoice):
+                return compiled
+            self.reset(compiled=False)
+            choice = self._search_once(began=monotonic(), tell=tell)
+            return replace(choice, options=[*choice.options, compiled]) if choice.chosen is not None else choice
+        choice, before = self._search_once(began=began, tell=tell), (self.measurements, self.footprints)
         if choice.chosen is None or not self.may_compile(choice.chosen):
             return choice
-        self.begin(compiled=True)
-        found = self.compiled(began=monotonic(), tell=tell)
-        if not isinstance(found, OptionChoice):
-            found = replace(choice, chosen=None, options=[found])
-        both = [option for option in (choice.chosen, found.chosen) if option is not None]
-        if best_option(both, objective=self.config.objective) is found.chosen:
-            return replace(found, options=[*(replace(o, chosen=False) for o in choice.options), *found.options])
+        self.reset(compiled=True)
+        compiled = self._search_compiled(began=monotonic(), tell=tell)
+        if not isinstance(compiled, OptionChoice):
+            compiled = replace(choice, chosen=None, options=[compiled])
+        both = [option for option in (choice.chosen, compiled.chosen) if option is not None]
+        if best_option(both, objective=self.config.objective) is compiled.chosen:
+            return replace(compiled, options=[*(replace(o, chosen=False) for o in choice.options), *compiled.options])
         self.measurements, self.footprints = before
-        return replace(choice, options=[*choice.options, *(replace(o, chosen=False) for o in found.options)])
+        return replace(choice, options=[*choice.options, *(replace(o, chosen=False) for o in compiled.options)])
 
-    def compiled(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice | Option:
-        """What is found of compiled layers, or why nothing is: whatever compiling or trying them raised."""
+    def _search_compiled(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice | Option:
+        """Searches compiled layers. If compiling or running them fails, returns an option that says why."""
         try:
-            return self.searched(began=began, tell=tell)
+            return self._search_once(began=began, tell=tell)
         except BaocError:
             raise
         except Exception as error:
             why = f"compiled layers fail: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
-        clear_cache(self.where)
+        clear_cache(self.device)
         console.say(f"{why}; layers run as they are")
         return self._unplanned((self.axes.micro_batches[0], 0, False), why=why)
 
     def may_compile(self, chosen: Option) -> bool:
-        """Whether compiled layers are open, and may repay what it takes to try them in a run with this option."""
+        """True if compiled layers are open, and a run with this option is long enough to repay searching them."""
         run_s = run_seconds(self.config, chosen.samples_per_s)
         return compile_is_open(self) and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
-    def searched(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
-        """The best option with layers as they are, or compiled."""
+    def _search_once(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
+        """The best option with layers as they are, or with compiled ones, see `reset`."""
         self.explore()
-        race = OptionMeasurer(
-            measure=partial(self.measured, tell=tell),
-            cost_s=self.cost_s,
-            remaining_s=lambda: self.ranks.broadcast_number(began + DECIDING_S + self.compiling_s() - monotonic()),
+        measurer = OptionMeasurer(
+            measure=partial(self.measure_option, tell=tell),
+            cost_s=self.measuring_seconds,
+            remaining_s=lambda: self.ranks.broadcast_number(
+                began + DECIDING_S + self._extra_compiling_seconds() - monotonic()
+            ),
             run_s=partial(run_seconds, self.config),
         )
-        choice = choose_option(self.options(), objective=self.config.objective, measurer=race)
+        choice = choose_option(self.options(), objective=self.config.objective, measurer=measurer)
         if choice.chosen is None:
-            choice = choose_option(self.least_measured(choice.options), objective=self.config.objective, measurer=race)
+            choice = choose_option(
+                self.least_measured(choice.options), objective=self.config.objective, measurer=measurer
+            )
         return choice
 
-    def compiling_s(self) -> float:
-        """What a decision of compiled layers may take longer: what training with one of them compiles anyway, and more
-        in a run that is long by what was tried."""
+    def _extra_compiling_seconds(self) -> float:
+        """How much longer a search of compiled layers may take.
+
+        It may compile what training compiles anyway, and more in a run that is long by what was measured.
+        """
         if not self.measurements.compiled:
             return 0.0
-        own_s = max(map(self.measurements.compiled_s, self.measurements.rehearsed), default=0.0)
-        trials = [trial for trials in self.measurements.tried.values() for trial in trials if trial.seconds > 0]
+        own_s = max(map(self.measurements.compile_seconds, self.measurements.rehearsed_s), default=0.0)
+        trials = [trial for trials in self.measurements.small.values() for trial in trials if trial.seconds > 0]
         run_s = min((run_seconds(self.config, trial.micro_batch / trial.seconds) for trial in trials), default=0.0)
-        return own_s + min(COMPILING_SHARE * run_s, MOST_COMPILING_S)
+        return own_s + min(COMPILING_SHARE * run_s, MAX_COMPILING_S)
 
     def explore(self) -> None:
-        """A few micro-batches of each kind, and what else options are made of."""
-        self.measurements.in_16_bits.clear()  # what a decision of before had room with says nothing of today
+        """Measures a few micro-batches of each kind, and everything else that options are planned from."""
+        self.measurements.fits_only_in_bf16.clear()  # of a cached decision
         kinds, most = self.axes.recomputed, self.axes.num_layers
-        if self.measurements.compiled and kinds != (most,):  # of both ends: what compiled layers keep is between them
+        if self.measurements.compiled and kinds != (most,):  # both ends: compiled layers lie between them
             for end in (most, 0):
-                with nullcontext() if end in kinds else suppress(Exception):  # a pin stays, whatever others raise
+                with nullcontext() if end in kinds else suppress(Exception):  # a number that the user set stays
                     self.measurements.explore(end)
-            kinds = tuple(number for number in kinds if not self.measurements.reaches(number))
+            kinds = tuple(number for number in kinds if not self.measurements.covers(number))
         for recomputed in kinds:
-            if self.measurements.compiled or not (recomputed and self._roomy()):
+            if self.measurements.compiled or not (recomputed and self._fits_with_adamw()):
                 self.measurements.explore(recomputed)
-        self._plan_by(self.measurements.tried[min(self.measurements.tried)][0].footprint)
+        self._plan_by(self.measurements.small[min(self.measurements.small)][0].footprint)
         beyond = self.measurements.capped and not self.measurements.any_room
-        if self.constant:
+        if self.size_independent:
             return
-        with self.phases("the profiler"), uncapped(self.where, budget=self.budget) if beyond else nullcontext():
+        with self.phases("the profiler"), uncapped(self.device, budget=self.budget) if beyond else nullcontext():
             constant = {
-                release: self._constant(replace(self.settings, release=release)) for release in self.axes.release
+                release: self._size_independent(replace(self.settings, release=release))
+                for release in self.axes.release
             }
-        self.table = self._table()  # which may find no room: then both are made anew
-        self.constant = constant
+        self.table = self._table()  # may run out of memory: both are then made anew
+        self.size_independent = constant
 
     def _plan_by(self, footprint: Footprint) -> None:
         planner = self.settings.planner
@@ -394,25 +418,25 @@ class MicroBatchSearch:
         self.planner = Planner(self.session.infos, footprint=footprint, **given)
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
 
-    # -- what was decided before --------------------------------------------------------------------------------------
+    # -- cached decisions ---------------------------------------------------------------------------------------------
 
-    def key(self) -> dict[str, Any]:
-        """All that the decision rests on, see `decision_cache`."""
-        batches = self.measurements.trials.batches
-        return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.where)
+    def cache_key(self) -> dict[str, Any]:
+        """Everything that the decision rests on, see `decision_cache`."""
+        batches = self.measurements.runner.batches
+        return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.device)
 
-    def confirms(self, kept: Entry) -> bool:
-        """Whether a decision of before is enough for a run as long as this one, and what it chose takes the bytes that
-        it took, as one look at it within the cap says."""
+    def confirm(self, kept: Entry) -> bool:
+        """True if a cached decision is good enough for a run of this length, and its option still takes the bytes that
+        it took, by one measurement within the cap."""
         chosen, before = kept.chosen, kept.footprint
         if kept.run_s < run_seconds(self.config, chosen.samples_per_s):
             return False
         with self.phases("plans of the options"):
             self._plan_by(before)
-        self.begin(compiled=chosen.compiled)
-        self.measurements.in_16_bits |= {chosen.key} if kept.in_16_bits else set()
+        self.reset(compiled=chosen.compiled)
+        self.measurements.fits_only_in_bf16 |= {chosen.key} if kept.in_16_bits else set()
         try:
-            trial = self.measurements.look_at(chosen.key, blocks=self.blocks)
+            trial = self.measurements.measure_within_cap(chosen.key, blocks=self.blocks)
         except BaocError:
             raise
         except Exception:  # of a compiler, which may raise any; then it is decided anew
@@ -421,8 +445,8 @@ class MicroBatchSearch:
             return False
         if trial is None:
             return False
-        fixed = {name: getattr(before, name) for name in CONSTANT}
-        context = int(self.ranks.all_reduce_max(max(trial.footprint.context_bytes, context_bytes(self.where)))[0])
+        fixed = {name: getattr(before, name) for name in SIZE_INDEPENDENT}
+        context = int(self.ranks.all_reduce_max(max(trial.footprint.context_bytes, context_bytes(self.device)))[0])
         found = replace(trial.footprint, context_bytes=context, **fixed)
         self.planner.footprint, self.planner.latency = found, kept.latency
         with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
@@ -430,12 +454,12 @@ class MicroBatchSearch:
             return found.peak_bytes(state_bytes=0) <= (1 + RATE_TOLERANCE) * before.peak_bytes(state_bytes=0)
         return False
 
-    def entry(self, choice: OptionChoice) -> Entry | None:
-        """What was chosen, to be kept; None where nothing fits."""
+    def cache_entry(self, choice: OptionChoice) -> Entry | None:
+        """The chosen option for the cache; None if nothing fits."""
         chosen = choice.chosen
         if chosen is None:
             return None
-        # Compiled layers were not searched, as the run is short
+        # Compiled layers were not searched because the run is short.
         unsought = compile_is_open(self) and not any(option.compiled for option in choice.options)
         run_s = run_seconds(self.config, chosen.samples_per_s) if choice.rivals or unsought else math.inf
         return Entry(
@@ -444,49 +468,49 @@ class MicroBatchSearch:
             footprint=self.footprints[chosen.key],
             latency=self.latency(chosen.key),
             run_s=run_s,
-            in_16_bits=chosen.key in self.measurements.in_16_bits,
+            in_16_bits=chosen.key in self.measurements.fits_only_in_bf16,
         )
 
     # -- options ------------------------------------------------------------------------------------------------------
 
-    def _constant(self, settings: SessionSettings) -> dict[str, Any]:
-        """Fields of a footprint that do not depend on the micro-batch: the profiler, and temporaries of a step."""
+    def _size_independent(self, settings: SessionSettings) -> dict[str, Any]:
+        """Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step."""
         make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
         assert self.planner.footprint is not None
         found = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
-        return {name: getattr(found, name) for name in CONSTANT}
+        return {name: getattr(found, name) for name in SIZE_INDEPENDENT}
 
-    def _trials(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
+    def _new_runner(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
         with self.phases("first batches"):
             batch = next(iter(data.make_train_loader(limit=None)))
             val_batch = next(iter(data.val_dataloader()), None)
-        given = {"device": self.where, "precision": precision, "phases": self.phases}
+        given = {"device": self.device, "precision": precision, "phases": self.phases}
         return MicroBatchRunner(self.task, batch=batch, val_batch=val_batch, **given)
 
-    def _bring(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
-        """The task comes to the device: whether within a cap, and whether with those weights in 16 bits from the
-        beginning."""
+    def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
+        """Moves the task to the device until `visit` closes. Returns whether a cap is set, and whether the weights came
+        in bf16."""
         try:
-            cap_device(self.where, budget=self.budget)
-        except BadInputError:  # the context alone takes the budget
-            self.task.to(self.where)
+            cap_device(self.device, budget=self.budget)
+        except BadInputError:  # the CUDA context alone exceeds the budget
+            self.task.to(self.device)
             return False, False
         if self.sharded:
             return True, False  # each rank's part is there
-        context = context_bytes(self.where)
-        waits = must_wait(self.task, device=self.where, budget=self.budget, context_bytes=context)
+        context = context_bytes(self.device)
+        waits = must_wait(self.task, device=self.device, budget=self.budget, context_bytes=context)
         given = bf16_params if waits else {}
         there = on_device_as_bf16(
-            self.task, bf16_params=given, device=self.where, budget=self.budget, context_bytes=context
+            self.task, bf16_params=given, device=self.device, budget=self.budget, context_bytes=context
         )
         visit.enter_context(there)
         return True, bool(given)
 
-    def _roomy(self) -> bool:
-        """Whether the whole batch fits at once with all activations kept and fp32 AdamW's states beside them, so that
-        there is nothing to be had by computing some again."""
+    def _fits_with_adamw(self) -> bool:
+        """True if the whole batch fits at once with all activations and fp32 AdamW's states, so recomputing gains
+        nothing."""
         whole = (self.config.batch_size, 0, False)
-        kept = self.measurements.tried.get(0)
+        kept = self.measurements.small.get(0)
         if kept is None or 0 in self.measurements.measured_in_bf16 or whole[0] not in self.axes.micro_batches:
             return False
         if self.budget.memory_bytes is None:
@@ -495,66 +519,68 @@ class MicroBatchSearch:
         return footprint.peak_bytes(state_bytes=3 * footprint.weights_bytes) <= self.budget.memory_bytes
 
     def _table(self) -> LatencyTable:
-        """Seconds of the optimizer's specs, and of a step with fused AdamW by the fastest way of those tried."""
+        """The latency table: seconds of the optimizer's specs, and of the fastest option's step with fused AdamW."""
         specs = list(self.planner.specs.values())
-        if not self.measurements.any_room:  # nothing will be run, and there is no room to time anything
-            return LatencyTable(device=str(self.where), fixed_s={}, per_element_s={})
+        if not self.measurements.any_room:  # there is no room to time anything, and nothing will be run
+            return LatencyTable(device=str(self.device), fixed_s={}, per_element_s={})
         limited = self.budget.step_time is not None
         with self.phases("the latency table"):
             table = time_specs(
                 specs,
-                device=self.where,
+                device=self.device,
                 num_elements=sum(local_shard(param).numel() for param in self.params.values()),
                 num_tensors=len(self.params),
                 upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
-                needed=specs_timed_first(specs, device=self.where) if limited else (),
+                needed=specs_timed_first(specs, device=self.device) if limited else (),
                 max_s=LIMITED_S if limited else FUSED_S,
                 cache_dir=cache_folder(),
             )
-        table = replace(self.ranks.broadcast(table), device=str(self.where))
-        tried = self.measurements.tried.items()
+        table = replace(self.ranks.broadcast(table), device=str(self.device))
+        tried = self.measurements.small.items()
         known = [(trial, kind) for kind, trials in tried for trial in trials]
         timed = [(trial, kind) for trial, kind in known if not math.isnan(trial.seconds)] or known
         trial, recomputed = min(timed, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
-        way = trial.micro_batch, recomputed, False
-        if limited and way not in self.measurements.no_room:  # options are held against it, so it is timed as they are
-            self.measurements.try_out(way, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
-        return replace(table, reference_step_s=table.reference_step_s + self.measurements.seconds(way))
+        key = trial.micro_batch, recomputed, False
+        if (
+            limited and key not in self.measurements.out_of_memory
+        ):  # options are held against it, so it is timed as they are
+            self.measurements.try_out(key, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
+        return replace(table, reference_step_s=table.reference_step_s + self.measurements.seconds(key))
 
-    def latency(self, way: Way) -> LatencyTable:
-        """The table with all but the optimizer's part of a step of this option."""
-        return replace(self.table, base_step_s=self.table.base_step_s + self.measurements.seconds(way))
+    def latency(self, key: OptionKey) -> LatencyTable:
+        """The latency table with the rest of this option's step."""
+        return replace(self.table, base_step_s=self.table.base_step_s + self.measurements.seconds(key))
 
     def options(self) -> list[Option]:
-        options = self.made()
+        options = self.plan_options()
         if not any(option.fits for option in options) and self.measurements.measure_again_in_bf16():
-            options = self.made()
+            options = self.plan_options()
         return options
 
-    def made(self) -> list[Option]:
+    def plan_options(self) -> list[Option]:
         self.context = int(
-            self.ranks.all_reduce_max(context_bytes(self.where))[0]
+            self.ranks.all_reduce_max(context_bytes(self.device))[0]
         )  # has grown by the kernels of what was tried since
-        ways = [
-            way for way in self.axes.option_keys(batch_size=self.config.batch_size) if self.measurements.reaches(way[1])
+        keys = [
+            key for key in self.axes.option_keys(batch_size=self.config.batch_size) if self.measurements.covers(key[1])
         ]
         with self.phases("plans of the options"):
             if not self.table.fixed_s:  # for want of room: bytes alone decide whether there may be some
                 self.planner.budget = replace(self.budget, step_time=None)
-            ends: dict[Way, Option] = {}
-            for way in sorted(ways, key=self.measurements.seconds):
-                option = self.too_slow(way, than=ends.values()) or self._option(way)
-                ends |= {} if option is None else {way: option}
-            partly = [self._option(way) for way in self._partly(ends)]
+            ends: dict[OptionKey, Option] = {}
+            for key in sorted(keys, key=self.measurements.seconds):
+                option = self.too_slow(key, than=ends.values()) or self._option(key)
+                ends |= {} if option is None else {key: option}
+            partly = [self._option(key) for key in self._between_ends(ends)]
         options = [*ends.values(), *(option for option in partly if option is not None)]
         return sorted(options, key=lambda option: (option.recomputed, option.micro_batch, option.release))
 
-    def _partly(self, ends: Mapping[Way, Option]) -> list[Way]:
-        """Ways with a number of recomputed layers between the ends that may be better than these, and what was tried of
-        such."""
-        most = max(self.measurements.tried)
-        found: list[Way] = []
-        for size, number, release in [way for way in ends if way[1] == most > 0]:
+    def _between_ends(self, ends: Mapping[OptionKey, Option]) -> list[OptionKey]:
+        """Keys with a number of recomputed layers between none and all that may be better than both ends, and those
+        that were measured."""
+        most = max(self.measurements.small)
+        found: list[OptionKey] = []
+        for size, number, release in [key for key in ends if key[1] == most > 0]:
             kept, plan = ends.get((size, 0, release)), self._plans.get((size, most, release), (None, None))[1]
             if kept is None or not self.measurements.has_room((size, most, release)):
                 continue
@@ -565,82 +591,86 @@ class MicroBatchSearch:
                 plan=plan if isinstance(plan, Plan) else None,
                 least_bytes=None if kept.fits or self.config.objective == "quality" else kept.peak_bytes,
             )
-            measured = self.measurements.rehearsed.keys() | self.measurements.compared.keys()
-            tried = {way[1] for way in measured if (way[0], way[2]) == (size, release)} - {0, most}
+            measured = self.measurements.rehearsed_s.keys() | self.measurements.compared_s.keys()
+            tried = {key[1] for key in measured if (key[0], key[2]) == (size, release)} - {0, most}
             out = max((n for n in range(most) if not self.measurements.has_room((size, n, release))), default=0)
             step = max(1, most // 8)  # past a number that ran out of memory against its prediction
             numbers = {number if number > out else out + step for number in numbers}
-            near = {n for n in numbers if self._no_faster(n, than=tried, size=size, release=release)}
+            near = {n for n in numbers if self._is_no_faster(n, than=tried, size=size, release=release)}
             found += [(size, number, release) for number in tried | (numbers - near) if number < most]
         return found
 
-    def _no_faster(self, number: int, *, than: Collection[int], size: int, release: bool) -> bool:
-        """Whether a larger number that was tried, and has room, takes about as long."""
-        room = [n for n in than if n > number and (size, n, release) not in self.measurements.no_room]
+    def _is_no_faster(self, number: int, *, than: Collection[int], size: int, release: bool) -> bool:
+        """True if a larger number of recomputed layers, that was measured and has room, takes about as long."""
+        room = [n for n in than if n > number and (size, n, release) not in self.measurements.out_of_memory]
         seconds = self.measurements.seconds((size, number, release))
         return any(self.measurements.seconds((size, n, release)) <= (1 + RATE_TOLERANCE) * seconds for n in room)
 
-    def _footprint(self, way: Way) -> Footprint | None:
-        """None where it is not known what released gradients would leave."""
-        footprint = self.measurements.footprint(way, blocks=self.planner.blocks)
+    def _footprint(self, key: OptionKey) -> Footprint | None:
+        """The option's footprint; None if it is unknown what gradient release would leave."""
+        footprint = self.measurements.footprint(key, blocks=self.planner.blocks)
         if footprint is None:
             return None
         context = max(footprint.context_bytes, self.context)
-        return replace(footprint, context_bytes=context, **self.constant[way[2]])
+        return replace(footprint, context_bytes=context, **self.size_independent[key[2]])
 
-    def too_slow(self, way: Way, *, than: Collection[Option]) -> Option | None:
-        """This way without a plan where the rate alone counts and it cannot be the best, as far as promises may err."""
-        seconds = self.measurements.seconds(way)
+    def too_slow(self, key: OptionKey, *, than: Collection[Option]) -> Option | None:
+        """The option without a plan, if the rate alone counts and it cannot be the best within EXTRAPOLATED_ERROR's
+        error; else None."""
+        seconds = self.measurements.seconds(key)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
         slow = (1 - EXTRAPOLATED_ERROR) * seconds > (
             1 + EXTRAPOLATED_ERROR
         ) * fitting_s  # not where seconds are not known
-        if counts or way in self.measurements.rehearsed or not slow:
+        if counts or key in self.measurements.rehearsed_s or not slow:
             return None
-        return self._unplanned(way, why="not planned: too slow by its promise", seconds=seconds)
+        return self._unplanned(key, why="not planned: too slow by its promise", seconds=seconds)
 
-    def _unplanned(self, way: Way, *, why: str, seconds: float = math.nan) -> Option:
+    def _unplanned(self, key: OptionKey, *, why: str, seconds: float = math.nan) -> Option:
         return Option(
-            micro_batch=way[0],
-            accumulation=self.config.batch_size // way[0],
-            recomputed=way[1],
+            micro_batch=key[0],
+            accumulation=self.config.batch_size // key[0],
+            recomputed=key[1],
             num_layers=self.axes.num_layers,
-            release=way[2],
+            release=key[2],
             samples_per_s=self.config.batch_size / seconds,
             step_s=seconds,
             why=why,
             compiled=self.measurements.compiled,
         )
 
-    def _option(self, way: Way) -> Option | None:
-        footprint = self._footprint(way)
+    def _option(self, key: OptionKey) -> Option | None:
+        footprint = self._footprint(key)
         if footprint is None:
             return None
-        self.footprints[way] = footprint
+        self.footprints[key] = footprint
         option = make_option(
             self.planner,
             footprint=footprint,
             batch_size=self.config.batch_size,
-            recomputed=way[1],
+            recomputed=key[1],
             num_layers=self.axes.num_layers,
-            latency=self.latency(way),
-            release=way[2],
-            propose=partial(self.proposed, way),
+            latency=self.latency(key),
+            release=key[2],
+            propose=partial(self.propose, key),
         )
-        tried = way in self.measurements.rehearsed and self.measurements.is_measured(way)
-        compared = way in self.measurements.compared and not tried
+        tried = key in self.measurements.rehearsed_s and self.measurements.is_measured(key)
+        compared = key in self.measurements.compared_s and not tried
         option = replace(option, tried=tried, compared=compared, compiled=self.measurements.compiled)
-        if not self.measurements.has_room(way):
+        if not self.measurements.has_room(key):
             why = "does not fit: out of memory when it was tried"  # whatever time or host memory it is given
             return replace(option, risk=None, fastest_s=math.nan, least_host_bytes=None, why=why)
         return option
 
-    def proposed(self, way: Way) -> Plan:
-        """The planner's plan; that of before where seconds have no part in it and its bytes are as they were, or more
-        by what the context has grown and that leaves it room."""
+    def propose(self, key: OptionKey) -> Plan:
+        """Plans an option, or adjusts its earlier plan or refusal.
+
+        The earlier one serves if seconds play no part and the footprint is the same but for a context that has grown
+        within the room that is left. Raises InfeasibleBudgetError.
+        """
         footprint, memory = self.planner.footprint, self.budget.memory_bytes
-        made, found = self._plans.get(way, (None, None))
+        made, found = self._plans.get(key, (None, None))
         grown = footprint.context_bytes - made.context_bytes if made and footprint else 0
         alike = made is not None and replace(made, context_bytes=made.context_bytes + grown) == footprint
         room = math.inf if memory is None or not isinstance(found, Plan) else memory - found.peak_bytes
@@ -654,62 +684,70 @@ class MicroBatchSearch:
             found = replace(found, peak_bytes=found.peak_bytes + grown, least_feasible_bytes=least)
         else:
             found.least_feasible_bytes += grown
-        self._plans[way] = footprint, found
+        self._plans[key] = footprint, found
         if isinstance(found, InfeasibleBudgetError):
             raise found
         return found
 
     def least_measured(self, options: list[Option]) -> list[Option]:
-        """The options where none fits, the one of fewest bytes having been measured as it would be run, as a refusal
-        names it, and the same bytes are asked for by a run with that budget; it may even fit, as lines are above."""
+        """If no option fits, measures the one that needs the fewest bytes, as a refusal names it; it may even fit.
+
+        A run with the budget that is named will then need the same bytes.
+        """
         slow = any(not math.isnan(option.fastest_s) for option in options)
         if slow or self.budget.memory_bytes is None or not self.measurements.capped:
             return options
-        for _ in range(VERIFIED):
+        for _ in range(MAX_VERIFIED):
             least = min(options, key=lambda option: (option.peak_bytes, not self.measurements.is_measured(option.key)))
             if self.measurements.is_measured(least.key):
                 break
             with self.phases("the least option"):
-                if not self.measurements.measure(least.key, blocks=self.blocks):
+                if not self.measurements.measure_outside_cap(least.key, blocks=self.blocks):
                     break
-            options = self.made()
+            options = self.plan_options()
         return options
 
-    def _stepped_by(self, way: Way) -> list[OptimizerSpec]:
-        """For each block what the plan of a way steps most blocks with, as each spec more is compiled for a second and
-        changes little of what the host does; nothing where there is no plan."""
-        _, plan = self._plans.get(way, (None, None))
+    def _specs_for_timing(self, key: OptionKey) -> list[OptimizerSpec]:
+        """For each block the spec that most blocks of the option's plan have; nothing without a plan.
+
+        One spec, because each further one compiles for a second and changes little of the host's work.
+        """
+        _, plan = self._plans.get(key, (None, None))
         if not isinstance(plan, Plan):
             return []
         ((most, _),) = Counter(plan.allocation.choices.values()).most_common(1)
         return [self.planner.specs[most]] * len(self.planner.blocks)
 
-    def measured(self, option: Option, *, tell: Callable[[str], None]) -> list[Option]:
-        """All options again, this one having been compared or, if it was or its layers are compiled, tried as it would
-        be run."""
+    def measure_option(self, option: Option, *, tell: Callable[[str], None]) -> list[Option]:
+        """Measures an option, and returns all options planned again.
+
+        At first it is compared. If it was compared before, or its layers are compiled, it is measured as training would
+        run it.
+        """
         blind = not self.measurements.any_room
         tries = option.compared or option.compiled or blind
         tell(f"deciding how a batch is run: {'trying' if tries else 'comparing'} {option.name}")
         measure = self.measurements.try_out if tries else self.measurements.compare
-        measure(option.key, blocks=self.blocks, specs=self._stepped_by(option.key))
+        measure(option.key, blocks=self.blocks, specs=self._specs_for_timing(option.key))
         if blind and self.measurements.any_room:
             self.planner.budget, self.table = self.budget, self._table()
         return self.options()
 
-    def cost_s(self, option: Option, tried: bool) -> float:
-        """About the seconds that it takes to compare an option, or to try one."""
+    def measuring_seconds(self, option: Option, tried: bool) -> float:
+        """About how many seconds it takes to compare an option, or to measure it as training would run it if
+        `tried`."""
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
         if not tried and not option.compiled:
             return COMPARING_S + (2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s))
         looks_s = 0.0 if self.measurements.is_measured(option.key) else LOOKING_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
-        rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.where.type], step_s)
-        return self.measurements.compiling_s(option.micro_batch) + looks_s + rehearsed_s
+        rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.device.type], step_s)
+        return self.measurements.remaining_compile_seconds(option.micro_batch) + looks_s + rehearsed_s
 
 
 def run_seconds(config: RunConfig, rate: float) -> float:
-    """Of a run at `rate` samples per second, as far as its limits tell; without one it is taken to be endless."""
+    """Seconds of a run at `rate` samples per second, by its limits; infinite without a limit."""
     limits = []
     if config.trainer.max_steps > 0:
         limits.append(config.trainer.max_steps * config.batch_size / rate)
@@ -719,8 +757,8 @@ def run_seconds(config: RunConfig, rate: float) -> float:
     return min(limits, default=math.inf)
 
 
-def told(choice: OptionChoice) -> str:
-    """What measuring options won, and what was left, in words."""
+def measuring_summary(choice: OptionChoice) -> str:
+    """How often options were measured, what that gained, and what may be better, as text."""
     said = f"; options were measured {choice.num_measured} time{'s' if choice.num_measured != 1 else ''}"
     if choice.won > 0:
         said += f", which won {choice.won:.1%} over the one that promised most"
@@ -730,13 +768,13 @@ def told(choice: OptionChoice) -> str:
     return said
 
 
-def leave(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
-    """The table on the terminal and options.csv in the run folder."""
+def write_options(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
+    """Prints the table of options and writes options.csv."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
 
 
-def compile_is_open(decision: MicroBatchSearch) -> bool:
-    """Whether a run that is long enough has compiled layers searched, too."""
-    is_open = decision.config.model.compile == "auto" and decision.where.type == "cuda" and decision.measurements.capped
-    return is_open and decision.axes.num_layers > 0 and not decision.sharded
+def compile_is_open(search: MicroBatchSearch) -> bool:
+    """True if compiled layers are searched too when a run is long enough."""
+    is_open = search.config.model.compile == "auto" and search.device.type == "cuda" and search.measurements.capped
+    return is_open and search.axes.num_layers > 0 and not search.sharded

@@ -1,7 +1,7 @@
 """Runs micro-batches of several sizes outside of any Trainer, and measures the bytes and seconds of each.
 
-They are cut from one batch, whose samples are repeated where there are too few. Weights, buffers and random generators
-are as before; gradients are None and kernels compiled afterwards.
+They are cut from one batch, whose samples are repeated if there are too few. Afterwards weights, buffers and random
+generators are as before, gradients are None, and kernels stay compiled.
 """
 
 import gc
@@ -33,20 +33,20 @@ from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
 from baoc.types import Footprint, OptimizerSpec, PeakInterval
 
-MOST_TRIALS = 4  # of one kind
 PRECISIONS = ("32-true", "bf16-mixed")
-REHEARSED_S = {"cpu": 0.25, "cuda": 0.5}  # about what steps in Lightning's loop may take, after warm ones
-TIMED_S = 0.1  # about what repeats of a micro-batch may take: what may be chosen by them is rehearsed
-SERIES = 2  # of repeats at most, where the allocator was at work in the one before
-RUNS = 6  # of a micro-batch that a trial takes about: two for its bytes, one warm, some timed
+MAX_SIZES = 4  # micro-batches that are measured for one number of recomputed layers
+REHEARSED_S = {"cpu": 0.25, "cuda": 0.5}  # about how long steps in Lightning's loop are timed, after warm-up ones
+TIMED_S = 0.1  # about how long a micro-batch is timed; options that may win are timed again in Lightning's loop
+MAX_TIMING_SERIES = 2  # timed again if the allocator called cudaMalloc in the first series
+RUNS_PER_MEASUREMENT = 6  # runs of a micro-batch that a measurement takes: 2 for bytes, 1 warm-up, about 3 timed
 
 
 class MicroBatchRunner:
-    """Micro-batches of `module` on `device`, which it is on already.
+    """Measures micro-batches of `module`, which is on `device` already.
 
-    `batch` and `val_batch` are real ones, of any size. Ranks that have parts of it try in step; what takes most counts,
-    and an error of one is one of all. With `emulate_cuda` all of them are fake tensors of a CPU, and
-    flow as on a card. Raises BadInputError for a precision whose weights a Trainer would convert.
+    `batch` and `val_batch` are real ones, of any size. Under fully_shard all ranks run each size together: the maximum
+    over ranks counts, and an error on one rank is raised on all. `emulate_cuda`: tensors are fake ones on the CPU, with
+    CUDA's allocator and autocast emulated. Raises BadInputError for a precision whose weights a Trainer would convert.
     """
 
     def __init__(
@@ -66,25 +66,25 @@ class MicroBatchRunner:
                 f"{precision}: give a micro_batch, or one of these"
             )
         self.module, self.device, self.phases = module, device, phases or PhaseTimer()
-        self.ranks = ranks() if any(map(is_sharded, module.parameters())) else SINGLE_PROCESS  # who try in step
+        self.ranks = ranks() if any(map(is_sharded, module.parameters())) else SINGLE_PROCESS
         self._batch, self._val_batch = batch, val_batch
         self._emulate_cuda = emulate_cuda
         self._mixed = precision == "bf16-mixed"
-        # Of validation, by micro-batch, whether gradients are there and whether weights are narrowed: as layers run as
-        # they are in it, whichever are recomputed or compiled, it is looked at once.
-        self._validated: dict[tuple[int, bool, bool], Footprint] = {}
+        # Validation footprints by (micro-batch, gradients present, bf16 weights). Validation neither recomputes nor
+        # compiles layers, so one measurement serves every number of recomputed layers.
+        self._validation_cache: dict[tuple[int, bool, bool], Footprint] = {}
 
     @property
-    def _buckets(self) -> bool:
-        """Whether DistributedDataParallel will keep gradients."""
+    def _ddp_keeps_gradients(self) -> bool:
+        """True if training will keep gradients in DistributedDataParallel's buckets."""
         return ranks() is not SINGLE_PROCESS and self.ranks is SINGLE_PROCESS
 
     @property
     def batches(self) -> tuple[Any, Any]:
-        """Of training and of validation, as they came; one sample where batches are made."""
+        """The batches of training and validation as they came; one sample if a BatchFactory makes batches."""
         return resize_batch(self._batch, 1) if isinstance(self._batch, BatchFactory) else self._batch, self._val_batch
 
-    def run(
+    def measure(
         self,
         micro_batch: int,
         *,
@@ -96,30 +96,39 @@ class MicroBatchRunner:
         merge_intervals: bool = True,
         bf16_savings: Mapping[str, int] | None = None,
     ) -> MicroBatchMeasurement:
-        """Footprint of a micro-batch, and seconds of its forward and backward where `timed`.
+        """Measures the footprint of a micro-batch and, if `timed`, the seconds of its forward and backward.
 
-        `released`: the parameters of each block, where gradients are to be dropped in backward. `per_step`: so many
-        micro-batches follow each other in a step, where that is not `accumulation`. `merge_intervals`: see
-        `probe_footprint`.
-        `bf16_savings`: bytes that each parameter has less where the caller holds it in 16 bits; the footprint is
-        told as that of native ones.
+        Args:
+            released: The parameters of each block under gradient release.
+            per_step: Micro-batches of a step, if not `accumulation`.
+            merge_intervals: See `probe_footprint`.
+            bf16_savings: Bytes that each parameter saves because the caller holds it in bf16; the footprint returned is
+                that of native weights.
         """
-        given = {"accumulation": accumulation, "context_bytes": context_bytes, "released": released}
-        given |= {"validated": (micro_batch, not released, bool(bf16_savings))}
-        given |= {"timed": timed, "per_step": per_step or accumulation, "merge_intervals": merge_intervals}
-        footprint, seconds = self.ranks.run_or_raise_on_all(
-            lambda: self._run(micro_batch, **given), has_collectives=True
-        )
+
+        def measure() -> tuple[Footprint, float]:
+            return self._measure(
+                micro_batch,
+                accumulation=accumulation,
+                timed=timed,
+                context_bytes=context_bytes,
+                released=released,
+                per_step=per_step or accumulation,
+                merge_intervals=merge_intervals,
+                bf16_weights=bool(bf16_savings),
+            )
+
+        footprint, seconds = self.ranks.run_or_raise_on_all(measure, has_collectives=True)
         if self.ranks is not SINGLE_PROCESS:
-            found = self.ranks.all_gather((footprint, seconds))
-            most = max((each for each, _ in found), key=lambda one: one.peak_bytes(state_bytes=0))
-            footprint = replace(most, device=footprint.device, context_bytes=max(one.context_bytes for one, _ in found))
-            seconds = max(each for _, each in found)
+            footprints, all_seconds = zip(*self.ranks.all_gather((footprint, seconds)), strict=True)
+            largest = max(footprints, key=lambda of_rank: of_rank.peak_bytes(state_bytes=0))
+            context = max(of_rank.context_bytes for of_rank in footprints)
+            footprint, seconds = replace(largest, device=footprint.device, context_bytes=context), max(all_seconds)
         if bf16_savings:
             footprint = as_native(footprint, savings=bf16_savings)
         return MicroBatchMeasurement(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
-    def _run(
+    def _measure(
         self,
         micro_batch: int,
         *,
@@ -129,19 +138,19 @@ class MicroBatchRunner:
         released: Sequence[Sequence[Tensor]],
         per_step: int,
         merge_intervals: bool,
-        validated: tuple[int, bool, bool],
+        bf16_weights: bool,
     ) -> tuple[Footprint, float]:
-        batch, known = self._cleared(micro_batch), self._validated.get(validated)
-        looks = self._val_batch is not None and known is None
-        val_batch = self._moved(resize_batch(self._val_batch, micro_batch)) if looks else None
-        ema = [part for part in (getattr(self.module, "ema", None),) if isinstance(part, EmaWeights)]
-        with silent(self.module), self._flowing(), self.phases("bytes of trials"):
+        batch, cache_key = self._fresh_batch(micro_batch), (micro_batch, not released, bf16_weights)
+        validation = self._validation_cache.get(cache_key)
+        validates = self._val_batch is not None and validation is None
+        val_batch = self._to_device(resize_batch(self._val_batch, micro_batch)) if validates else None
+        with silent(self.module), self._emulated_autocast(), self.phases("bytes of trials"):
             footprint = probe_footprint(
                 self.module,
                 run_micro_batch=lambda: self._loss(batch) / accumulation,
                 run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
                 micro_batch=micro_batch,
-                accumulation=max(accumulation, 2) if self._buckets else accumulation,  # where they stay
+                accumulation=max(accumulation, 2) if self._ddp_keeps_gradients else accumulation,
                 context_bytes=context_bytes,
                 warm=not self._emulate_cuda,
                 allocator=CachingAllocator() if self._emulate_cuda else None,
@@ -150,42 +159,47 @@ class MicroBatchRunner:
             )
             with self.phases("seconds of trials"):
                 seconds = self._seconds(batch, per_step=per_step) if timed else math.nan
-        if known is not None:
-            seen = tuple(interval for interval in known.intervals if interval.name == "validation")
-            seen = seen or (PeakInterval(name="validation", num_bytes=known.validation_bytes),)
-            intervals = (*footprint.intervals, *seen) if footprint.intervals else ()
-            footprint = replace(footprint, validation_bytes=known.validation_bytes, intervals=intervals)
-        elif looks and not self._emulate_cuda:
-            self._validated[validated] = footprint
-        return with_averages(footprint, ema, module=self.module, validates=self._val_batch is not None), seconds
+        if validation is not None:
+            peaks = tuple(interval for interval in validation.intervals if interval.name == "validation")
+            peaks = peaks or (PeakInterval(name="validation", num_bytes=validation.validation_bytes),)
+            intervals = (*footprint.intervals, *peaks) if footprint.intervals else ()
+            footprint = replace(footprint, validation_bytes=validation.validation_bytes, intervals=intervals)
+        elif validates and not self._emulate_cuda:
+            self._validation_cache[cache_key] = footprint
+        ema: Any = getattr(self.module, "ema", None)
+        averages = [ema] if isinstance(ema, EmaWeights) else []
+        return with_averages(footprint, averages, module=self.module, validates=self._val_batch is not None), seconds
 
     def compile(self, micro_batch: int) -> float:
-        """Runs it once, for what is compiled then; seconds that this took."""
+        """Runs a micro-batch once, so that its layers are compiled; returns the seconds that this took.
 
-        def compiled() -> float:
-            batch = self._cleared(micro_batch)
-            with silent(self.module), self._restored(), self.phases("compiling"):
-                began = perf_counter()
+        Freezes the garbage collector's generations; the caller must call `gc.unfreeze()`.
+        """
+
+        def compile() -> float:
+            batch = self._fresh_batch(micro_batch)
+            with silent(self.module), self._preserved_state(), self.phases("compiling"):
+                start = perf_counter()
                 self._loss(batch).backward()
                 synchronize(self.device)
-                took = perf_counter() - began
+                seconds = perf_counter() - start
             gc.collect()
-            gc.freeze()  # what the compiler keeps is looked through no more: each emptying of caches took .1 s longer
-            return took
+            gc.freeze()  # else each later emptying of caches walks the compiler's objects, which took .1 s
+            return seconds
 
-        return self._slowest(compiled)
+        return self._slowest(compile)
 
-    def timed(self, micro_batch: int, *, per_step: int) -> float:
-        """Seconds of forward and backward alone, as `run` takes them."""
+    def time_micro_batch(self, micro_batch: int, *, per_step: int) -> float:
+        """Seconds of forward and backward, as `measure` takes them."""
 
-        def seconds() -> float:
-            batch = self._cleared(micro_batch)
+        def time() -> float:
+            batch = self._fresh_batch(micro_batch)
             with silent(self.module), self.phases("comparisons"):
                 return self._seconds(batch, per_step=per_step)
 
-        return self._slowest(seconds)
+        return self._slowest(time)
 
-    def rehearsed(
+    def time_training_step(
         self,
         micro_batch: int,
         *,
@@ -196,59 +210,76 @@ class MicroBatchRunner:
         release: bool = False,
         max_s: float | None = None,
     ) -> float:
-        """Seconds of a whole step but for the optimizer's part, see `rehearse`; by default REHEARSED_S of them."""
-        given: dict[str, Any] = {"module": self.module, "device": self.device, "clip": clip}
-        given |= {"accumulation": per_step, "blocks": blocks, "specs": specs, "release": release}
-        given["params"] = [param for param in self.module.parameters() if param.requires_grad]
-        given["max_s"] = REHEARSED_S[self.device.type] if max_s is None else max_s
+        """Seconds of a whole step in Lightning's loop, without the optimizer's part; see `rehearse`.
 
-        def seconds() -> float:
-            batch = self._cleared(micro_batch)
+        `max_s`: seconds to spend, by default REHEARSED_S.
+        """
+
+        def time() -> float:
+            batch = self._fresh_batch(micro_batch)
             with silent(self.module), self.phases("rehearsals"):
-                return rehearse(self._loss, batch=batch, **given)
+                return rehearse(
+                    self._loss,
+                    batch=batch,
+                    module=self.module,
+                    params=[param for param in self.module.parameters() if param.requires_grad],
+                    device=self.device,
+                    accumulation=per_step,
+                    clip=clip,
+                    blocks=blocks,
+                    specs=specs,
+                    release=release,
+                    max_s=REHEARSED_S[self.device.type] if max_s is None else max_s,
+                )
 
-        return self._slowest(seconds)
+        return self._slowest(time)
 
     def _slowest(self, measure: Callable[[], float]) -> float:
-        """Seconds of the rank that takes longest."""
+        """Runs `measure`, which returns seconds, on all ranks; returns the maximum."""
         return self.ranks.all_reduce_max(self.ranks.run_or_raise_on_all(measure, has_collectives=True))[0]
 
-    def _cleared(self, micro_batch: int) -> Any:
-        """A batch, on the device; what other sizes left in the allocator's cache would be in the way of this one."""
+    def _fresh_batch(self, micro_batch: int) -> Any:
+        """A batch of this size on the device, after the allocator's cache has been emptied of other sizes' memory."""
         with self.phases("emptying caches"):
             clear_cache(self.device)
-        return self._moved(resize_batch(self._batch, micro_batch))
+        return self._to_device(resize_batch(self._batch, micro_batch))
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
-        """As in training, where the allocator has all that it needs: a series in which it asked for more counts only
-        if there is no other."""
+        """Seconds of forward and backward. In training the allocator has all memory that it needs, so a series in which
+        it asked the device for more is timed again."""
 
         def run() -> None:
             self._loss(batch).backward()
-            if per_step == 1:  # else gradients of the next micro-batch are added to these
+            if per_step == 1:  # else the next micro-batch accumulates
                 self.module.zero_grad(set_to_none=True)
 
-        found: list[float] = []
-        with self._restored():
+        with self._preserved_state():
             start = perf_counter()
             run()
             synchronize(self.device)
             once_s = perf_counter() - start
-            series, least = (SERIES, 2) if once_s < TIMED_S else (1, 1)  # what the allocator takes is little beside it
-            given = {"device": self.device, "max_s": TIMED_S, "warm": False, "once_s": once_s, "group": per_step}
-            if self.ranks is not SINGLE_PROCESS:  # as often on each
-                series, least, given["max_s"] = 1, 2, 0.0
-            for _ in range(series):
-                before = allocations(self.device)
-                found.append(seconds_per_run(run, least=least, **given))
-                if allocations(self.device) == before:
+            if self.ranks is not SINGLE_PROCESS:  # all ranks run equally often
+                num_series, least, max_s = 1, 2, 0.0
+            elif once_s < TIMED_S:
+                num_series, least, max_s = MAX_TIMING_SERIES, 2, TIMED_S
+            else:  # beside so long a run the allocator's part is small
+                num_series, least, max_s = 1, 1, TIMED_S
+            times: list[float] = []
+            for _ in range(num_series):
+                before = num_device_mallocs(self.device)
+                times.append(
+                    seconds_per_run(
+                        run, least=least, device=self.device, max_s=max_s, warm=False, once_s=once_s, group=per_step
+                    )
+                )
+                if num_device_mallocs(self.device) == before:
                     break
-        return min(found)
+        return min(times)
 
-    def forward(self, micro_batch: int) -> None:
-        """A forward without gradients, for whoever counts what it does."""
-        batch = self._moved(resize_batch(self._batch, micro_batch))
-        with silent(self.module), self._restored(), self._flowing(), torch.no_grad():
+    def run_forward(self, micro_batch: int) -> None:
+        """Runs one forward under no_grad, for FLOP counters."""
+        batch = self._to_device(resize_batch(self._batch, micro_batch))
+        with silent(self.module), self._preserved_state(), self._emulated_autocast(), torch.no_grad():
             self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -264,56 +295,56 @@ class MicroBatchRunner:
             self.module.validation_step(batch, 0)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Lightning's own, which keeps no copies of weights from one use to the next."""
+        """Lightning's own autocast, which does not cache bf16 copies of weights from one use to the next."""
         mixed = MixedPrecision("bf16-mixed", self.device.type) if self._mixed else None
         return mixed.autocast_context_manager() if mixed is not None else nullcontext()
 
-    def _flowing(self) -> AbstractContextManager[Any]:
-        """Around forward and backward, which computes recomputed activations as the forward did."""
+    def _emulated_autocast(self) -> AbstractContextManager[Any]:
+        """Emulates CUDA's autocast, also in backward, so that recomputed activations get the forward's dtypes."""
         return CudaAutocast() if self._emulate_cuda else nullcontext()
 
-    def _restored(self) -> AbstractContextManager[Any]:
+    def _preserved_state(self) -> AbstractContextManager[Any]:
         return preserved_state(self.module, list(self.module.parameters()))
 
-    def _moved(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         return self.module.transfer_batch_to_device(batch, self.device, 0)
 
 
-def grow(
-    run: Callable[[int], MicroBatchMeasurement],
+def measure_sizes(
+    measure: Callable[[int], MicroBatchMeasurement],
     *,
     sizes: Sequence[int],
     max_s: float,
     fits: Callable[[Footprint], bool],
 ) -> list[MicroBatchMeasurement]:
-    """Measures the smallest of `sizes`, of one four times as large, and of the largest that `fits` by the two.
+    """Measures the smallest size, one four times as large, and the largest that `fits` when extrapolated from these.
 
-    A small micro-batch takes a GPU as long as one several times as large, so it takes the largest to know the seconds
-    of those between. Where that would take more than about `max_s`, the largest that does not; where memory ends, one
-    of half the size. Raises torch.OutOfMemoryError where the smallest has no room.
+    A GPU takes as long for a small micro-batch as for one several times as large, so only the largest tells the seconds
+    of those between. If it would take more than about `max_s`, a smaller one is measured; if it runs out of memory, one
+    of at most half its size. Raises torch.OutOfMemoryError if the smallest size has no room.
     """
-    found = [run(sizes[0])]
+    measured = [measure(sizes[0])]
     with suppress(torch.OutOfMemoryError):
         second = next((size for size in sizes if size >= 4 * sizes[0]), sizes[-1])
         if second != sizes[0]:
-            found.append(run(second))
-    if len(found) < 2:
-        return found
-    left = [size for size in sizes if size > second and fits(footprint_at(found, micro_batch=size))]
-    quick = [size for size in left if RUNS * seconds_at(found, micro_batch=size) <= max_s]
-    for _ in range(MOST_TRIALS - 2):
-        if not quick:
+            measured.append(measure(second))
+    if len(measured) < 2:
+        return measured
+    larger = [size for size in sizes if size > second and fits(footprint_at(measured, micro_batch=size))]
+    larger = [size for size in larger if RUNS_PER_MEASUREMENT * seconds_at(measured, micro_batch=size) <= max_s]
+    for _ in range(MAX_SIZES - 2):
+        if not larger:
             break
-        size = quick[-1]
+        size = larger[-1]
         with suppress(torch.OutOfMemoryError):
-            found.append(run(size))
+            measured.append(measure(size))
             break
-        quick = [other for other in quick if 2 * other <= size]
-    return found
+        larger = [other for other in larger if 2 * other <= size]
+    return measured
 
 
-def allocations(device: torch.device) -> int:
-    """How often torch's allocator has asked the device for memory so far; 0 off CUDA."""
+def num_device_mallocs(device: torch.device) -> int:
+    """How often torch's allocator has asked the device for memory so far; 0 on other devices than CUDA."""
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats(device)
