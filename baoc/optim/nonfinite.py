@@ -1,9 +1,9 @@
-"""Finds non-finite gradient elements, zeroes them, leaves them out of the step, and counts them.
+"""Finds non-finite gradient elements, zeroes them, excludes them from the step, and counts them.
 
-`NonFiniteFilter.check` is the one place that decides whether a step is made. Under `skip_element` it returns a mask per
-parameter, under `skip_step` None where the step is to be skipped, and under `raise` it raises. Where nothing is
-found it costs one reduction. "Non-finite" means not `usable`: NaN, infinity, or 2^48 and more in size
-(`baoc.kernels.usable`).
+"Non-finite" means not `usable`: NaN, infinity, or 2^48 and more in size (`baoc.kernels.usable`).
+`NonFiniteFilter.check` alone decides whether a step is made. Under `skip_element` it returns a mask per parameter,
+under `skip_step` None if the step is to be skipped, and under `raise` it raises. Without non-finite elements it costs
+one reduction.
 """
 
 import logging
@@ -21,21 +21,22 @@ from baoc.optim.backends.base import Backend, StepUnit
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
-MAX_NAMED = 8  # tensors that a message lists, worst first; after a loss of NaN it is all of them
+MAX_NAMED = 8  # parameters that a message lists, worst first: after a loss of NaN all are affected
 
 
 class NonFiniteFilter:
-    """Looks at the gradients of each step once and remembers what the step must leave out.
+    """Checks the gradients of each step once, and remembers the elements that the step must exclude.
 
-    Backends that exclude non-finite elements themselves are only asked what they found: under `skip_element` some steps
-    later, so that nobody waits for the device.
+    Backends that exclude non-finite elements themselves (`StepUnit.self_excluding`) are only asked for their counts:
+    under `skip_element` some steps later, so that nobody waits for the device.
 
     Args:
         policy: One of POLICIES.
 
     Attributes:
-        vote: Given whether this process found something, returns whether any did. It is called once in each `check` and
-            `mask` of a policy that skips or raises, whatever was found, so that processes may ask each other.
+        vote: Gets whether this process found non-finite elements, and returns whether any process did. It is called
+            once in each `check` and `mask` of a policy that skips or raises, whatever was found, so that processes may
+            ask each other.
     """
 
     def __init__(self, policy: str):
@@ -45,41 +46,41 @@ class NonFiniteFilter:
         self.num_nonfinite = 0
         self.last_nonfinite: dict[str, int] = {}
         self.num_skipped_steps = 0
-        self._masks: dict[Tensor, Tensor] = {}
-        self._checked_grads: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was looked at
-        self._backends_found_some = False  # by backends, in the gradients that are there now
-        self._last_nonfinite_when = ""  # what `last_nonfinite` is of
-        self._pending_error = ""  # the error of policy `raise`, until everybody has voted
+        self._masks: dict[Tensor, Tensor] = {}  # parameter -> bool mask, True where finite
+        self._checked_grads: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was checked
+        self._backends_found_some = False  # in the present gradients
+        self._last_nonfinite_when = ""  # the step that `last_nonfinite` is of, as text
+        self._pending_error = ""  # message of policy `raise`, until all processes have voted
         self.vote: Callable[[bool], bool] = bool
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy comes without what was found in the gradients, as parameters are copied without theirs."""
+        """Leaves out what belongs to gradients, because parameters are copied without theirs."""
         return {**self.__dict__, "_masks": {}, "_checked_grads": {}, "_backends_found_some": False, "vote": bool}
 
     def check(self, unit: StepUnit, *, step: int, final: bool) -> dict[Tensor, Tensor] | None:
         """Decides about step number `step`: which elements it leaves out, or that it is skipped.
 
         Args:
-            final: Somebody reads the gradients before the step, so backends mark non-finite elements in them too.
+            final: True if gradients are read before the step, so that backends have to mark non-finite elements.
 
         Returns:
-            Parameter -> bool mask in its shape, True where finite, of those with other elements; None if the step is to
-            be skipped.
+            Parameter -> bool mask in its shape, True where finite, of parameters with non-finite elements. None if the
+            step is to be skipped.
 
         Raises:
             DivergedError: Some element is non-finite and the policy is `raise`.
         """
-        strict, guarded = self.policy != "skip_element", unit.checked_params
-        unknown = bool(guarded) and any([p.grad is not None and not self._was_checked(p) for p in guarded])
+        strict, checked = self.policy != "skip_element", unit.checked_params
+        unknown = bool(checked) and any([p.grad is not None and not self._was_checked(p) for p in checked])
         unmarked = [backend for backend in unit.self_excluding if not backend.marked] if final or strict else ()
         if unknown or unmarked:
-            self._find(unit, step=step, guarded=guarded if unknown else {}, marking=unmarked)
+            self._find(unit, step=step, params=checked if unknown else {}, backends=unmarked)
         if not strict and (unit.self_excluding or unit.unreported_nonfinite):
             self.read(unit, step=step, wait=False)
         masks = {param: mask for param, mask in self._masks.items() if self._was_checked(param)} if self._masks else {}
-        found = self._backends_found_some
+        backends_found_some = self._backends_found_some
         self._masks, self._checked_grads, self._backends_found_some = {}, {}, False
-        if not strict or not self.vote(bool(masks or found or self._pending_error)):
+        if not strict or not self.vote(bool(masks or backends_found_some or self._pending_error)):
             return masks
         if self.policy == "raise":
             self._raise(unit, step=step)
@@ -89,13 +90,13 @@ class NonFiniteFilter:
 
     def mask(self, unit: StepUnit, *, step: int) -> int | None:
         """Zeroes non-finite elements of the gradients; returns how many there were, None if only the device knows."""
-        count = self._find(unit, step=step, guarded=unit.checked_params, marking=unit.self_excluding)
+        count = self._find(unit, step=step, params=unit.checked_params, backends=unit.self_excluding)
         if self.policy == "raise" and self.vote(bool(self._pending_error)):
             self._raise(unit, step=step)
         return count
 
     def read(self, unit: StepUnit, *, step: int, wait: bool) -> None:
-        """Counts what backends found in steps before `step`; without `wait`, only what has reached the host."""
+        """Reports the counts of backends from steps before `step`. Without `wait`, only those that reached the host."""
         counts = new_nonfinite(unit, wait=wait)
         if counts:
             self._report(counts, when=f"before step {step}")
@@ -103,27 +104,28 @@ class NonFiniteFilter:
                 self._raise(unit, step=step)
 
     def forget(self, unit: StepUnit) -> None:
-        """The gradients that were looked at are gone."""
+        """Forgets the checked gradients, because they are gone."""
         self._masks, self._checked_grads, self._backends_found_some = {}, {}, False
         forget_marks(unit.self_excluding)
 
     def _find(
-        self, unit: StepUnit, *, step: int, guarded: Mapping[Tensor, str], marking: Sequence[Backend]
+        self, unit: StepUnit, *, step: int, params: Mapping[Tensor, str], backends: Sequence[Backend]
     ) -> int | None:
-        """Masks the gradients of `guarded`, and lets the backends of `marking` mark theirs."""
-        counts = self._mask(guarded) if guarded else {}
-        for backend in marking:
+        """Masks the gradients of `params`, and lets `backends` mark theirs. Returns the number of non-finite elements;
+        None if only the device knows it."""
+        counts = self._mask(params) if params else {}
+        for backend in backends:
             backend.mark()
-        if marking and self.policy != "skip_element":
-            found = new_nonfinite(unit, wait=True)
-            self._backends_found_some = self._backends_found_some or bool(found)
-            counts |= found
+        if backends and self.policy != "skip_element":
+            backend_counts = new_nonfinite(unit, wait=True)
+            self._backends_found_some = self._backends_found_some or bool(backend_counts)
+            counts |= backend_counts
         if counts:
             self._report(counts, when=f"in step {step}")
-        return sum(counts.values()) if not marking or self.policy != "skip_element" else None
+        return sum(counts.values()) if not backends or self.policy != "skip_element" else None
 
     def _mask(self, names: Mapping[Tensor, str]) -> dict[str, int]:
-        """Masks the gradients of `names` (parameter -> name); name -> non-finite elements, where there were some."""
+        """Masks the gradients of `names` (parameter -> name). Returns name -> non-finite elements, if there are any."""
         params = [param for param in names if param.grad is not None]
         self._masks = {param: mask for param, mask in self._masks.items() if self._was_checked(param)}
         self._checked_grads = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
@@ -138,25 +140,25 @@ class NonFiniteFilter:
 
     @contextmanager
     def keep_checked_through_casts(self) -> Iterator[None]:
-        """Around a change of weights' types: a gradient that was looked at is so in the type that its weights have
-        afterwards, which makes it another tensor."""
-        known = [param for param in self._checked_grads if self._was_checked(param)]
+        """Inside, weights may change their type. Gradients are cast with them, which makes them other tensors; those
+        that were checked still count as checked."""
+        checked = [param for param in self._checked_grads if self._was_checked(param)]
         yield
-        self._checked_grads |= {param: TensorWeakRef(param.grad) for param in known if param.grad is not None}
+        self._checked_grads |= {param: TensorWeakRef(param.grad) for param in checked if param.grad is not None}
 
     def _was_checked(self, param: Tensor) -> bool:
-        """True if the parameter's gradient is the tensor that was looked at, whatever was added to it since."""
-        seen = self._checked_grads.get(param)
-        return seen is not None and param.grad is not None and seen() is param.grad
+        """True if the parameter's gradient is the tensor that was checked, whatever was added to it since."""
+        checked = self._checked_grads.get(param)
+        return checked is not None and param.grad is not None and checked() is param.grad
 
     def _report(self, counts: dict[str, int], *, when: str) -> None:
         first = not self.num_nonfinite
         self.num_nonfinite += sum(counts.values())
-        # Blocks that are stepped one by one report one by one.
+        # Blocks that are stepped in backward report one by one.
         self.last_nonfinite = {**(self.last_nonfinite if when == self._last_nonfinite_when else {}), **counts}
         self._last_nonfinite_when = when
-        most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MAX_NAMED]
-        names = ", ".join(f"{name} ({count})" for name, count in most)
+        worst = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MAX_NAMED]
+        names = ", ".join(f"{name} ({count})" for name, count in worst)
         names += f" and {len(counts) - MAX_NAMED} more" if len(counts) > MAX_NAMED else ""
         text = f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {when}: {names}"
         if self.policy == "raise":
@@ -174,13 +176,13 @@ class NonFiniteFilter:
 
 
 def new_nonfinite(unit: StepUnit, *, wait: bool) -> dict[str, int]:
-    """Parameter name -> non-finite elements that backends found since this was last asked."""
-    found = dict(unit.unreported_nonfinite)
+    """Parameter name -> non-finite elements that backends found since the last call."""
+    counts = dict(unit.unreported_nonfinite)
     unit.unreported_nonfinite.clear()
     for backend in unit.self_excluding:
         for name, count in backend.new_nonfinite(wait=wait).items():
-            found[name] = found.get(name, 0) + count
-    return found
+            counts[name] = counts.get(name, 0) + count
+    return counts
 
 
 def forget_marks(backends: Iterable[Backend]) -> None:
@@ -201,14 +203,14 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
             raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
         if grad.numel() and grad.device.type != "meta":
             by_device.setdefault(grad.device, []).append(grad)
-    # The Euclidean norm is the reduction that every device has a fast kernel for. It may be large where no element
-    # is, so then these are looked at one by one; half the limit, because norms are rounded.
-    norms = [torch.nn.utils.get_total_norm(same, norm_type=2.0) for same in by_device.values()]
+    # Every device has a fast kernel for the Euclidean norm. It may reach the limit though no element does: False then
+    # makes the caller check each element. Half the limit, because norms are rounded.
+    norms = [torch.nn.utils.get_total_norm(grads, norm_type=2.0) for grads in by_device.values()]
     return all([bool(norm < LIMIT / 2) for norm in norms])
 
 
 def zero_nonfinite_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Zeroes the non-finite elements; returns their parameters with a bool mask, True where finite."""
+    """Zeroes non-finite elements of gradients. Returns parameter -> bool mask, True where finite, if it had some."""
     masks = {}
     for param in params:
         grad = param.grad
