@@ -51,14 +51,14 @@ MIN_NATIVE_ELEMENTS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChoice:
-    """The backend that steps a block, and why those that were asked before it do not."""
+    """The backend that steps a block, and why those that were tried before it do not."""
 
     backend: str
     refused: str = ""
 
 
 def choose_backend(block: LiveBlock, *, name: str, numel: int = 0) -> BackendChoice:
-    """The backend for a block of an optimizer that steps `numel` elements altogether, wherever states are placed.
+    """The backend for a block of an optimizer that steps `numel` elements in all.
 
     `auto` takes the fastest that can step the block: `fused` (Triton, NVIDIA GPUs) for contiguous fp32 and bf16
     parameters whose rule, storage and weights have a kernel; `native` (C++) for the same on the CPU, from
@@ -90,7 +90,7 @@ def _automatic(spec: OptimizerSpec, *, numel: int) -> tuple[str, ...]:
 
 
 def proxy_backend(spec: OptimizerSpec, *, device: torch.device, numel: int) -> str:
-    """The backend to name for a small optimizer that is measured in place of one of `numel` elements under `auto`."""
+    """The backend to name for a small optimizer that is measured as a proxy of one of `numel` elements under `auto`."""
     if device.type != "cpu" or "native" not in _automatic(spec, numel=numel) or native_refusal(spec):
         return "auto"
     return "native" if NativeBackend.available() else "auto"
@@ -112,9 +112,9 @@ def build_backends(
         for backend, pieces in pipeline.pieces(lambda live: choices[live.block.name].backend).items():
             backends.append(HostedBackend(pieces, pipeline=pipeline, build=BACKENDS[backend], state=state))
     for backend, build in BACKENDS.items():
-        mine = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
-        if mine:
-            backends.append(build(mine, state=state))
+        own = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
+        if own:
+            backends.append(build(own, state=state))
     refused = {f"{block} ({choice.refused})" for block, choice in choices.items() if choice.refused}
     if refused and name != "auto":
         log.warning("stepped by the eager backend: %s", ", ".join(sorted(refused)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from baoc.optim.state import LiveBlock, State
 
 
-# Not frozen, because they are made in each step, and frozen ones take a microsecond more to make.
+# These two are made in each step. They are not frozen, because a frozen one takes a microsecond more to make.
 @dataclass(slots=True, kw_only=True)
 class Options:
     """A parameter group's settings in one step. Nobody changes them."""
@@ -21,10 +21,17 @@ class Options:
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """One step; nobody changes it. `masks`: parameters with non-finite gradients; `phase` counts steps, for codecs."""
+    """What backends need for one step. Nobody changes it.
+
+    Attributes:
+        options: By parameter group, then one per tuning: `Slot.options_index` is the index.
+        masks: Parameter -> bool mask, True where the gradient is finite, of those with non-finite elements.
+        phase: The number of the step, for codecs.
+        matching: Whether updates are matched.
+    """
 
     state: Mapping[Tensor, State]
-    options: Sequence[Options]  # by parameter group, then of blocks with settings of their own: `Slot.options_index`
+    options: Sequence[Options]
     masks: Mapping[Tensor, Tensor]
     phase: int
     matching: bool
@@ -33,13 +40,13 @@ class StepInputs:
 class Backend:
     """Steps its blocks.
 
-    State layout and codecs are the same for all backends, so any of them may take the next step. All else that a
+    State layout and codecs are the same for all backends, so any of them may make the next step. Everything else that a
     backend keeps, such as addresses, is made at its first step and left out of copies and pickles.
     """
 
     name = ""
-    graphs = True  # whether it may capture what a step launches, and replay that
-    excludes_nonfinite = False  # True if it finds non-finite gradients itself; else the step inputs have masks of them
+    graphs = True  # whether it may capture a step's launches in a CUDA graph and replay them
+    excludes_nonfinite = False  # True if it finds non-finite elements itself; else `StepInputs.masks` has them
 
     def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
         """`state`: the optimizer's own, parameter -> its tensors."""
@@ -48,7 +55,7 @@ class Backend:
 
     @staticmethod
     def require() -> None:
-        """Raises BadInputError where the backend was asked for by name and cannot be had at all."""
+        """Raises BadInputError if the backend, asked for by name, is not available on this machine."""
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
@@ -61,16 +68,16 @@ class Backend:
 
     @property
     def moved(self) -> bool:
-        """True if parameters are not where the backend took them to be, so that it has to be built anew."""
+        """True if parameters are not where they were when the backend was built, so that it has to be rebuilt."""
         return False
 
-    # Of backends that exclude non-finite gradients themselves.
+    # Of backends with `excludes_nonfinite`:
 
     def mark(self) -> None:
-        """Makes the non-finite elements of the gradients 0, to be left out by the coming step; waits for nothing."""
+        """Zeroes the non-finite elements of the gradients, which the coming step excludes. Waits for nothing."""
 
     def forget_marks(self) -> None:
-        """The gradients that were marked are gone."""
+        """To be called when the marked gradients are gone."""
 
     @property
     def marked(self) -> bool:
@@ -78,7 +85,7 @@ class Backend:
         return False
 
     def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
-        """Parameter name -> non-finite elements found since this was last asked, without `wait` perhaps not all."""
+        """Parameter name -> non-finite elements found since the last call; without `wait`, perhaps not all."""
         return {}
 
 

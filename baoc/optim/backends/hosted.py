@@ -14,9 +14,9 @@ from baoc.optim.state import State
 
 
 class HostedBackend(Backend):
-    """Steps pieces of host-placed blocks on their staged states, in backward or all that are left when it is called.
+    """Steps pieces of host-placed blocks on their staged states: in backward, or all others when it is called.
 
-    What runs beside the caller then is waited for by the unit's `joins`.
+    Pieces are stepped beside the caller. The unit's `waits` end that.
     """
 
     def __init__(
@@ -28,22 +28,22 @@ class HostedBackend(Backend):
         state: Mapping[Tensor, State],
         releases: bool = False,
     ):
-        """`build`: the backend that steps them. `releases`: gradients are dropped as soon as a step returns."""
+        """`build`: class of the backend that steps a piece. `releases`: gradients are dropped when a step returns."""
         super().__init__([live for piece in pieces for live in piece.blocks], state=state)
         self.pieces, self._releases = pieces, releases
-        self.stepped_in_backward: set[int] = set()  # pieces, by their number, that were stepped in backward
+        self.stepped_in_backward: set[int] = set()  # indices of pieces
         self.name = f"streamed {build.name}"
         self.excludes_nonfinite = build.excludes_nonfinite
         self._pipeline = pipeline
         self.inner = [build(piece.blocks, state=piece.staged) for piece in pieces]
         for backend in self.inner:
             backend.graphs = False  # a graph for each piece would cost memory
-        self._shared: set[int] = set()
+        self._steps_shared: set[int] = set()  # indices of pieces that have called `share_steps`
 
     def __call__(self, inputs: StepInputs) -> None:
-        done, self.stepped_in_backward = self.stepped_in_backward, set()
+        already_stepped, self.stepped_in_backward = self.stepped_in_backward, set()
         for index in range(len(self.pieces)):
-            if index not in done:
+            if index not in already_stepped:
                 self.step(index, inputs)
 
     def step(self, index: int, inputs: StepInputs) -> None:
@@ -54,9 +54,9 @@ class HostedBackend(Backend):
 
     def _run(self, index: int, inputs: StepInputs) -> None:
         self.inner[index](inputs)
-        if index not in self._shared:
+        if index not in self._steps_shared:
             self.pieces[index].share_steps()
-            self._shared.add(index)
+            self._steps_shared.add(index)
 
     @property
     def moved(self) -> bool:
@@ -76,7 +76,7 @@ class HostedBackend(Backend):
         return all(backend.marked for index, backend in enumerate(self.inner) if index not in self.stepped_in_backward)
 
     def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for backend in self.inner:
-            found |= backend.new_nonfinite(wait=wait)
-        return found
+            counts |= backend.new_nonfinite(wait=wait)
+        return counts

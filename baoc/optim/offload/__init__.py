@@ -24,7 +24,7 @@ __all__ = [
 
 
 def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
-    """Host-placed blocks in the order in which backward is done with them, near enough: the last ones first."""
+    """Host-placed blocks, the last ones first: about the order in which backward completes their gradients."""
     return [
         live for live in reversed(list(blocks)) if live.on_host and any(slot.group_param.numel() for slot in live.slots)
     ]
@@ -34,35 +34,35 @@ class Pipelines:
     """The staging pipelines of an optimizer, one for each device that its host-placed blocks have."""
 
     def __init__(self, blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]):
-        """`blocks` pass in this order."""
-        groups: dict[object, list[LiveBlock]] = {}
+        """`blocks`: in the order in which they are stepped. `home`: the registry's states."""
+        by_device: dict[object, list[LiveBlock]] = {}
         for live in blocks:
-            groups.setdefault(live.slots[0].param.device, []).append(live)
-        self._pipelines = [StagingPipeline(group, home=home) for group in groups.values()]
+            by_device.setdefault(live.slots[0].param.device, []).append(live)
+        self._pipelines = [StagingPipeline(blocks, home=home) for blocks in by_device.values()]
 
     def __iter__(self) -> Iterator[StagingPipeline]:
         return iter(self._pipelines)
 
     def of(self, block: LiveBlock) -> StagingPipeline | None:
-        """None for a block that is not placed on the host, or has no elements."""
+        """The pipeline of a block; None if it is not placed on the host, or has no elements."""
         return next((pipeline for pipeline in self._pipelines if block in pipeline.blocks), None)
 
     def join(self) -> None:
-        """Work that is launched from now on sees the weights of the step."""
+        """Makes work that is launched from now on wait for the step."""
         for pipeline in self._pipelines:
             pipeline.join()
 
     def drain(self) -> None:
-        """Memory of gradients that were dropped in the step which `join` ended is free when this returns."""
+        """Waits until the memory of gradients that were dropped in the step is free. `join` comes first."""
         for pipeline in self._pipelines:
             pipeline.drain()
 
     def synchronize(self) -> None:
-        """States are at home when this returns."""
+        """Waits until all states are on the host."""
         for pipeline in self._pipelines:
             pipeline.synchronize()
 
     def invalidate(self) -> None:
-        """States were changed at home."""
+        """To be called after states were changed on the host."""
         for pipeline in self._pipelines:
             pipeline.invalidate()

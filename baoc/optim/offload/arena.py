@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def slab_of(live: LiveBlock, state: dict[Tensor, State]) -> Tensor:
-    """The bytes (uint8) of a host-placed block that has any, as they lie in their storage."""
+    """The slab (uint8) of a host-placed block, which must have state, as a view of its storage."""
     slot = next(slot for slot in live.slots if slot.tensors)
     first = state[slot.param][slot.tensors[0].key]
     begin = first.storage_offset() * first.element_size()
-    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
-    return whole[begin : begin + live.slab_bytes]
+    storage = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    return storage[begin : begin + live.slab_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,49 +55,53 @@ class HostArena:
     def gather(
         self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State], device: torch.device | None = None
     ) -> bool:
-        """Brings the blocks' slabs in, in order; True if any moved. Raises BadInputError where memory is out.
+        """Moves the blocks' slabs into the arena, in order. Returns True if any moved.
 
-        They are locked for `device`, by default that of the blocks' parameters, which may have moved since.
+        They are locked for `device`, by default that of the blocks' parameters, which may have moved. Raises
+        BadInputError if host memory is short.
         """
         blocks = list(blocks)
-        found = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
+        slabs = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
         used = {id(segment): 0 for segment in self._segments}
-        inside = []
-        for _, slab in found:
-            segment = next((s for s in self._segments if s.holds(slab)), None)
-            inside.append(segment)
+        segments = []  # of each slab; None if it is outside of the arena
+        for _, slab in slabs:
+            segment = next((segment for segment in self._segments if segment.holds(slab)), None)
+            segments.append(segment)
             if segment is not None:
                 used[id(segment)] += slab.nbytes
         full = {id(segment) for segment in self._segments if used[id(segment)] == segment.memory.nbytes}
-        moving = [live for (live, _), segment in zip(found, inside, strict=True) if id(segment) not in full]
+        moving = [live for (live, _), segment in zip(slabs, segments, strict=True) if id(segment) not in full]
         if moving:
-            del found, slab  # pyright: ignore[reportPossiblyUnboundVariable]
+            del slabs, slab  # pyright: ignore[reportPossiblyUnboundVariable]
             full.add(id(self._move(moving, state=state)))
         self._segments = [segment for segment in self._segments if id(segment) in full]
         for index, segment in enumerate(self._segments):
-            there = device or blocks[0].slots[0].param.device
-            if segment.lock.device.type != there.type:
-                self._segments[index] = self._locked(segment.memory, device=there)
+            lock_device = device or blocks[0].slots[0].param.device
+            if segment.lock.device.type != lock_device.type:
+                self._segments[index] = self._locked(segment.memory, device=lock_device)
         return bool(moving)
 
     def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
-        """Allocates the states of host-placed blocks in their final place before the first step, so that no second copy
-        ever exists. `device`: that of their parameters, if they are still to be moved there. Nothing is allocated for
-        meta parameters. Raises BadInputError when host memory is exhausted."""
-        found: dict[LiveBlock, list[State]] = {}
+        """Allocates the states of host-placed blocks in the arena before the first step, so that no copy ever exists.
+
+        `device`: that of their parameters, if they are still to be moved there. Nothing is allocated for parameters on
+        meta. Raises BadInputError if host memory is short.
+        """
         blocks = [live for live in blocks if live.slab_bytes]
-        there = device or next((live.slots[0].param.device for live in blocks), torch.device("meta"))
-        if not blocks or there.type == "meta":
-            return found
-        memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=there).memory, 0
+        device = device or next((live.slots[0].param.device for live in blocks), torch.device("meta"))
+        if not blocks or device.type == "meta":
+            return {}
+        memory, begin = self._segment(sum(live.slab_bytes for live in blocks), device=device).memory, 0
+        states: dict[LiveBlock, list[State]] = {}
         for live in blocks:
-            found[live] = initial_states(live.slots)
-            for slot, state in zip(live.slots, found[live], strict=True):
+            states[live] = initial_states(live.slots)
+            for slot, state in zip(live.slots, states[live], strict=True):
                 state |= slab_views(slot, memory, begin=begin)
                 begin += slot.slab_bytes
-        return found
+        return states
 
     def _segment(self, nbytes: int, *, device: torch.device) -> _Segment:
+        """Adds a segment."""
         memory = allocate_host_memory(nbytes, what="the states of host-placed blocks")
         self._segments.append(self._locked(memory, device=device))
         return self._segments[-1]
@@ -114,6 +118,7 @@ class HostArena:
         return segment
 
     def _move(self, blocks: list[LiveBlock], *, state: dict[Tensor, State]) -> _Segment:
+        """Copies the blocks' slabs to a new segment."""
         segment = self._segment(sum(live.slab_bytes for live in blocks), device=blocks[0].slots[0].param.device)
         memory, begin = segment.memory, 0
         for live in blocks:

@@ -1,9 +1,9 @@
 """The streams on which copies and steps of host-placed blocks run beside the caller.
 
 On a GPU they are CUDA streams (`CudaStreams`); elsewhere work is done at once, in the caller's order (`Streams`).
-Within a stream work is done in order. Between streams it is ordered by marks alone: a mark, a CUDA event, is taken when
-a stream has come so far, and another stream waits for it. `MAIN` is the caller's own stream, in which forward and
-backward run.
+Work within a stream runs in order. Between streams only marks order it: a mark, a CUDA event, is reached when the
+stream has done all work that it was given before, and another stream can wait for that. `MAIN` is the caller's current
+stream, in which forward and backward run.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,27 +24,27 @@ class Streams:
         work()
 
     def mark(self, name: str) -> Any:
-        """How far the stream has been given work by now."""
+        """A mark after all work that the stream has been given by now."""
 
     def wait(self, name: str, mark: Any) -> None:
-        """Work that the stream is given from now on waits for the mark."""
+        """Makes work that the stream is given from now on wait for the mark."""
 
     def wait_on_host(self, mark: Any) -> None:
-        """The calling thread waits for the mark."""
+        """Blocks the calling thread until the mark is reached."""
 
     def record_use(self, tensors: Iterable[Tensor], *, name: str) -> None:
-        """Keeps the memory of tensors that the caller drops from being reused before the stream is done with them."""
+        """Notes that the stream uses `tensors`: if the caller drops them, their memory is reused only afterwards."""
 
     def finish(self) -> None:
-        """The calling thread waits for all streams but its own."""
+        """Blocks the calling thread until all streams but MAIN are done."""
 
 
 class CudaStreams(Streams):
-    """CUDA streams; marks are events, so no stream keeps the calling thread."""
+    """CUDA streams. Marks are events, so that the calling thread does not wait."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        # Steps are short and copies wait for them: they go before what backward has launched already.
+        # Steps are short and copies wait for them: they run before what backward has launched already.
         self._own = {name: torch.cuda.Stream(device, priority=-1 if name == STEP else 0) for name in _OWN}
 
     def _named(self, name: str) -> torch.cuda.Stream:
