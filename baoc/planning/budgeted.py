@@ -173,7 +173,7 @@ class BudgetedBlocks(ABC):
         self.family = families().get(name or "") if settings.risk == MEASURED else None
         if self.family is not None and self.extrapolates:
             self.family = replace(self.family, roles={})
-        more = settings.measured_specs if self.family is not None and self._has_choice else ()
+        more = settings.measured_specs if self.family is not None and self.has_choice else ()
         self.specs = {**self.offered_specs, **select(more)} if more else self.offered_specs
         self.kappa = settings.risk_weights.get("kappa", KAPPA)
         self._cache: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # name -> (inputs, result), see `_cached`
@@ -369,6 +369,13 @@ class BudgetedBlocks(ABC):
         name = name if name in RISKS else self.settings.risk
         return "prior" if RISKS[name].needs and profile is None else name
 
+    def candidates_by_spec(self, *, risk: str, profile: Profile | None) -> dict[str, dict[str, Candidate]]:
+        """The candidates by block and spec."""
+        pool = self.candidates(risk=risk, profile=profile)
+        return self._cached(
+            ("by spec", risk), (pool,), lambda: {block: {c.spec: c for c in options} for block, options in pool.items()}
+        )
+
     def _cached(self, name: Any, inputs: tuple[Any, ...], make: Any) -> Any:
         """The result of `make`, computed again if one of the `inputs` is another object than last time."""
         entry = self._cache.get(name)
@@ -384,7 +391,7 @@ class BudgetedBlocks(ABC):
         return (memory is None or plan.peak_bytes <= memory) and (host is None or plan.host_bytes <= host)
 
     @property
-    def _has_choice(self) -> bool:
+    def has_choice(self) -> bool:
         """Whether the allocator weighs candidates, as baselines and recipes do not."""
         return not self.allocator.traits.every_candidate
 

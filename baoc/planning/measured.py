@@ -16,6 +16,7 @@ from baoc.core.measured import Change, Family, MeasuredRecipe, faded_rate, with_
 from baoc.core.recipes import FIRST, Recipe, recipe_keys
 from baoc.core.statistics import DEFAULT_LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.allocators.recipe import pick_spec
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.risk import measured_change
 from baoc.types import Basis, Block, Plan, Role
@@ -82,7 +83,7 @@ def ranked_recipes(planner: BudgetedBlocks, *, family: Family) -> list[MeasuredR
     return sorted(family.recipes, key=lambda row: (row.change.bound(planner.kappa), row.change.mean))
 
 
-def is_worse_than_adamw(choice: RecipeChoice, *, family: Family) -> bool:
+def is_worse_than_adamw(choice: RecipeChoice | MeasuredRecipe, *, family: Family) -> bool:
     """Whether a recipe measured worse than fp32 AdamW; False if the family has no measured AdamW."""
     adamw = next((row for row in family.recipes if row.name == ADAMW), None)
     return adamw is not None and choice.change.mean > adamw.change.mean
@@ -149,14 +150,43 @@ def most_useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
     return 0
 
 
+def least_recipe_bytes(planner: BudgetedBlocks) -> int | None:
+    """Bytes, in the budget's measure, of the smallest recipe that `choose_recipe` may take; None if there is none."""
+    family = planner.family
+    if family is None or not planner.has_choice:
+        return None
+    weights = {spec.weights for spec in select(planner.settings.specs).values()}
+    measured = [row for row in family.recipes if applies_to_blocks(row.recipe, planner=planner)]
+    if planner.extrapolates:
+        measured = [row for row in measured if not is_worse_than_adamw(row, family=family)]
+    else:
+        weights.add(STOCHASTIC_BF16)
+    sizes = [
+        recipe_budget_bytes(replace(row.recipe, weights=name), planner=planner) for row in measured for name in weights
+    ]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def recipe_budget_bytes(recipe: Recipe, *, planner: BudgetedBlocks) -> int | None:
+    """Bytes of a recipe in the budget's measure; None if one of its specs is no candidate of its block."""
+    candidates = planner.candidates_by_spec(risk="measured", profile=None)
+    picked = [candidates[block.name].get(pick_spec(block, recipe=recipe).spec) for block in planner.blocks]
+    chosen = [candidate for candidate in picked if candidate is not None]
+    return planner.budget_bytes_of(chosen) if len(chosen) == len(picked) else None
+
+
+def applies_to_blocks(recipe: Recipe, *, planner: BudgetedBlocks) -> bool:
+    """Whether the recipe names a spec for each block, without asking for blocks by part where there are none."""
+    has_parts = planner.settings.blocks_by == "layer_part" or not recipe.needs_part_blocks
+    return has_parts and all(map(recipe.names_spec_for, planner.blocks))
+
+
 def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> BudgetedBlocks | None:
     """A nested planner that runs `recipe` on the same blocks; None if it runs specs that `planner` lacks.
 
     `covers`: None also if the recipe needs blocks by part and there are none, or if a block would run its fallback.
     """
-    if covers and recipe.needs_part_blocks and planner.settings.blocks_by != "layer_part":
-        return None
-    if covers and not all(map(recipe.names_spec_for, planner.blocks)):
+    if covers and not applies_to_blocks(recipe, planner=planner):
         return None
     try:
         nested = planner.with_settings(replace(planner.settings, recipe=recipe, allocator="recipe"))
@@ -173,6 +203,10 @@ def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = Tr
 
 def plan_recipe(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> Plan | None:
     """The plan of a recipe under the planner's budget; None if it does not fit or apply (see `recipe_planner`)."""
+    memory = planner.budget.memory_bytes
+    allowed = memory if memory is not None else planner.limits().state_bytes
+    if allowed is not None and (recipe_budget_bytes(recipe, planner=planner) or 0) > allowed:
+        return None  # known without a planner of its own
     nested = recipe_planner(planner, recipe, covers=covers)
     if nested is not None:
         with suppress(InfeasibleBudgetError, BadInputError):

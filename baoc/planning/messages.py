@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from baoc.errors import InfeasibleBudgetError
+from baoc.planning import measured
 from baoc.planning.allocators import NoFeasibleAllocation, possible
 from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
 from baoc.planning.attempts import Attempt
@@ -46,8 +47,12 @@ def refusal(
     least_bytes: int,
     refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
 ) -> InfeasibleBudgetError:
-    """The refusal for too little memory, on the device or on the host; `least_bytes` would do on the device."""
+    """The refusal for too little memory, on the device or on the host.
+
+    `least_bytes` would do on the device for a plan that no measurement chose; a measured recipe may need fewer.
+    """
     budget = planner.budget
+    least_bytes = min(least_bytes, measured.least_recipe_bytes(planner) or least_bytes)
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes
     host_needed = _host_needed(refused)
     if planner.settings.recipe is not None and allowed is not None and limits.state_bytes is not None:

@@ -5,10 +5,12 @@ again for each new gradient profile or budget; `mode=plan` calls it alone.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from baoc.core.recipes import BY_RACE, Recipe
+from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocation_of
 from baoc.planning.allocators.recipe import RecipeAllocator
@@ -16,7 +18,7 @@ from baoc.planning.attempts import Attempt, all_attempts, refine, smallest_attem
 from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, profile_for
 from baoc.planning.candidates import undominated
 from baoc.planning.limits import StagingLimit
-from baoc.planning.measured import basis_of, best_rate, choose_recipe, most_useful_bytes
+from baoc.planning.measured import basis_of, best_rate, choose_recipe, least_recipe_bytes, most_useful_bytes
 from baoc.planning.messages import nearest_refusal, reasons, refusal
 from baoc.planning.risk import RISKS
 from baoc.planning.transfer import pinned_bytes
@@ -159,7 +161,7 @@ class Planner(BudgetedBlocks):
                 # The approximate plan is reported under the allocator that was asked for, with its own gap.
                 asked = replace(best.allocation, allocator=self.allocator.name)
                 best = proven if self.fits(proven) else replace(best, allocation=asked)
-        if not self._has_choice:
+        if not self.has_choice:
             return best
         plan_at = partial(self._plan_attempt, allocator=approximate, risk=risk, profile=profile)
         return refine(self, over_budget, fitting=best, plan_at=plan_at)
@@ -190,7 +192,7 @@ class Planner(BudgetedBlocks):
         smallest = self._smallest_attempt(risk=risk, profile=profile)
         chosen = smallest.smallest_choice()
         least_bytes = self.budget_bytes_of(chosen)
-        bytes_alone_decide = self._has_choice and self.budget.step_time is None
+        bytes_alone_decide = self.has_choice and self.budget.step_time is None
         if bytes_alone_decide and (self.budget.memory_bytes is not None or self.may_use_host):
             allocation = allocation_of(chosen, allocator=self.settings.allocator)
             plan = self._plan(allocation, smallest.pool, limits=smallest.limits, risk=risk, profile=profile)
@@ -207,7 +209,7 @@ class Planner(BudgetedBlocks):
 
     def _keeps_momentum(self, plan: Plan) -> bool:
         """Whether roles that keep fp32 run rules with a momentum; True for an allocator without a choice."""
-        if not self._has_choice:
+        if not self.has_choice:
             return True
         blocks = [block for block in self.blocks if block.role in self.settings.keep_fp32_roles]
         rules = {self.rules[self.specs[plan.allocation.choices[block.name]].rule] for block in blocks}
@@ -215,9 +217,8 @@ class Planner(BudgetedBlocks):
 
     def _chosen(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> list[Candidate]:
         """The candidates that `choices` run. Raises KeyError for a spec that is no candidate of its block."""
-        pool = self.candidates(risk=risk, profile=profile)
-        by_spec = {block: {c.spec: c for c in options} for block, options in pool.items()}
-        return [by_spec[block][spec] for block, spec in choices.items()]
+        candidates = self.candidates_by_spec(risk=risk, profile=profile)
+        return [candidates[block][spec] for block, spec in choices.items()]
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Planner(BudgetedBlocks):
         None if no measured recipe fits, or the allocator has no choice.
         """
         family = self.family
-        choice = choose_recipe(self, family=family) if family is not None and self._has_choice else None
+        choice = choose_recipe(self, family=family) if family is not None and self.has_choice else None
         if family is None or choice is None:
             return None
         plan = self.plan_for(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
@@ -265,7 +266,7 @@ class Planner(BudgetedBlocks):
             ("range", risk),
             (profile_for(risk, profile), self._seconds_per_element, self.budget, self.footprint),
             lambda: (
-                self.budget_bytes_of(self._smallest_attempt(risk=risk, profile=profile).smallest_choice()),
+                self._least_bytes(risk=risk, profile=profile),
                 self.budget_bytes_of([min(options, key=_by_risk) for options in all_candidates.values()]),
             ),
         )
@@ -297,11 +298,29 @@ class Planner(BudgetedBlocks):
             basis=self._basis(risk),
         )
 
+    def _least_bytes(self, *, risk: str, profile: Profile | None) -> int:
+        """Bytes, in the budget's measure, of the smallest plan that `propose` may return.
+
+        With risk=measured that is a recipe, or a plan by prior risk, since specs are not mixed freely by measurements.
+        If there is neither, the smallest mixture counts.
+        """
+
+        def smallest(risk: str) -> int:
+            return self.budget_bytes_of(self._smallest_attempt(risk=risk, profile=profile).smallest_choice())
+
+        recipe = least_recipe_bytes(self)
+        sizes = [] if recipe is None else [recipe]
+        if risk != MEASURED:
+            return min([smallest(risk), *sizes])
+        with suppress(BadInputError):  # a block may have no candidate by prior risk
+            sizes.append(smallest("prior"))
+        return min(sizes) if sizes else smallest(MEASURED)
+
     def _basis(self, risk: str) -> Basis:
         """The basis of a plan that was not chosen by measurements."""
         if self.settings.recipe is not None:
             return self._basis_of_recipe(self.settings.recipe)
-        if not self._has_choice:
+        if not self.has_choice:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
         if self.settings.risk == MEASURED:

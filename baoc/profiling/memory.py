@@ -20,6 +20,7 @@ from baoc.units import MIB, format_bytes
 # The context grows as kernels and libraries load. Measured on an H200 (ViT-S/16 and a Llama, one run each): 610 MiB at
 # first, 148 more after the first forward and backward, 73 more until training had begun.
 EARLY_MODULES_BYTES = 144 * MIB  # reserved for the first forward and backward
+PAGE_BYTES = 2 * MIB  # what torch's allocator takes from the driver is a multiple of it
 LATE_MODULES_BYTES = 88 * MIB  # reserved for what loads after that
 LAST_MODULES_BYTES = 8 * MIB  # part of the late reserve that is always kept, whatever has loaded
 
@@ -134,7 +135,13 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
             f"budget {budget.name} is {format_bytes(budget.memory_bytes)}, of which the CUDA context alone takes "
             f"{format_bytes(budget.memory_bytes - left)}: give a larger one"
         )
-    _set_fraction(device, min(1.0, left / total))
+    _set_fraction(device, min(1.0, (left + 0.5) / total))  # half a byte: torch rounds the product down
+
+
+def least_budget_with_same_pages(device: torch.device, memory_bytes: int) -> int:
+    """The least memory budget in bytes whose cap (`cap_device`) has as many pages of the allocator as `memory_bytes`
+    has. A step that runs out of memory under one of these budgets does so under all of them."""
+    return memory_bytes - (memory_bytes - context_bytes(device) - LATE_MODULES_BYTES) % PAGE_BYTES
 
 
 def _set_fraction(device: torch.device, fraction: float) -> None:

@@ -45,16 +45,19 @@ from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.footprint import PAGES_BYTES
+from baoc.profiling.memory import PAGE_BYTES, least_budget_with_same_pages
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import specs_timed_first, with_link_rates
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
+from baoc.units import MIB
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 log = logging.getLogger(__name__)
 LIMITED_TIMING_S = 5.0  # seconds to spend on a latency table that a step_time limit needs
 RECORDED_TIMING_S = 0.5  # and on one that is only written into the run folder
-MAX_CONFIRMATIONS = 4  # budgets that are planned for before a refusal names one
+REMEASURED_BYTES = 32 * MIB  # a refusal by no more than this is confirmed by a second measurement
+MAX_CONFIRMATIONS = 12  # budgets that are planned for before a refusal names one
 MAX_RETIMINGS = 4  # plans whose specs are timed before one is taken
 LARGE_TIE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
@@ -231,6 +234,10 @@ class Session:
             if exact or not needs_confirmation(self.device, error):
                 raise
             refusal = error.without_frames()
+        if refusal.least_feasible_bytes - refusal.budget_bytes <= REMEASURED_BYTES:
+            clear_cache(self.device)  # the first step of a process may take a page more than a later one
+            with suppress(InfeasibleBudgetError):
+                return replan()
         raise self.confirm_refusal(refusal, replan=replan)
 
     def confirm_refusal(self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None]) -> InfeasibleBudgetError:
@@ -247,7 +254,8 @@ class Session:
             replan()
             return self.plan.least_feasible_bytes
 
-        least = least_confirmed_bytes(refusal.least_feasible_bytes, plan_at=plan_at)
+        page_start = partial(least_budget_with_same_pages, self.device)
+        least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
             self.recompute(0)  # as the module was, for whoever catches the refusal
@@ -823,26 +831,45 @@ def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> 
     return device.type == "cuda" and refusal.budget_bytes > 0 and not other_limit and ranks() is SINGLE_PROCESS
 
 
-def least_confirmed_bytes(least: int, *, plan_at: Callable[[int], int]) -> int | None:
-    """The smallest of a few budgets that could be planned for, beginning with `least` bytes; None if none could.
+def least_confirmed_bytes(
+    refusal: InfeasibleBudgetError, *, plan_at: Callable[[int], int], page_start: Callable[[int], int]
+) -> int | None:
+    """The least memory budget, in bytes, that a plan was found to fit; None if none was found.
 
-    `plan_at` plans within so many bytes and returns how few would do, or raises InfeasibleBudgetError.
+    Args:
+        refusal: names the first budget to try.
+        plan_at: plans within so many bytes and returns the peak of the smallest plan by its measurement. Raises
+            InfeasibleBudgetError.
+        page_start: the least budget whose cap has as many pages, see `least_budget_with_same_pages`.
+
+    Under a smaller cap a step may take fewer bytes, since the allocator reserves less, or run out of memory. Therefore:
+    1. The budgets that refusals name are tried until one is enough.
+    2. The number of pages of the cap is bisected, from the peak that the smallest plan would have on.
+    3. Within the last page the step stays the same, and the peak of its smallest plan is the answer.
     """
-    confirmed = None
+    refused, enough, peak, candidate = refusal.budget_bytes, None, 0, refusal.least_feasible_bytes
     for _ in range(MAX_CONFIRMATIONS):
         try:
-            fewer = plan_at(least)
+            peak = plan_at(candidate)
+            enough = candidate
         except InfeasibleBudgetError as error:
-            if confirmed is not None:
-                break
-            least = max(error.without_frames().least_feasible_bytes, least + 1)
+            refused = candidate
+            if enough is None:
+                candidate = max(error.without_frames().least_feasible_bytes, candidate + 1)
+                continue
         except (BadInputError, torch.OutOfMemoryError):
-            break
+            refused = candidate
+        if enough is None:
+            return None
+        start = page_start(enough)
+        if peak < start and refused < start - 1:
+            middle = peak if refused < peak else (refused + start) // 2
+            candidate = min(start - 1, page_start(middle) + PAGE_BYTES - 1)
         else:
-            confirmed, least = least, min(least, fewer)
-            if least == confirmed:
+            candidate = max(peak, start)
+            if not refused < candidate < enough:
                 break
-    return confirmed
+    return enough
 
 
 def _about_equal_risk(risk: float) -> float:

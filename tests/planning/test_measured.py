@@ -9,11 +9,11 @@ from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
 from baoc.core.measured import KAPPA, Change, Family, MeasuredRecipe, faded_rate, families, family_of, nearest_family
 from baoc.core.recipes import RECIPES, measured_table, tuning_of
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.measured import MIXED, PRETRAINED_ARGUMENT, selection_penalty
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import proposals
-from baoc.types import Budget, ParamInfo, Role
+from baoc.types import Budget, ParamInfo, Plan, Role
 from tests.support.planners import planner as made_up
 from tests.support.transformers import WIDTH, llama, within
 
@@ -172,6 +172,27 @@ def test_a_footprint_that_knows_the_rows_on_offer_alone_is_enough(offered: tuple
     of = Planner(llama(), budget=parse_budget(budget), settings=settings, footprint=footprint)
     for one in proposals(of):
         assert set(one.choices.values()) <= set(rows)
+
+
+@pytest.mark.parametrize("of_recipes", [(), ("*+bf16_sr",)])
+@pytest.mark.parametrize("offered", [("*",), ("*", "*+split8"), ("adamw*", "lion*")])
+def test_the_least_that_is_named_is_enough_and_a_byte_less_is_not(
+    offered: tuple[str, ...], of_recipes: tuple[str, ...]
+):
+    rows = select((*offered, *of_recipes))
+    footprint = replace(made_up().footprint, step_temporary_bytes=dict.fromkeys(rows, 0))  # pyright: ignore
+    settings = PlannerSettings(specs=offered, measured_specs=of_recipes, risk="measured", family="auto")
+
+    def propose(num_bytes: int) -> Plan:
+        budget = Budget(name="some", memory_bytes=num_bytes)
+        return Planner(llama(), budget=budget, settings=settings, footprint=footprint).propose()
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        propose(1)
+    least = refused.value.least_feasible_bytes
+    assert propose(least).least_feasible_bytes == least == propose(2 * least).least_feasible_bytes
+    with pytest.raises(InfeasibleBudgetError, match=f"{least} bytes"):
+        propose(least - 1)
 
 
 def test_baselines_and_recipes_stay_what_they_are():

@@ -26,7 +26,6 @@ from baoc.profiling.bf16_params import as_native
 from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
-from baoc.training.session import least_confirmed_bytes
 from baoc.types import Footprint
 from tests.support.plan_runs import asked, plan
 from tests.support.training_runs import config
@@ -163,26 +162,3 @@ def test_one_recorded_pass_tells_what_an_allocator_holds_after_two(accumulation:
         twice, once = (probe(warm=warm, allocator=CachingAllocator()).forward_backward_bytes for warm in (True, False))
         held = probe(warm=False).forward_backward_bytes
     assert abs(once - twice) <= LARGE_PAGE and once > held + 3 * LARGE_PAGE
-
-
-@pytest.mark.parametrize(
-    ("named", "enough", "told"),
-    [
-        (100, {100: 100}, [100]),  # what was named, and no less
-        (100, {100: 90, 90: 80, 80: 80}, [100, 90, 80]),  # a tighter look tells less
-        (100, {100: 90}, [100, 90]),  # and then that this is too little after all
-        (100, {120: 110, 110: 110}, [100, 120, 110]),  # the first named was too little
-        (100, {}, [100, 120, 121, 122]),
-    ],
-)
-def test_a_refusal_names_a_budget_that_was_planned_for(named: int, enough: dict[int, int], told: list[int]):
-    asked_for: list[int] = []
-
-    def plan_at(num_bytes: int) -> int:
-        asked_for.append(num_bytes)
-        if num_bytes not in enough:
-            raise InfeasibleBudgetError("no", budget_bytes=num_bytes, least_feasible_bytes=120)
-        return enough[num_bytes]
-
-    least = least_confirmed_bytes(named, plan_at=plan_at)
-    assert asked_for == told and least == min(filter(enough.get, told), default=None)

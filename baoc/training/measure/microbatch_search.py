@@ -15,12 +15,11 @@ import gc
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -52,6 +51,7 @@ from baoc.planning.microbatch import (
 )
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
+from baoc.profiling.memory import least_budget_with_same_pages
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
@@ -138,26 +138,18 @@ def decide(
     device: str,
     settings: SessionSettings,
     run_dir: Path,
-    confirm: bool = True,
 ) -> SearchResult:
     """Chooses micro-batch, recomputed layers, gradient release and compiling, and sets the network's layers
     accordingly.
 
-    Random numbers and weights are as before. Without `confirm` the layers are as before, too, and a refusal is raised
-    as it is.
+    Random numbers and weights are as before.
 
     Raises:
         InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU an option was
             found to fit within that budget.
     """
     phases = PhaseTimer()
-    with ExitStack() as visit:  # closes in reverse: weights that were moved for measuring are restored first
-        visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
-        visit.callback(set_compiled, task.model, is_compiled(task.model))
-        visit.callback(restore_rng, capture_rng())
-        visit.callback(gc.unfreeze)
-        visit.callback(clear_cache, torch.device(device))
-        gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
+    with _restored(config, task=task, device=device) as visit:
         tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
@@ -191,34 +183,22 @@ def decide(
                 no_option_fits, options, budget=search.budget, axes=search.axes, specs=search.planner.specs
             )
             refusal = refuse()
-            if not (confirm and needs_confirmation(search.device, refusal)):
+            where = search.device
+            if not needs_confirmation(where, refusal):
                 raise refusal
             del search
             visit.close()  # the device is as it was before
-            least_bytes = format_bytes(refusal.least_feasible_bytes)
-            console.say(f"no option fits budget {config.budget.name}: whether one fits within {least_bytes} is tried")
-
-            def decide_within(num_bytes: int) -> int:
-                """The decision is cached, so a run with this budget finds it again."""
-                smaller = replace(config, budget=replace(config.budget, memory_bytes=num_bytes))
-                with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-                    decide(
-                        smaller,
-                        task=task,
-                        data=data,
-                        device=device,
-                        settings=settings,
-                        run_dir=Path(folder),
-                        confirm=False,
-                    )
-                return num_bytes
-
-            least = least_confirmed_bytes(refusal.least_feasible_bytes, plan_at=decide_within)
+            named = format_bytes(refusal.least_feasible_bytes)
+            console.say(f"no option fits budget {config.budget.name}: budgets around {named} are tried for the least")
+            least = least_confirmed_bytes(
+                refusal,
+                plan_at=partial(_least_peak, config, task=task, data=data, device=device, settings=settings),
+                page_start=partial(least_budget_with_same_pages, where),
+            )
             raise refusal if least is None else refuse(least_bytes=least)
         budget = search.budget
     chosen = entry.chosen
-    if confirm:
-        take_option(chosen, task=task, data=data, name=config.model.name)
+    take_option(chosen, task=task, data=data, name=config.model.name)
     write_decision(decision_of(chosen), run_dir=run_dir)
     if chosen.release and config.optim.release_gradients is None:
         clips = config.trainer.gradient_clip_val if config.trainer.gradient_clip_algorithm != "value" else None
@@ -233,6 +213,37 @@ def decide(
         option=chosen,
         footprint=entry.footprint,
     )
+
+
+@contextmanager
+def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitStack]:
+    """Restores the network's layers, random numbers and the device's cache, and what the stack is given."""
+    with ExitStack() as visit:  # closes in reverse: weights that were moved for measuring are restored first
+        visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
+        visit.callback(set_compiled, task.model, is_compiled(task.model))
+        visit.callback(restore_rng, capture_rng())
+        visit.callback(gc.unfreeze)
+        visit.callback(clear_cache, torch.device(device))
+        gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
+        yield visit
+
+
+def _least_peak(
+    config: RunConfig, memory_bytes: int, *, task: Task, data: DataModule, device: str, settings: SessionSettings
+) -> int:
+    """Peak bytes of the smallest plan of any option, as measured within a budget of `memory_bytes`.
+
+    Options are measured until one fits, not for the fastest. Raises InfeasibleBudgetError if none fits.
+    """
+    config = replace(config, budget=replace(config.budget, memory_bytes=memory_bytes))
+    with _restored(config, task=task, device=device) as visit, redirect_stdout(io.StringIO()):
+        search = MicroBatchSearch(
+            config, task=task, data=data, device=device, settings=settings, visit=visit, phases=PhaseTimer(), max_s=0.0
+        )
+        choice = search.search(began=monotonic(), tell=lambda _: None)
+        if choice.chosen is None:
+            raise no_option_fits(choice.options, budget=search.budget, axes=search.axes, specs=search.planner.specs)
+        return search.least_peak()
 
 
 def device_of(device: str) -> torch.device:
@@ -251,7 +262,8 @@ def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> N
 class MicroBatchSearch:
     """The measurements and planned options of one run. The task is on the device until `visit` closes.
 
-    Under fully_shard all ranks search together: they share measurements and rank 0's clock.
+    Under fully_shard all ranks search together: they share measurements and rank 0's clock. `max_s`: seconds for
+    measuring which option is fastest; with 0, the first option that fits is enough, and layers are not compiled.
     """
 
     def __init__(
@@ -264,8 +276,10 @@ class MicroBatchSearch:
         settings: SessionSettings,
         visit: ExitStack,
         phases: PhaseTimer,
+        max_s: float = DECIDING_S,
     ):
         self.config, self.task, self.phases = config, task, phases
+        self.max_s = max_s
         self.size_independent: dict[bool, dict[str, Any]] = {}
         self.explored: dict[int, tuple[list[MicroBatchMeasurement], bool]] = {}
         self.device = device_of(device)
@@ -315,7 +329,7 @@ class MicroBatchSearch:
         self._plans: dict[OptionKey, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
-        """Returns the best option found within DECIDING_S since `began`.
+        """Returns the best option found within `max_s` since `began`.
 
         With compile=auto, compiled layers are searched too if the run is long enough to repay it. If they fail, an
         option says why.
@@ -355,6 +369,8 @@ class MicroBatchSearch:
 
     def may_compile(self, chosen: Option) -> bool:
         """True if compiled layers are open, and a run with this option is long enough to repay searching them."""
+        if not self.max_s:
+            return False
         run_s = run_seconds(self.config, chosen.samples_per_s)
         return compile_is_open(self) and COMPILED_GAIN * run_s >= DECIDING_S + COMPILING_S
 
@@ -365,7 +381,7 @@ class MicroBatchSearch:
             measure=partial(self.measure_option, tell=tell),
             cost_s=self.measuring_seconds,
             remaining_s=lambda: self.ranks.broadcast_number(
-                began + DECIDING_S + self._extra_compiling_seconds() - monotonic()
+                began + self.max_s + self._extra_compiling_seconds() - monotonic()
             ),
             run_s=partial(run_seconds, self.config),
         )
@@ -688,6 +704,14 @@ class MicroBatchSearch:
         if isinstance(found, InfeasibleBudgetError):
             raise found
         return found
+
+    def least_peak(self) -> int:
+        """Peak bytes of the smallest plan of any option that has room."""
+        return min(
+            plan.least_feasible_bytes
+            for key, (_, plan) in self._plans.items()
+            if isinstance(plan, Plan) and self.measurements.has_room(key)
+        )
 
     def least_measured(self, options: list[Option]) -> list[Option]:
         """If no option fits, measures the one that needs the fewest bytes, as a refusal names it; it may even fit.
