@@ -26,7 +26,6 @@ from baoc.sweep.study_config import StudyConfig, read_study
 from baoc.sweep.trial_process import COMMAND
 from baoc.tracking.files import write_csv
 from baoc.tracking.metrics import read_metrics
-from experiments.benchmarks.kill_tries import CLOCKS
 
 # A trial of a second that leaves a checkpoint on its way, its process id, and a line per result.
 STUB = """
@@ -130,6 +129,8 @@ def _told(trial: Path, *, real: bool) -> list[object]:
     """What a trial has told: a run's metrics of each step, a stub's line for each time that it came to its end."""
     if not real:
         return list((trial / "results").read_text().splitlines())
+    from experiments.benchmarks.kill_tries import CLOCKS  # with torch, which workers would import at each start
+
     return [{key: value for key, value in line.items() if key not in CLOCKS} for line in read_metrics(trial)]
 
 

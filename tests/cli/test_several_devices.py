@@ -10,11 +10,12 @@ from pathlib import Path
 from socket import socket
 
 import pytest
+from torch.distributed import run as torchrun
 
 from baoc.cli import ranks as ranks_module
 from baoc.cli.ranks import first_host
 from baoc.parallel import current_rank
-from tests.support.commands import Command, start
+from tests.support.commands import Command, start, start_script
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
@@ -78,13 +79,15 @@ def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt
     assert steps == list(range(len(steps))), "none is missing, and none there twice"
 
 
-def test_torchrun_trains_one_run(tmp_path: Path, run_python) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "run.py"))
-    given = (*launcher, *WORDS, *QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
-    ran = run_python(*given, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["run"]
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["num_ranks"] == 2
+def test_torchrun_trains_one_run(tmp_path: Path) -> None:
+    (day := tmp_path / "day").mkdir()
+    launcher = ("--nproc-per-node", "2", "--standalone", str(ROOT / "run.py"))
+    words = (*WORDS, *QUICK, "budget=state_25", "trainer.max_steps=4", "trainer.strategy=fsdp")
+    words += (f"hydra.run.dir={day / 'run'}",)
+    code, told = start_script(Path(torchrun.__file__), *launcher, *words, folder=tmp_path / "log", cwd=day).done()
+    assert code == 0, told
+    assert [entry.name for entry in day.iterdir() if entry.is_dir()] == ["run"]
+    assert json.loads((day / "run" / "result.json").read_text())["num_ranks"] == 2
 
 
 def test_ranks_of_a_launcher_refuse_a_word_once(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from baoc.models import MODELS
 from baoc.sweep import forkserver
 from tests.support.waiting import PATIENCE_S
 
-NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # by runs, of which most train a ViT
+# By runs, of which most train a ViT. Triton is imported as the tests themselves have it.
+NEEDED = ("tests.support.interpreting", forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)
 
 
 def with_server() -> None:
