@@ -48,21 +48,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(all_slow.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
+# About what the longest files take on an idle machine; of others a slow test takes a third of a second.
+LONG_S = {
+    "cli/test_several_devices.py": 75, "sweep/test_study_robust.py": 60, "sweep/test_race.py": 50,
+    "training/test_decision.py": 50, "training/test_ddp_runs.py": 45, "sweep/test_study_launchers.py": 45,
+    "optim/test_sharded.py": 35, "cli/test_exit_codes.py": 35, "training/test_preemption.py": 25,
+    "config/test_own_code.py": 20, "training/test_experiments.py": 15, "kernels/test_muon_step.py": 15,
+    "cli/test_jobs.py": 15, "sweep/test_sweeps.py": 15, "training/test_budget_control.py": 15,
+    "cli/test_mixed_multirun.py": 10, "training/test_host_budgets.py": 10, "frontier/test_frontier_picture.py": 10,
+    "kernels/test_native_build.py": 10, "training/test_averages.py": 10, "profiling/test_depth.py": 10,
+}  # fmt: skip
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each worker begins with its share of the slow files, whole, so that what a module sets up is set up once and all
-    end together: `--dist=worksteal` deals the list out in equal runs, and moves what is left at their ends, which is
-    short."""
+    """Each worker begins with its share of the slow files, whole and the longest first, so that what a module sets up
+    is set up once and all end together: `--dist=worksteal` deals the list out in equal runs, and moves what is left at
+    their ends, which is short."""
     if not hasattr(config, "workerinput"):
         return
     workers = config.workerinput["workercount"]
-    files: dict[Path, list[pytest.Item]] = {}
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
-            files.setdefault(item.path, []).append(item)
+            files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
+    seconds = {name: LONG_S.get(name, len(file) / 3) for name, file in files.items()}
     shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for file in sorted(files.values(), key=len, reverse=True):
-        min(shares, key=len).extend(file)
+    busy_s = [0.0] * workers
+    for name in sorted(files, key=seconds.__getitem__, reverse=True):
+        first_free = busy_s.index(min(busy_s))
+        shares[first_free] += files[name]
+        busy_s[first_free] += seconds[name]
     fast = iter([item for item in items if not item.get_closest_marker("slow")])
     for number, share in enumerate(shares):
         size = len(items) * (number + 1) // workers - len(items) * number // workers

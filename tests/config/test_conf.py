@@ -192,6 +192,7 @@ def test_models_data_and_tasks_that_do_not_fit_are_refused(overrides: list[str],
 # -- what depends on the device ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_auto_means_small_on_a_cpu_and_binding_on_a_gpu():
     on_cpu, on_gpu = (resolve(run_of(), device=device) for device in ("cpu", "cuda"))
     assert (on_cpu.config.model.size, on_cpu.config.optim.lr, on_cpu.config.micro_batch) == ("tiny", 3e-3, 64)
@@ -257,6 +258,7 @@ def test_conf_offers_every_trainer_argument():
     assert list(read("trainer", "default")) == [item.name for item in fields(TrainerConfig)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["7.5gb", "300mb", "state_33", "1tb"])
 def test_any_size_is_an_option_of_budget(text: str):
     assert run_of(f"budget={text}").budget == parse_budget(text)

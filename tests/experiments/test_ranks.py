@@ -38,6 +38,7 @@ def test_of_more_values_4999_orders_are_drawn_and_the_found_one_counts():
     assert first == again != other and rank_correlation(x, y).p == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [5, 9, 20])
 def test_noise_is_correlated_as_often_as_p_says(n: int):
     draws = NOISE.normal(size=(400, 2, n))

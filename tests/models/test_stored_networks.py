@@ -264,6 +264,7 @@ def test_a_stored_network_is_fine_tuned_by_one_command(name, words, stored, tmp_
     assert (run / "model" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_bytes_for_a_network_with_a_tokenizer_are_refused(stored, monkeypatch, capsys):
     monkeypatch.chdir(stored)
     assert main(["model=hf", "model.pretrained=llama", "dataset=text", "dataset.path=text.txt", *SHORT]) == 2

@@ -190,6 +190,7 @@ class TestBaocOptimizer:
         assert told == ["statistics of gradients start anew"]
         assert target.reallocator.step == target.reallocator.profiled_since_step == 1
 
+    @pytest.mark.slow
     def test_one_wrong_value_is_refused_with_nothing_changed_or_said_or_trained_on(self) -> None:
         source, target = watching(), watching()
         for _ in range(4):

@@ -119,6 +119,7 @@ def race(rng: np.random.Generator, *, noise: float, gaps: float) -> tuple[bool, 
     return beyond > max(found.margin, found.margin_held), mixed and beyond > 0, mixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "gaps"), [(0.003, 0.01), (0.01, 0.01), (0.03, 0.01), (0.01, 0.05), (0.02, 0.0), (0.1, 0.02)]
 )

@@ -95,6 +95,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
     assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
 
 
+@pytest.mark.slow
 def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_path: Path):
     """New settings had their defaults, removed ones too, and seconds count though no run had ended before a kill."""
     words = ("budget.schedule=[{step: 50, budget: state_10}]",)

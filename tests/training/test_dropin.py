@@ -193,6 +193,7 @@ def test_a_first_step_that_never_comes_is_measured_no_longer_than_the_optimizer_
     assert weight._version == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_module_that_keeps_its_optimizer_is_collected_with_it(steps: int):
     model, loss = make()
@@ -217,6 +218,7 @@ class BesideALargerRank(Ranks):
         return [value, replace(value, forward_backward_bytes=value.forward_backward_bytes + self.more)]
 
 
+@pytest.mark.slow
 def test_a_resumed_allocation_goes_on_only_where_every_rank_has_seen_it_fit(monkeypatch: pytest.MonkeyPatch):
     def built(budget: int) -> tuple[BaocOptimizer, Callable[[], Tensor]]:
         torch.manual_seed(0)

@@ -51,6 +51,7 @@ def test_names_make_the_plan_the_same_as_that_of_the_module():
     assert all(plan.allocation.choices == plans[0].allocation.choices for plan in plans[1:])
 
 
+@pytest.mark.slow
 def test_the_network_of_plain_parameters_is_the_smallest_that_lives_with_all_of_them():
     inner: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     outer = nn.ModuleDict({"ours": inner, "other": nn.Linear(2, 2)})

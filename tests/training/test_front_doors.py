@@ -118,6 +118,7 @@ def test_host_memory_is_offered_without_a_probe_too() -> None:
     assert optimizer.plan.budget.host_memory_bytes == 64 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "released"), [("8gb", False), ("8gb", True), ({"memory": "8gb", "step_time": 1000.0}, False)]
 )

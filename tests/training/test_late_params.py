@@ -183,6 +183,7 @@ def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimi
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probed", [True, False])
 @pytest.mark.parametrize("way", ["unfrozen", "group"])
 def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(way: str, probed: bool):

@@ -194,6 +194,7 @@ def test_each_verdict_knows_of_a_step_that_was_measured_as_parameters_came_to_on
     assert ours.late_peak_bytes >= tensors + sum(one.optimizer.state_bytes() for one in strategy.reallocators)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_fit_lives_on_after_it():
     strategy, module = BaocStrategy("8gb", verbose=False), Gan()
     trained(strategy, module)

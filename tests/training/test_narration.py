@@ -52,6 +52,7 @@ def test_without_a_probe_the_plan_is_told_after_the_first_step_with_its_peak(cap
     assert re.search(r"peak [\d.]+ KiB, [\d.]+ KiB predicted", optimizer.summary())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["unlimited", "8gb", "state_25"])
 def test_quiet_is_quiet(budget: str, capsys):
     model, loss = net()

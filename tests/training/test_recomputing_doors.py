@@ -76,6 +76,7 @@ def test_bytes_fall_with_each_layer(peaks: list[int]):
     assert peak_bytes(True) == peaks[DEPTH] and peak_bytes(False) == peak_bytes(None) == peaks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
     peaks: list[int], number: int, capsys: pytest.CaptureFixture[str]

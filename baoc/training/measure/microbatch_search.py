@@ -222,9 +222,10 @@ def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitSta
         visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
         visit.callback(set_compiled, task.model, is_compiled(task.model))
         visit.callback(restore_rng, capture_rng())
-        visit.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # else the process keeps what it has frozen itself
+            visit.callback(gc.unfreeze)
+            gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
         visit.callback(clear_cache, torch.device(device))
-        gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
         yield visit
 
 
