@@ -51,7 +51,7 @@ BEFALLS: dict[str, Callable[[], BaseException]] = {
 }
 # Each of these is refused by one command only, and tested there or in a test of its own.
 APART = {"done", "a fault of your own code", "another process"}
-SOME = ("an infeasible", "Ctrl-C", "a reader")  # at each door; all of them at the first
+SOME = ("an infeasible", "Ctrl-C")  # at each door; all of them at the first
 DOORS = {
     "run.py": ("run", []),
     "mode=plan": ("run", ["mode=plan"]),
