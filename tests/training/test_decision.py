@@ -436,9 +436,9 @@ def test_compiled_layers_are_searched_where_a_run_may_repay_them(
     assert {row["compiled"] for row in rows(run_dir)} == {"True", "False"} == {str(value) for value in compiled}
     assert chosen(run_dir)["compiled"] == str(faster) and result.budget_met
     assert json.loads((run_dir / "decision.json").read_text())["compile"] is faster
-    again = run(tmp_path / "day" / "again", objective="throughput", seed=3)
-    assert chosen(tmp_path / "day" / "again")["compiled"] == str(faster) and again.budget_met
     if faster:
+        again = run(tmp_path / "day" / "again", objective="throughput", seed=3)
+        assert chosen(tmp_path / "day" / "again")["compiled"] == "True" and again.budget_met
         return
     pinned = run(tmp_path / "day" / "pinned", model=ModelConfig(options={"dropout": 0.1}, compile=True))
     assert {row["compiled"] for row in rows(tmp_path / "day" / "pinned")} == {"True"} and pinned.budget_met
