@@ -16,8 +16,7 @@ from baoc.models import MODELS
 from baoc.sweep import forkserver
 from tests.support.waiting import PATIENCE_S
 
-# By runs, of which most train a ViT. Triton is imported as the tests themselves have it.
-NEEDED = ("tests.support.interpreting", forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)
+NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # by runs, of which most train a ViT
 
 
 def with_server() -> None:

@@ -32,13 +32,16 @@ def group(rank: int, size: int, *, store: Path) -> Iterator[None]:
 def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh: bool = False) -> list[Any]:
     """`work(rank, size, store)` of a module's top level in `size` processes; what they return, or the first error.
 
-    `store` is for a `group` of them, which `work` makes. `fresh` ones are no forks: they import all anew, for variables
-    that count at an import.
+    `store` is for a `group` of them, which `work` makes. `fresh` ones are forks of a process that imports all anew, for
+    variables that count at an import.
     """
     with_server()
     with tempfile.TemporaryDirectory() as folder:
-        given, method = (size, Path(folder), dict(os.environ), work), "spawn" if fresh else "forkserver"
-        context = mp.start_processes(_work, args=given, nprocs=size, start_method=method, join=False)
+        given = (size, Path(folder), dict(os.environ), work)
+        if fresh:
+            context = mp.start_processes(_fork, args=given, nprocs=1, start_method="spawn", join=False)
+        else:
+            context = mp.start_processes(_work, args=given, nprocs=size, start_method="forkserver", join=False)
         assert context is not None
         ends = monotonic() + LIMIT_S
         try:
@@ -49,6 +52,10 @@ def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh:
                 if process.is_alive():
                     process.kill()
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _fork(_: int, size: int, *given: Any) -> None:
+    mp.start_processes(_work, args=(size, *given), nprocs=size, start_method="fork")
 
 
 def _work(
