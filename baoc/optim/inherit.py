@@ -1,8 +1,8 @@
-"""Computes one state from another by their tags (docs/methods.md#state-inheritance), on plain numbers of a tensor.
+"""Computes one state from another by their tags (docs/methods.md#state-inheritance), on decoded numbers of a tensor.
 
-Whatever a rule keeps is expanded to one number per element, then reduced to what the next rule keeps; so a new rule
-needs no code here. Folded v that averages (F(G))^2 is, of neighbours with independent gradients, 2^level times less
-than the mean of their v, and both directions allow for it.
+A rule's states are expanded to one number per element, then reduced to the states of the next rule; so a new rule needs
+no code here. A folded v averages (F(G))^2. If neighbours' gradients are independent, that is 2^level times less than
+the mean of their v, and both directions correct for it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ TINY = 1e-30
 
 
 def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:
-    """All states of one kind that a rule keeps -> one number per element, in the parameter's shape."""
+    """Expands all states of one kind of a rule to one number per element, in the parameter's shape."""
     for decl, value in values.items():
         if decl.layout is StateLayout.FULL:
             return value
@@ -36,7 +36,7 @@ def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple
 
 
 def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
-    """Reduces one number per element to the state that `decl` declares, by column of all ranks' rows."""
+    """Reduces one number per element to the state that `decl` declares. Means over columns are of all ranks' rows."""
     if decl.layout is StateLayout.FULL:
         return full
     matrix = as_matrix(full, ctx)
@@ -51,7 +51,7 @@ def reduce(full: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
 
 
 def _unfold(value: Tensor, decl: StateDecl, *, ctx: RuleContext) -> Tensor:
-    """Folded state -> matrix; the last fold, padded with zeros, is scaled up to the mean of its real elements."""
+    """Folded state -> matrix. The last fold is padded with zeros, so it is scaled to the mean of its real elements."""
     assert ctx.matrix is not None
     fold = 2**decl.level
     length = ctx.matrix[1]
@@ -68,7 +68,7 @@ def outer(row: Tensor, col: Tensor) -> Tensor:
 
 def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor:
     """v per element from the profile's row and column second moments, in the parameter's shape."""
-    row, col = (part.to(device=param.device, dtype=torch.float32) for part in (moments.row, moments.col))
+    row, col = (mean.to(device=param.device, dtype=torch.float32) for mean in (moments.row, moments.col))
     assert (len(row), len(col)) == ctx.matrix, f"moments are ({len(row)}, {len(col)}), the matrix is {ctx.matrix}"
     return from_matrix(outer(row, col), ctx, shape=tuple(param.shape))
 
@@ -79,11 +79,12 @@ def bias(decl: StateDecl, *, beta: float, at: int) -> float:
 
 
 def squared_m(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
-    """m^2 per element, without its bias: no mean of g^2 is smaller. A v that was estimated is held to it, for m over
-    the root of a v that was seen too small has no bound. Zero where the rule has no m.
+    """m^2 per element, without m's bias: no mean of g^2 is smaller. Zero if the rule has no m.
+
+    An estimated v is raised to it, because m over the root of a v that is too small has no bound.
     """
-    held = [kept for kept in slot.states if kept.decl.kind is StateKind.M]
-    if not held:
+    states = [each for each in slot.states if each.decl.kind is StateKind.M]
+    if not states:
         return slot.param.new_zeros(())
-    values = {kept.decl: kept.decode(state) for kept in held}
-    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(held[0].decl, beta=beta, at=age)).square_()
+    values = {each.decl: each.decode(state) for each in states}
+    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(states[0].decl, beta=beta, at=age)).square_()

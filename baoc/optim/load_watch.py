@@ -1,8 +1,8 @@
-"""Notices that a module loads weights in the middle of a run, whose corrections then belong to weights that are gone.
+"""Notices that a module loads weights in the middle of a run: corrections of the overwritten weights are then void.
 
-An optimizer cannot see it: `load_state_dict` copies into the parameters as a user's constraint on them does, after
-which corrections are as good as before. So each module of the network that has parameters says so before it loads;
-whether other weights came is decided by their bits at the next step (`arrival.drop_stale_correction`).
+An optimizer cannot see it by itself: `load_state_dict` copies into the parameters, as a user's constraint on them does,
+after which corrections are still good. So each module of the network with parameters tells the registry before it
+loads. The next step compares checksums to decide which weights changed (`arrival.drop_stale_correction`).
 """
 
 import weakref
@@ -16,15 +16,15 @@ from baoc.parallel import unwrapped
 
 
 def watch_loads(module: nn.Module, registry: BlockRegistry) -> None:
-    """Makes `registry` compare its corrected weights with those that `module`, or a part of it, loads."""
-    for part in unwrapped(module).modules():
-        if part._parameters:
-            part.register_load_state_dict_pre_hook(_BeforeLoad(registry))
+    """Makes `registry` take checksums of its split weights before `module`, or a submodule, loads others."""
+    for submodule in unwrapped(module).modules():
+        if submodule._parameters:
+            submodule.register_load_state_dict_pre_hook(_BeforeLoad(registry))
 
 
 class _BeforeLoad:
-    """The hook. It does not keep the optimizer alive, and copies and pickles of the module come without it: a model
-    that is saved whole is read where there is no baoc."""
+    """The hook. It does not keep the optimizer alive, and copies and pickles of the module leave it out, so that a
+    pickled model is read where baoc is not installed."""
 
     def __init__(self, registry: BlockRegistry):
         self._registry = weakref.ref(registry)

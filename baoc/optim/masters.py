@@ -17,7 +17,7 @@ from baoc.optim.state import LiveBlock, State
 
 
 def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Name -> fp32 copy on the CPU of every parameter, corrections added; of sharded ones all ranks get the whole."""
+    """Name -> fp32 copy on the CPU of every parameter, corrections added. Sharded ones are gathered on all ranks."""
     registry.drop_stale_corrections()
     values: dict[Tensor, Tensor] = {}
     for live in registry.live.values():
@@ -25,12 +25,12 @@ def export(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> di
             for slot in live.slots:
                 master = weights.master(slot.param, registry.state[slot.param])
                 values[slot.group_param] = _copy(master if slot.shard is None else slot.shard.all_gather(master))
-    where = named_params(param_groups).items()
-    return {name: values[param] if param in values else _copy(unsharded(param)) for name, (param, _) in where}
+    params = named_params(param_groups).items()
+    return {name: values[param] if param in values else _copy(unsharded(param)) for name, (param, _) in params}
 
 
 def synchronized_states(registry: BlockRegistry) -> Mapping[Tensor, State]:
-    """Parameter -> its state where that is kept, which may be the host. Waits for corrections on their way there."""
+    """Parameter -> its state where it is kept, which may be the host. Waits for corrections that are being copied."""
     if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in registry.live.values()):
         registry.synchronize()
     return registry.state
@@ -41,39 +41,38 @@ def _copy(master: Tensor) -> Tensor:
 
 
 def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups: list[dict[str, Any]]) -> None:
-    """Sets parameters by name, each kept as its block keeps weights. Raises BadInputError with nothing changed."""
-    where = named_params(param_groups)
+    """Sets parameters by name, in the weights format of their blocks. Raises BadInputError with nothing changed."""
+    params = named_params(param_groups)
     for name, value in values.items():
-        if name not in where:
-            raise unknown_name(name, what="parameter", allowed=where)
-        shape = tuple(where[name][0].shape)
+        if name not in params:
+            raise unknown_name(name, what="parameter", allowed=params)
+        shape = tuple(params[name][0].shape)
         if value.shape != shape:
             raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
-    blocks = {slot.group_param: (live, slot) for live in registry.live.values() for slot in live.slots}
+    slots = {slot.group_param: (live, slot) for live in registry.live.values() for slot in live.slots}
     for name, value in values.items():
-        param = where[name][0]
+        param = params[name][0]
+        live, slot = slots.get(param, (None, None))
         if (shard := shard_of(param)) is not None:
-            param, value = local_shard(param), shard.local_part(value, shape=local_shard(param).shape)
-        if where[name][0] not in blocks:
-            param.copy_(value)
-            continue
-        live, slot = blocks[where[name][0]]
-        param = slot.param
-        if slot.weights == "native":
-            param.copy_(value)
+            value = shard.local_part(value, shape=local_shard(param).shape)
+        if live is None or slot is None or slot.weights == "native":
+            (local_shard(param) if slot is None else slot.param).copy_(value)
             continue
         with registry.states_on_device(live):
-            whole = value.to(torch.float32)
-            weights.store_in_pieces_(param, registry.state[param], whole, weights=slot.weights, name=name)
+            weights.store_in_pieces_(
+                slot.param, registry.state[slot.param], value.to(torch.float32), weights=slot.weights, name=name
+            )
         if slot.weight_checksum is not None:
-            slot.weight_checksum = weights.checksum(param)
+            slot.weight_checksum = weights.checksum(slot.param)
 
 
 def warn_of_stalling(lives: Iterable[LiveBlock]) -> list[str]:
-    """Warns of blocks whose weights have 16 bits and are rounded to nearest; returns their names."""
-    plain = [live for live in lives if live.spec.weights in ("native", "bf16")]
+    """Warns of blocks whose weights have 16 bits and are rounded to nearest. Returns their names."""
+    uncorrected = [live for live in lives if live.spec.weights in ("native", "bf16")]
     names = [
-        live.block.name for live in plain if any(slot.param.dtype in weights.SIXTEEN_BIT_DTYPES for slot in live.slots)
+        live.block.name
+        for live in uncorrected
+        if any(slot.param.dtype in weights.SIXTEEN_BIT_DTYPES for slot in live.slots)
     ]
     if not names:
         return names

@@ -94,10 +94,10 @@ class StepUnit:
     """Backends that are called together: all of an optimizer, or one that steps some blocks in backward.
 
     Attributes:
-        guarded: Parameter -> name, of those whose gradients the finite check looks at.
-        joins: Called after the backends: what they run beside the caller is then waited for.
-        unread: Parameter name -> non-finite elements that backends found which are gone by now.
-        marking: The backends that exclude non-finite elements themselves, and count them.
+        checked_params: Parameter -> name, of those whose gradients the finite check has to check.
+        waits: Called after the backends, to wait for the work that runs beside the caller.
+        unreported_nonfinite: Parameter name -> non-finite elements that backends found which are dropped by now.
+        self_excluding: The backends with `excludes_nonfinite`.
     """
 
     backends: list[Backend]
