@@ -1,4 +1,4 @@
-"""From what a user passes (module, names, tensors, groups; spec names) to plain torch groups, blocks and specs.
+"""Turns what users pass (module, names, tensors, groups; spec names) into plain torch groups, blocks and specs.
 
 Everything that cannot train correctly is refused here, before any state is allocated.
 """
@@ -41,7 +41,7 @@ _ALLOWED = "pass a module, named or plain parameters, or parameter groups"
 
 
 def to_plain(value: Any) -> Any:
-    """Containers and numbers of any library (ListConfig, NumPy) as Python's own, so that a checkpoint can hold them."""
+    """Converts containers and numbers of other libraries (ListConfig, NumPy) to Python's own, for checkpoints."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic | np.ndarray):
@@ -54,7 +54,7 @@ def to_plain(value: Any) -> Any:
 
 
 def raw_groups(params: Any) -> list[Mapping[str, Any]]:
-    """Any spelling of parameters as a list of groups, whose members `members_of` tells."""
+    """Parameters in any form that torch takes, as a list of groups. `members_of` reads their members."""
     refuse_zero()
     if isinstance(params, nn.Module):
         params = unwrapped(params).named_parameters()
@@ -71,7 +71,7 @@ def raw_groups(params: Any) -> list[Mapping[str, Any]]:
 
 
 def members_of(group: Mapping[str, Any], *, index: int) -> list[tuple[str | None, Any]]:
-    """The (name, parameter) pairs of group number `index`; no name where none was given."""
+    """The (name, parameter) pairs of group number `index`. The name is None if none was given."""
     members, names = group["params"], group.get("param_names") or ()
     what = f"'params' of parameter group {index} is"
     if isinstance(members, nn.Module | Mapping):
@@ -99,20 +99,20 @@ def _listed(values: Any, *, what: str) -> list[Any]:
 
 
 def to_groups(params: Any, *, existing: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """Any spelling of parameters -> groups with "params" (tensors) and "param_names"; other keys as the user set them.
+    """Parameters in any form as groups with "params" (tensors) and "param_names". Other keys stay as the user set them.
 
-    Plain tensors are called param0, param1, ... in order, counted on from the `existing` groups, and names that are
-    taken are left out. A tensor listed twice counts once. Raises BadInputError where its two groups disagree,
-    where a name repeats, or where nothing was given.
+    Plain tensors are named param0, param1, ... in order. The number counts on from the `existing` groups, and skips
+    taken names. A tensor that is listed twice counts once. Raises BadInputError if its two groups disagree, if a name
+    repeats, or if there is no parameter.
     """
-    seen: dict[Tensor, tuple[str, dict[str, Any]]] = {}
+    settings_of: dict[Tensor, tuple[str, dict[str, Any]]] = {}
     taken = {name for group in existing for name in group["param_names"]}
     first = len(taken)
     groups = [
-        _group(group, seen=seen, taken=taken, first=first, index=index)
+        _group(group, settings_of=settings_of, taken=taken, first=first, index=index)
         for index, group in enumerate(raw_groups(params), start=len(existing))
     ]
-    if not seen:
+    if not settings_of:
         raise BadInputError(f"the optimizer got no parameters: {_ALLOWED}")
     check_names(
         (index, name, param)
@@ -135,42 +135,42 @@ def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
 
 
 def is_placeholder_name(name: str) -> bool:
-    """True for the names that parameters without one are given."""
+    """True for the names that unnamed parameters get."""
     return name.startswith("param") and name.removeprefix("param").isdecimal()
 
 
 def _group(
     raw: Mapping[str, Any],
     *,
-    seen: dict[Tensor, tuple[str, dict[str, Any]]],
+    settings_of: dict[Tensor, tuple[str, dict[str, Any]]],
     taken: set[str],
     first: int,
     index: int,
 ) -> dict[str, Any]:
-    """One group in plain types; `seen` maps the parameters of this and the groups before to name and settings. One that
-    comes without a name is called paramN, N counted over all parameters from `first` on, past names that are taken."""
+    """One group in plain types. Adds its parameters to `settings_of` (parameter -> name and settings, of all groups so
+    far) and its names to `taken`. Unnamed parameters are numbered over all groups from `first` on."""
     settings = {key: to_plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
     params, names = [], []
-    for given, param in members_of(raw, index=index):
-        if given is None and isinstance(param, Tensor) and param in seen:
-            given = seen[param][0]
-        number = first + len(seen)
-        while given is None and f"param{number}" in taken:
+    for name, param in members_of(raw, index=index):
+        if name is None and isinstance(param, Tensor) and param in settings_of:
+            name = settings_of[param][0]
+        number = first + len(settings_of)
+        while name is None and f"param{number}" in taken:
             number += 1
-        name = f"param{number}" if given is None else given
+        name = f"param{number}" if name is None else name
         taken.add(name)
         check_param(param, name=name)
-        if param in seen:
-            twin, other = seen[param]
-            if settings != other:
+        if param in settings_of:
+            other_name, other_settings = settings_of[param]
+            if settings != other_settings:
                 raise BadInputError(
-                    f"{name} and {twin} are one tied parameter in two groups with different settings ({settings} and "
-                    f"{other}): list it in one group, or give both the same settings"
+                    f"{name} and {other_name} are one tied parameter in two groups with different settings ({settings} "
+                    f"and {other_settings}): list it in one group, or give both the same settings"
                 )
-            if name != twin:
-                log.info("%s is tied to %s: one state, one update", name, twin)
+            if name != other_name:
+                log.info("%s is tied to %s: one state, one update", name, other_name)
             continue
-        seen[param] = (name, settings)
+        settings_of[param] = (name, settings)
         params.append(param)
         names.append(name)
     return {**settings, "params": params, "param_names": names}
@@ -205,17 +205,17 @@ def check_param(param: Any, *, name: str) -> None:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises BadInputError for hyperparameters out of range, for switches of torch's AdamW that no rule has, and for
-    misspelled hyperparameter names. Other keys are the user's own and stay, as in torch, such as a name with words
-    around it for a schedule (weight_decay_mult, min_weight_decay)."""
+    misspelled hyperparameter names. Other keys are the user's own, as in torch: also a hyperparameter's name with other
+    words around it, such as weight_decay_mult for a schedule."""
     for key in settings:
-        near = get_close_matches(str(key), _SETTINGS, n=1, cutoff=0.8)
-        if near and key not in _SETTINGS and f"_{near[0]}_" not in f"_{key}_":
-            raise BadInputError(f"a parameter group sets {key}, which nothing here reads: did you mean {near[0]}?")
-    for key, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0)):
+        similar = get_close_matches(str(key), _SETTINGS, n=1, cutoff=0.8)
+        if similar and key not in _SETTINGS and f"_{similar[0]}_" not in f"_{key}_":
+            raise BadInputError(f"a parameter group sets {key}, which nothing here reads: did you mean {similar[0]}?")
+    for key in ("lr", "eps", "weight_decay"):
         value = settings[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= sys.float_info.max:
-            raise BadInputError(f"{key} is {value!r}: give a finite number of at least {least:g}")
+        if not is_number or not 0 <= value <= sys.float_info.max:
+            raise BadInputError(f"{key} is {value!r}: give a finite number of at least 0")
     if settings["eps"] == 0:
         raise BadInputError(
             "eps is 0, so weights whose gradient has always been 0 would become 0/0: give a small number, such as 1e-8"
@@ -244,11 +244,11 @@ def single_block(info: ParamInfo) -> Block:
 
 
 def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> dict[str, str]:
-    """Owner name in the blocks -> name in the groups; aliases are followed. `params` are the trainable ones.
+    """A parameter's name in its block -> its name in the groups, which may be an alias. `params`: the trainable ones.
 
     Raises BadInputError unless every trainable parameter is in exactly one block, with the shape it has there.
     """
-    found: dict[str, str] = {}
+    group_names: dict[str, str] = {}
     taken: set[str] = set()
     for block in blocks:
         for info in block.params:
@@ -260,14 +260,14 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
                 )
             if name in taken:
                 raise BadInputError(f"{name} is in two blocks, one of them {block.name}: each parameter has one block")
-            if tuple(params[name].shape) != (said := info.whole or info.shape):
-                raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {said}")
-            found[info.name] = name
+            if tuple(params[name].shape) != (block_shape := info.whole or info.shape):
+                raise BadInputError(f"{name} has shape {tuple(params[name].shape)}, its block says {block_shape}")
+            group_names[info.name] = name
             taken.add(name)
-    left = [name for name in params if name not in taken]
-    if left:
-        raise BadInputError(f"no block has {shorten(left)}: every trainable parameter needs one")
-    return found
+    missing = [name for name in params if name not in taken]
+    if missing:
+        raise BadInputError(f"no block has {shorten(missing)}: every trainable parameter needs one")
+    return group_names
 
 
 def shorten(names: Iterable[str], *, most: int = 4) -> str:
@@ -277,7 +277,7 @@ def shorten(names: Iterable[str], *, most: int = 4) -> str:
 
 
 def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
-    """A row by name, or a row of the user's own, checked."""
+    """A spec of the catalogue by name, or a spec of the user's own, checked."""
     if isinstance(spec, str):
         if spec not in SPECS:
             raise unknown_spec_error(spec)
@@ -289,8 +289,8 @@ def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
         (spec.weights, "kind of weights", WEIGHTS),
     ):
         if name not in allowed:
-            told = removal_message(spec.name) or removal_message(f"{base}+{spec.weights}")
-            raise BadInputError(told) if told else unknown_name(name, what=what, allowed=allowed)
+            message = removal_message(spec.name) or removal_message(f"{base}+{spec.weights}")
+            raise BadInputError(message) if message else unknown_name(name, what=what, allowed=allowed)
     assert {STORAGES[spec.storage].m, STORAGES[spec.storage].v} <= set(CODECS)
     if spec.placement not in tuple(Placement):
         raise unknown_name(spec.placement, what="placement", allowed=Placement)
@@ -298,7 +298,7 @@ def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
 
 
 def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
-    """Raises BadInputError where the rule cannot run on a parameter of the block."""
+    """Raises BadInputError if the spec cannot run on a parameter of the block."""
     info = RULES[spec.rule].info
     for param in block.params:
         if spec.weights != "native" and param.dtype not in WEIGHT_DTYPES:
@@ -318,18 +318,18 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
 
 
 def _unsummed(block: Block, *, rule: UpdateRule) -> str:
-    """Why arithmetic that knows no other ranks cannot step the block, as a clause to be shown; empty where it can."""
-    cut = next((param.name for param in block.params if param.whole is not None), None)
-    if cut is None or not sums_columns(rule.info) or isinstance(rule, SummingRule):
+    """Why a rule that does not sum over ranks cannot step the block, as a clause for a message; empty if it can."""
+    sharded = next((param.name for param in block.params if param.whole is not None), None)
+    if sharded is None or not sums_columns(rule.info) or isinstance(rule, SummingRule):
         return ""
     return (
-        f"fully_shard cuts {cut}, and {type(rule).__name__} takes sums over its columns without asking other ranks for "
-        "theirs. Derive it from baoc.optim.rules.matrix.SummingRule, or choose a spec by element or along rows"
+        f"fully_shard cuts {sharded}, and {type(rule).__name__} takes sums over its columns without asking other ranks "
+        "for theirs. Derive it from baoc.optim.rules.matrix.SummingRule, or choose a spec by element or along rows"
     )
 
 
 def specs_by_block(specs: Any, *, blocks: Sequence[Block]) -> dict[str, OptimizerSpec]:
-    """One spec for all, or a mapping that names every block -> spec per block, in block order."""
+    """Block -> spec, in block order. `specs`: one for all, or a mapping that names every block."""
     if isinstance(specs, str | OptimizerSpec):
         chosen = {block.name: resolve_spec(specs) for block in blocks}
     elif not isinstance(specs, Mapping):
@@ -358,7 +358,7 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
 
 
 def with_current_dtypes(block: Block, params: Mapping[str, Tensor]) -> Block:
-    """The block as its parameters are now: they may have been cast or sharded since they were described."""
+    """The block with its parameters' present types and shards: they may have been cast or sharded since."""
     dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
     infos = tuple(
         with_sharding(replace(info, dtype=dtypes[info.name]), param=params[info.name]) for info in block.params

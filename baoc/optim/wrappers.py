@@ -1,7 +1,7 @@
 """Refuses wrappers that conflict with the optimizer: other sharding than `fully_shard`, hooks on gradients whose type
 would change, and averages of weights that would be kept in 16 bits.
 
-No wrapper announces itself, so each is searched for. Their messages are in `baoc.parallel.REFUSED`.
+Wrappers do not announce themselves, so each is searched for. The messages are in `baoc.parallel.REFUSED`.
 """
 
 import gc
@@ -24,25 +24,25 @@ from baoc.optim.shards import refuse_placement
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refusal
 
-_DEEPEST = 8  # frames up to who builds an optimizer: the constructors of subclasses come between
-_HELD = "baoc: whether somebody holds this node"
+_MAX_FRAMES = 8  # up to the caller that builds the optimizer: constructors of subclasses are between
+_MARK = "baoc: whether this node is kept"
 
 
 def refuse_shard(param: Tensor, *, name: str) -> None:
-    """Raises BadInputError where `param` is a part of a tensor that several processes share, and none of its rows."""
+    """Raises BadInputError if `param` is sharded in another way than by `fully_shard`."""
     refuse_placement(param, name=name)
     if getattr(param, "_fsdp_flattened", False):
         raise refusal("fsdp1", name=name)
 
 
 def refuse_zero() -> None:
-    """Raises BadInputError where ZeroRedundancyOptimizer is building an optimizer of its part of the parameters.
+    """Raises BadInputError if ZeroRedundancyOptimizer is building an optimizer of its share of the parameters.
 
-    It hands that over as plain groups, so that only the stack tells who asks.
+    It passes them as plain groups, so that only the call stack shows who builds.
     """
     module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if module is None or frame is None:
             return
         builder: Any = frame.f_locals.get("self")
@@ -52,41 +52,41 @@ def refuse_zero() -> None:
 
 
 def refuse_casts(lives: Iterable[LiveBlock]) -> None:
-    """Raises BadInputError where changing a parameter's type would lose hooks on its gradient, such as those of
+    """Raises BadInputError if changing a parameter's type would lose hooks on its gradient, such as those of
     DistributedDataParallel.
 
     A parameter gets a new AccumulateGrad node when its data change type, and hooks on the old node are lost. Python's
-    hooks can be counted; those of DistributedDataParallel cannot, so its instances are searched for. That someone holds
-    the node is no sign of hooks, as a live graph holds it too.
+    hooks can be counted. Those of DistributedDataParallel cannot, so its instances are searched for. A node that is
+    kept does not prove hooks, as a live graph keeps it too.
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
-    held = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_held(slot.param)]
-    of_ddp = _of_ddp() if held else set[int]()
-    for live, slot in held:
+    kept = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
+    ddp_params = _ddp_params() if kept else set[int]()
+    for live, slot in kept:
         dtype = str(_target(slot)).removeprefix("torch.")
         facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
-        if id(slot.param) in of_ddp:
+        if id(slot.param) in ddp_params:
             raise refusal("cast_ddp", **facts)
         if count := _num_hooks(slot.param):
             raise refusal("cast_hooks", count=count, **facts)
 
 
 def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] | None = None) -> None:
-    """Raises BadInputError where a block would keep weights in 16 bits that an AveragedModel averages.
+    """Raises BadInputError if a block would keep weights in 16 bits that an AveragedModel averages.
 
     `copies`: the averaged networks; None searches for all AveragedModels that exist.
     """
-    narrow = [live for live in lives if live.spec.weights != "native"]
-    params = {slot.name: slot.param for live in narrow for slot in live.slots}
-    if narrow and has_averaged_copy(params, copies=copies):
-        raise refusal("averaged", block=narrow[0].block.name, spec=narrow[0].spec.name)
+    in_16_bits = [live for live in lives if live.spec.weights != "native"]
+    params = {slot.name: slot.param for live in in_16_bits for slot in live.slots}
+    if in_16_bits and has_averaged_copy(params, copies=copies):
+        raise refusal("averaged", block=in_16_bits[0].block.name, spec=in_16_bits[0].spec.name)
 
 
 def has_averaged_copy(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
-    """Whether an AveragedModel averages all of `params` by names and shapes, or no others by shapes alone.
+    """True if an AveragedModel has parameters with the names and shapes of all `params`, or exactly their shapes.
 
-    It has copied the network, so that none of its parameters is the network's own; another network that is averaged
-    has other shapes, or is taken for this one.
+    An AveragedModel copies the network, so its parameters cannot be compared by identity. Another network with the same
+    shapes is mistaken for this one.
     """
     shapes = {name: param.shape for name, param in params.items()}
 
@@ -98,39 +98,39 @@ def has_averaged_copy(params: Mapping[str, Tensor], *, copies: Iterable[nn.Modul
         return any(map(is_copy, copies))
     if not any(map(is_copy, _averaged_networks())):
         return False
-    gc.collect()  # an average of a run that is over may wait for that
+    gc.collect()  # the average of a run that is over may be garbage
     return any(map(is_copy, _averaged_networks()))
 
 
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
-_made: list[bool] = [True]  # whether an AveragedModel may be alive; before this module was imported, nobody knows
+_may_exist: list[bool] = [True]  # whether an AveragedModel may be alive; one may be older than this module
 
 
 def _averaged_networks() -> list[nn.Module]:
     """Networks inside existing AveragedModels.
 
-    Searching all objects takes as long as building an optimizer. So it is done only after an AveragedModel was built,
-    and once for those that were built before this module was imported."""
-    if not _made[0]:
+    Searching all objects takes as long as building an optimizer. So it is done once for those that are older than this
+    module, and then only after one was built."""
+    if not _may_exist[0]:
         return []
-    found = [model.module for model in live_instances(AveragedModel) if hasattr(model, "module")]
-    _made[0] = bool(found)
-    return found
+    networks = [model.module for model in live_instances(AveragedModel) if hasattr(model, "module")]
+    _may_exist[0] = bool(networks)
+    return networks
 
 
 def watch_averages(optimizer: Any) -> None:
-    """An AveragedModel that is made of narrow weights is refused then, for as long as `optimizer` lives."""
+    """Refuses AveragedModels of 16-bit weights when they are built, as long as `optimizer` lives."""
     _watched.add(optimizer)
 
 
-def _note_average(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    if name == "module" and isinstance(module, AveragedModel) and part is not None:
-        _made[0] = True
+def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if name == "module" and isinstance(module, AveragedModel) and child is not None:
+        _may_exist[0] = True
         for optimizer in tuple(_watched):
-            refuse_averages(optimizer.registry.live.values(), copies=[part])
+            refuse_averages(optimizer.registry.live.values(), copies=[child])
 
 
-register_module_module_registration_hook(_note_average)
+register_module_module_registration_hook(_on_registration)
 
 
 def _target(slot: Any) -> torch.dtype:
@@ -142,14 +142,14 @@ def _node(param: Tensor) -> Any:
         return get_gradient_edge(param).node
 
 
-def _is_held(param: Tensor) -> bool:
-    """Whether anybody keeps the parameter's AccumulateGrad node; otherwise each access makes a new one."""
-    _node(param).metadata[_HELD] = True
-    return _node(param).metadata.pop(_HELD, False)
+def _is_kept(param: Tensor) -> bool:
+    """True if anything keeps the parameter's AccumulateGrad node; otherwise each access makes a new one."""
+    _node(param).metadata[_MARK] = True
+    return _node(param).metadata.pop(_MARK, False)
 
 
 def _num_hooks(param: Tensor) -> int:
-    """Python's hooks on the node, counted in the dict that the handle of one more refers to."""
+    """Number of Python's hooks on the node. A new hook's handle refers to the dict of all."""
     node, count = _node(param), 0
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
@@ -158,14 +158,14 @@ def _num_hooks(param: Tensor) -> int:
     return count
 
 
-def _of_ddp() -> set[int]:
-    """Identities of the parameters whose gradients a DistributedDataParallel averages, whoever has it."""
+def _ddp_params() -> set[int]:
+    """`id` of the parameters whose gradients some DistributedDataParallel averages."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
-    found = live_instances(DistributedDataParallel)
-    return {id(param) for ddp in found for param in getattr(ddp, "_module_parameters", ddp.parameters())}
+    wrappers = live_instances(DistributedDataParallel)
+    return {id(param) for ddp in wrappers for param in getattr(ddp, "_module_parameters", ddp.parameters())}
 
 
 def live_instances(kind: type) -> list[Any]:
-    """Objects of a type. isinstance would ask proxies of other libraries, which answer for what they stand for."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    """Live objects of a type. Proxies of other libraries would answer isinstance for the objects behind them."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

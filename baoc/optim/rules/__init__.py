@@ -14,16 +14,16 @@ __all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule"]
 
 
 def _discover() -> dict[str, UpdateRule]:
-    found: dict[str, UpdateRule] = {}
+    rules: dict[str, UpdateRule] = {}
     for module in iter_modules(__path__):
         for rule in getattr(import_module(f"{__name__}.{module.name}"), "RULES", ()):
-            assert rule.info.name not in found, f"two rules are called {rule.info.name}"
-            found[rule.info.name] = rule
+            assert rule.info.name not in rules, f"two rules are called {rule.info.name}"
+            rules[rule.info.name] = rule
     for name, row in OWN_RULES.items():
-        rules = {rule.info.name: rule for rule in import_module(row.arithmetic).RULES}
-        assert name in rules, f"{row.arithmetic}.RULES has no rule {name}"
-        found[name] = rules[name]
-    return found
+        own_rules = {rule.info.name: rule for rule in import_module(row.arithmetic).RULES}
+        assert name in own_rules, f"{row.arithmetic}.RULES has no rule {name}"
+        rules[name] = own_rules[name]
+    return rules
 
 
 RULES: dict[str, UpdateRule] = _discover()

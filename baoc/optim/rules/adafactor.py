@@ -52,11 +52,11 @@ class Adafactor(SummingRule):
     def _direction(grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
         row, col = states["v_row"], states["v_col"]
         numerator = states["m"] / (1 - ctx.beta1**ctx.step) if "m" in states else grad
-        whole = row.mean()
+        row_mean = row.mean()
         if ctx.shard is not None:
             total, count = yield torch.stack([row.sum(), row.new_tensor(len(row))])
-            whole = (total / count).to(row.dtype)
-        scale = (row / whole).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
+            row_mean = (total / count).to(row.dtype)
+        scale = (row / row_mean).sqrt_().unsqueeze(1) * col.sqrt().unsqueeze(0)
         update = numerator / from_matrix(scale, ctx, shape=grad.shape)
         size = yield from rms(update, finite=ctx.finite, ctx=ctx)
         update.div_((size / _CLIP).clamp_(min=1.0))

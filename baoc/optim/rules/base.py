@@ -13,12 +13,13 @@ from baoc.types import RuleInfo
 
 @dataclass(slots=True, kw_only=True)
 class RuleContext:
-    """The current step, as a rule sees it. It is not frozen, because one is built per tensor and step.
+    """The current step, as a rule sees it. It is not frozen, because one is made per tensor and step.
 
-    `step` is the number of this step, from 1, for a rule that counts steps; else 0. `finite` is a bool mask in the
-    gradient's shape, True where an element is finite; the gradient is 0 elsewhere. None means that all are finite.
-    `matrix` is (fan_out, fan_in) where the tensor has one; `transposed` says that it is stored as (fan_in, fan_out).
-    `shard` is an `optim.shards.Shard` where the tensor is some rows of a matrix and the rule needs the whole, or sums.
+    Attributes:
+        step: The number of this step, from 1, for a rule that counts steps; else 0.
+        finite: Bool mask in the gradient's shape, True where it is finite; it is 0 elsewhere. None: all are finite.
+        matrix: (fan_out, fan_in) if the tensor is a matrix. `transposed`: it is stored as (fan_in, fan_out).
+        shard: An `optim.shards.Shard` if this rank has some rows of the matrix, and the rule needs all or their sums.
     """
 
     step: int = 0
@@ -35,7 +36,7 @@ class RuleContext:
 class Direction:
     """The update, `numerator / denominator / divisor`. The weights change by minus the learning rate times it.
 
-    The three are kept apart so that AdamW's last operation is torch's own `addcdiv_(numerator, denominator, value=-(lr
+    The three are separate so that AdamW's last operation is torch's own `addcdiv_(numerator, denominator, value=-(lr
     / divisor))`, bit for bit. Both tensors have the gradient's shape. `numerator` may be a state and is never written
     to.
     """
@@ -71,7 +72,7 @@ class UpdateRule(Protocol):
 
 
 class Rule:
-    """Base of the rules in this package. It holds `info`; its `last` determines nothing."""
+    """Base of the rules in this package, whose states do not determine the last update unless they override `last`."""
 
     def __init__(self, info: RuleInfo):
         self.info = info

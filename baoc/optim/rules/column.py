@@ -27,13 +27,13 @@ class ColumnNorm(SummingRule):
         if "m" in states:
             m = states["m"].lerp_(grad, 1 - ctx.beta1)
             grad = m if ctx.finite is None else torch.where(ctx.finite, m, 0.0)
-        return (yield from _of_one_length(grad, ctx=ctx))
+        return (yield from _columns_normalized(grad, ctx=ctx))
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        return run_alone(_of_one_length(states["m"], ctx=ctx), ctx) if "m" in states else None
+        return run_alone(_columns_normalized(states["m"], ctx=ctx), ctx) if "m" in states else None
 
 
-def _of_one_length(update: Tensor, *, ctx: RuleContext) -> RankSums[Direction]:
+def _columns_normalized(update: Tensor, *, ctx: RuleContext) -> RankSums[Direction]:
     """`update` with each column divided by its norm."""
     assert ctx.matrix is not None
     matrix = as_matrix(update, ctx)

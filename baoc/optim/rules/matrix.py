@@ -1,5 +1,4 @@
-"""Rules by row, column or fold: their sums over ranks, the matrix view of a tensor, and means that leave out excluded
-elements."""
+"""For rules by row, column or fold: sums over ranks, tensors as matrices, and means without excluded elements."""
 
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -10,26 +9,26 @@ from torch import Tensor
 from baoc.optim.rules.base import Direction, Rule, RuleContext
 
 T = TypeVar("T")
-RankSums = Generator[Tensor, Tensor, T]  # yields its part of sums, is sent the sums over ranks in fp64, and returns T
+RankSums = Generator[Tensor, Tensor, T]  # yields its part of each sum, receives the sum over ranks in fp64
 
 
 def run_alone(steps: RankSums[T], ctx: RuleContext) -> T:
-    """What `steps` returns, with each sum that it asks for taken over ranks by a message of its own."""
-    sums: Any = None
+    """Runs `steps` and returns its result. Each sum over ranks is a message of its own."""
+    total: Any = None
     while True:
         try:
-            asked = steps.send(sums)
+            own = steps.send(total)
         except StopIteration as end:
             return end.value
-        sums = ctx.shard.group.all_reduce_(asked.to(torch.float64))
+        total = ctx.shard.group.all_reduce_(own.to(torch.float64))
 
 
 class SummingRule(Rule):
-    """Base of rules whose step takes sums over the rows of a matrix, of which `ctx.shard` says that this has some."""
+    """Base of rules whose step sums over the rows of a matrix. With `ctx.shard` this rank has some of the rows."""
 
     def steps(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> RankSums[Direction]:
-        """`direction`, which stops for each sum over ranks, so that those of many tensors are one message. Without
-        `ctx.shard` it stops for none."""
+        """`direction` as a generator, which yields at each sum over ranks, so that the sums of many tensors can be one
+        message. Without `ctx.shard` it never yields."""
         raise NotImplementedError
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
@@ -54,7 +53,7 @@ def finite_matrix(ctx: RuleContext) -> Tensor | None:
 
 
 def mean(values: Tensor, *, dim: int, finite: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Mean along `dim` over the finite elements, and where any were left (None: everywhere)."""
+    """(mean along `dim` over the finite elements, mask of means over any element; None: of all)."""
     if finite is None:
         return values.mean(dim), None
     count = finite.sum(dim)
@@ -62,7 +61,7 @@ def mean(values: Tensor, *, dim: int, finite: Tensor | None) -> tuple[Tensor, Te
 
 
 def column_mean(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> RankSums[tuple[Tensor, Tensor | None]]:
-    """`mean` along the rows, of all ranks."""
+    """`mean` over the rows of all ranks."""
     if ctx.shard is None:
         return mean(values, dim=0, finite=finite)
     count = values.new_full(values.shape[1:], len(values)) if finite is None else finite.sum(0)
@@ -82,11 +81,11 @@ def average_(state: Tensor, new: Tensor, *, weight: float, valid: Tensor | None)
 def rms(values: Tensor, *, finite: Tensor | None, ctx: RuleContext) -> RankSums[Tensor]:
     """Root mean square over the finite elements of all ranks, as a tensor without dimensions; 0 of nothing."""
     if ctx.shard is not None:
-        kept = values if finite is None else torch.where(finite, values, 0.0)
+        counted = values if finite is None else torch.where(finite, values, 0.0)
         count = values.new_tensor(values.numel()) if finite is None else finite.sum()
-        square, counted = yield torch.stack([torch.linalg.vector_norm(kept).double().square(), count])
-        return (square / counted.clamp(min=1)).sqrt().to(torch.float32)
+        square, total_count = yield torch.stack([torch.linalg.vector_norm(counted).double().square(), count])
+        return (square / total_count.clamp(min=1)).sqrt().to(torch.float32)
     if finite is None:
         return torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
-    kept = torch.where(finite, values, 0.0)
-    return torch.linalg.vector_norm(kept) / finite.sum().clamp(min=1).sqrt()
+    counted = torch.where(finite, values, 0.0)
+    return torch.linalg.vector_norm(counted) / finite.sum().clamp(min=1).sqrt()

@@ -72,8 +72,8 @@ class Muon(Rule):
         ahead = ctx.shard.all_gather(ahead)
         length = ctx.matrix[0 if ctx.transposed else 1]
         lines = ahead.numel() // length
-        whole = replace(ctx, matrix=(length, lines) if ctx.transposed else (lines, length))
-        return Direction(numerator=ctx.shard.local_part(_update(ahead, whole), shape=grad.shape))
+        all_rows = replace(ctx, matrix=(length, lines) if ctx.transposed else (lines, length))
+        return Direction(numerator=ctx.shard.local_part(_update(ahead, all_rows), shape=grad.shape))
 
 
 def _update(ahead: Tensor, ctx: RuleContext) -> Tensor:
