@@ -173,7 +173,10 @@ def _convert_kind(
                 value = _inherited(state, sources, old, target=target, old_bias=old_bias, moments=moments)
             else:
                 assert moments is not None
-                value = _from_moments(state, moments, target=target, new=new, beta1=betas[0], age=age)
+                ctx = target.shape_context
+                least = inherit.squared_m(target, new, beta=betas[0], age=age, ctx=ctx)
+                full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=target.param), least)
+                value = inherit.reduce(full, state.decl, ctx=ctx)
             value = value * gain
             state.encode_(new, value)
             report.note(state.decl.name, "converted" if sources else "new")
@@ -186,18 +189,12 @@ def _convert_kind(
 
 
 def _inherited(
-    state: StoredState,
-    sources: list[StoredState],
-    old: State,
-    *,
-    target: Slot,
-    old_bias: float,
-    moments: Moments | None,
+    new: StoredState, sources: list[StoredState], old: State, *, target: Slot, old_bias: float, moments: Moments | None
 ) -> Tensor:
     """The numbers of a new state computed from old ones, with the bias of the old ones' age."""
     values = {source.decl: source.decode(old) for source in sources}
     first = sources[0].decl
-    if _tags(first) == _tags(state.decl):
+    if _tags(first) == _tags(new.decl):
         return values[first]
     ctx = target.shape_context
     full = inherit.expand(values, ctx=ctx, shape=tuple(target.param.shape))
@@ -205,15 +202,7 @@ def _inherited(
         # A folded v says where v is large; the profile says how large.
         mean = moments.row.to(target.param.device).mean()
         full = full * (mean * old_bias / full.mean().clamp(min=1e-30))
-    return inherit.reduce(full, state.decl, ctx=ctx)
-
-
-def _from_moments(state: StoredState, moments: Moments, *, target: Slot, new: State, beta1: float, age: int) -> Tensor:
-    """The numbers of a new v from the profile's moments, at least the square of m in `new`."""
-    ctx = target.shape_context
-    least = inherit.squared_m(target, new, beta=beta1, age=age, ctx=ctx)
-    full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=target.param), least)
-    return inherit.reduce(full, state.decl, ctx=ctx)
+    return inherit.reduce(full, new.decl, ctx=ctx)
 
 
 def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:

@@ -548,26 +548,19 @@ class BlockwiseOptimizer(Optimizer):
     def __copy__(self) -> "BlockwiseOptimizer":
         raise TypeError("a shallow copy would step the same parameters and states as well: use copy.deepcopy")
 
-    @staticmethod
-    def _no_subscribers() -> dict[str, Any]:
-        """The values of a copy's subscribers, late_planner and network."""
-        lists = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
-        return {**lists, "late_planner": None, "network": None}
-
-    def _own_attributes(self) -> dict[str, Any]:
-        hidden = ("_optimizer_", "_warned", "_zero_grad")
-        return {k: v for k, v in self.__dict__.items() if not k.startswith(hidden) and k not in _LEFT_OUT_OF_COPIES}
-
     def __getstate__(self) -> dict[str, Any]:
         self.registry.synchronize()
         states = {  # each tensor as a storage of its own: pickle would write a whole slab for each of its views
             param: {key: with_own_storage(value) for key, value in state.items()}
             for param, state in self.registry.state.items()
         }
-        return {**self._own_attributes(), "state": defaultdict(dict, states)}
+        torchs_own = ("_optimizer_", "_warned", "_zero_grad")
+        own = {k: v for k, v in vars(self).items() if not k.startswith(torchs_own) and k not in _LEFT_OUT_OF_COPIES}
+        return {**own, "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, **self._no_subscribers()})
+        no_subscribers = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
+        super().__setstate__({**state, **no_subscribers, "late_planner": None, "network": None})
         self.overlap = KeepGradients(self)
         if self._registry is not None:
             self._registry.adopt(self.state)

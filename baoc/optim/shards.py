@@ -46,16 +46,15 @@ def unsharded(param: Any) -> Tensor:
     if not is_sharded(param):
         return param
     local_bytes = local_shard(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
-    shape = torch.Size((*param.shape, param.element_size()))
-    all_bytes = _tensor_module().DTensor.from_local(
-        local_bytes,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    all_bytes = _dtensor(local_bytes, like=param, shape=(*param.shape, param.element_size()))
     return all_bytes.full_tensor().view(param.dtype).squeeze(-1)
+
+
+def _dtensor(rows: Tensor, *, like: Any, shape: Sequence[int]) -> Any:
+    """This rank's `rows` as a DTensor of `shape` that is sharded like `like`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    make = _tensor_module().DTensor.from_local
+    return make(rows, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def reshard(module: Any) -> None:
@@ -158,19 +157,12 @@ class Shard:
 
         It shares the memory, and a state on the host stays there, as fully_shard does with what it offloads.
         """
-        DTensor, mesh, placements = _tensor_module().DTensor, self.param.device_mesh, self.param.placements
-        rows = value.reshape(-1, *shape[1:])
-        on_mesh = rows.device.type == mesh.device_type
-        # from_local copies to the mesh's device, so a state on the host takes the spec of a tensor without rows.
-        tensor = DTensor.from_local(
-            rows if on_mesh else rows.new_empty(0, *shape[1:], device=mesh.device_type),
-            mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(tuple(shape), device="meta").stride(),
-        )
-        return tensor if on_mesh else DTensor(rows.detach(), tensor._spec, requires_grad=False)
+        rows, device = value.reshape(-1, *shape[1:]), self.param.device_mesh.device_type
+        if rows.device.type == device:
+            return _dtensor(rows, like=self.param, shape=shape)
+        # from_local would copy the rows to the mesh's device, so they take the spec of a DTensor without rows there.
+        empty = _dtensor(rows.new_empty(0, *shape[1:], device=device), like=self.param, shape=shape)
+        return _tensor_module().DTensor(rows.detach(), empty._spec, requires_grad=False)
 
 
 def shard_of(param: Any) -> Shard | None:

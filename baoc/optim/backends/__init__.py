@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baoc.errors import BadInputError
 from baoc.optim.backends.base import Backend, Options, StepInputs, StepUnit
-from baoc.optim.backends.eager import EagerBackend, was_recast
+from baoc.optim.backends.eager import EagerBackend, has_changed
 from baoc.optim.backends.fused import ExchangedBackend, FusedBackend
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
@@ -22,18 +22,8 @@ from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import OptimizerSpec
 
 __all__ = [
-    "BACKENDS",
-    "MIN_NATIVE_ELEMENTS",
-    "Backend",
-    "BackendChoice",
-    "HostedBackend",
-    "Options",
-    "StepInputs",
-    "StepUnit",
-    "build_backends",
-    "build_backward_backend",
-    "choose_backend",
-    "proxy_backend",
+    "BACKENDS", "MIN_NATIVE_ELEMENTS", "Backend", "BackendChoice", "HostedBackend", "Options", "StepInputs", "StepUnit",
+    "build_backends", "build_backward_backend", "choose_backend", "proxy_backend",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -141,7 +131,7 @@ def build_backward_backend(
 
 def _check_as_built(slot: Slot) -> None:
     """Raises BadInputError where a parameter's shape or type is no longer that of its states or weights format."""
-    if not was_recast(slot):
+    if not has_changed(slot):
         return
     shape, dtype = tuple(slot.param.shape), slot.param.dtype
     if shape != slot.info.shape:

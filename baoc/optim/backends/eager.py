@@ -51,10 +51,10 @@ class EagerBackend(Backend):
 
     @property
     def moved(self) -> bool:
-        return any([was_recast(slot) for block in self.blocks for slot in block.slots])
+        return any([has_changed(slot) for block in self.blocks for slot in block.slots])
 
 
-def was_recast(slot: Slot) -> bool:
+def has_changed(slot: Slot) -> bool:
     """True if a parameter has another shape than its states, or another type than its weights format."""
     param = slot.param
     return (slot.weights != "native" and param.dtype is not torch.bfloat16) or param.shape != slot.info.shape
