@@ -10,7 +10,7 @@ from omegaconf.errors import GrammarParseError, InterpolationResolutionError, Mi
 
 from baoc.config.from_hydra import to_conf
 from baoc.config.nodes import COLLECTIONS
-from baoc.config.options import GROUPS, own_keys, registry
+from baoc.config.options import GROUPS, group_keys, registry
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import unknown_key
@@ -104,7 +104,7 @@ def _unknown_key(key: str) -> BadInputError:
     group, _, leaf = key.partition(".")
     if group == "trainer" and leaf in SET_BY_BAOC:
         return BadInputError(f"trainer.{leaf} is decided by BAOC: {SET_BY_BAOC[leaf]}")
-    if group in GROUPS and leaf not in own_keys(group):
+    if group in GROUPS and leaf not in group_keys(group):
         return _unknown_option(group, leaf)
     if group == "recipe":  # which has every key that is set below it
         return BadInputError(f"unknown key below {key}: that is a value, not a group of keys as recipe.lr is")
@@ -123,7 +123,7 @@ def _unknown_key(key: str) -> BadInputError:
 def _unknown_option(group: str, leaf: str) -> BadInputError:
     """The error for an option that no model, task or data set has, or that the chosen one lacks."""
     option, *deeper = leaf.split(".")
-    if option in own_keys(group):
+    if option in group_keys(group):
         below = to_conf(RunConfig())[group][option]
         if isinstance(below, Mapping):  # as in model.lora.rnk
             return unknown_key(".".join(deeper), allowed=below, path=f"{group}.{option}")
@@ -135,4 +135,4 @@ def _unknown_option(group: str, leaf: str) -> BadInputError:
             words += f" (model={'|'.join(row.name for row in registry('model').values() if row.task in holders)})"
         return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
     options = dict.fromkeys(key for row in registry(group).values() for key in row.options)
-    return unknown_key(leaf, allowed=[*own_keys(group), *options], path=group)
+    return unknown_key(leaf, allowed=[*group_keys(group), *options], path=group)

@@ -1,4 +1,4 @@
-"""Locates conf/, experiments/ and sweeps/: inside an installed wheel, or beside the package in a checkout."""
+"""Finds conf/, experiments/ and sweeps/: inside an installed wheel, or beside the package in a checkout."""
 
 from functools import cache
 from pathlib import Path
@@ -24,13 +24,13 @@ def conf() -> Path:
 
 
 def option_files(group: str) -> dict[str, Path]:
-    """Name -> file of every option of a group of conf/, or of `experiments` or `sweeps`; empty for an unknown group."""
+    """Name -> file of each option of a group of conf/, or of `experiments` or `sweeps`; empty for an unknown group."""
     folder = root() / group if group in ("experiments", "sweeps") else conf() / group
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def description(file: Path) -> str:
-    """The first comment of an option's file: its one-line description."""
+    """The one-line description of an option: the first comment of its file."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()

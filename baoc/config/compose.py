@@ -13,8 +13,10 @@ VERSION_BASE = "1.3"
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration that `python run.py OVERRIDES` composes. Raises Hydra's own errors, which
-    `baoc.cli.hydra_errors` translates."""
+    """Composes the configuration of `python run.py OVERRIDES`.
+
+    Raises Hydra's errors, which `baoc.cli.hydra_errors` translates.
+    """
     register(overrides)
     with initialize_config_dir(config_dir=str(assets.conf()), version_base=VERSION_BASE, job_name="baoc"):
         return hydra_compose(config_name="config", overrides=with_option_names(overrides))

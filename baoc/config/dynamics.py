@@ -13,7 +13,7 @@ KEYS = ("schedule",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleEntry:
-    """A `budget` (any spelling) that holds from step `step` on."""
+    """A `budget`, in any spelling, that applies from optimizer step `step` on."""
 
     budget: str | int | float
     step: Annotated[int, at_least(1, " steps")]
@@ -30,17 +30,17 @@ class DynamicsConfig:
 
 
 def split_dynamics(budget: Any) -> tuple[Any, dict[str, Any]]:
-    """Splits `budget` of conf/ into the budget and its DynamicsConfig."""
+    """Splits the node `budget` of conf/ into the budget and the values of its DynamicsConfig."""
     if not isinstance(budget, Mapping):
         return budget, {}
-    found = {key: budget[key] for key in KEYS if key in budget}
-    if isinstance(found.get("schedule"), list | tuple):
-        found["schedule"] = [_without_batch(entry) for entry in found["schedule"]]
-    return {key: value for key, value in budget.items() if key not in KEYS}, found
+    dynamics = {key: budget[key] for key in KEYS if key in budget}
+    if isinstance(dynamics.get("schedule"), list | tuple):
+        dynamics["schedule"] = [_without_batch(entry) for entry in dynamics["schedule"]]
+    return {key: value for key, value in budget.items() if key not in KEYS}, dynamics
 
 
 def _without_batch(entry: Any) -> Any:
-    """An entry of earlier versions, which named a step or a batch, without the latter."""
+    """Drops the key `batch`, which entries of earlier versions have. Raises BadInputError if it is set."""
     if not isinstance(entry, Mapping):
         return entry
     if entry.get("batch") is not None:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +22,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES
 
 
 def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str], device: str) -> None:
-    """Writes `env.json`. `baoc` is the version; `device` is the configured one, stored beside the devices present."""
+    """Writes `env.json`. `baoc`: version of this package; `device`: the configured one."""
     content = {
         "schema": SCHEMA,
         "baoc": baoc,
@@ -32,14 +33,14 @@ def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str
         "device": {"asked": device, **_devices()},
         "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         "command": command,
-        "argv": list(argv),  # of the whole command; empty in a launcher's process
+        "argv": list(argv),  # of the command line; empty in a process of a launcher
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @cache
 def commit() -> str:
-    """The checkout's commit, with `-dirty` if tracked files differ from it; `unknown` outside a checkout."""
+    """The commit of the checkout, with `-dirty` if tracked files differ from it; `unknown` outside a checkout."""
     root = assets.root()
     if not (root / ".git").exists():
         return "unknown"
@@ -53,21 +54,19 @@ def commit() -> str:
 @cache
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages that affect a run's numbers; absent ones are left out."""
-    found = {}
+    versions = {}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def _git(*command: str, folder: Path) -> str | None:
     try:
-        done = subprocess.run(("git", *command), cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        process = subprocess.run(("git", *command), cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def _devices() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, split_dynamics
-from baoc.config.nodes import NO_RECIPE, budget_node, recipe_or_none_node
+from baoc.config.nodes import COLLECTIONS, NO_RECIPE, budget_node, recipe_or_none_node
 from baoc.config.options import GROUPS, flatten_options, registry_entry, split_options
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
@@ -24,39 +24,41 @@ from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
 
-# Keys whose value may be a path; where it is relative, it is one of the folder in which the command was given.
+# Keys whose value may be a path, relative to the folder in which the command was started.
 PATH_KEYS = (
-    *(("dataset", "path"), ("dataset", "tokenizer"), ("model", "pretrained"), ("model", "name_or_path")),
+    ("dataset", "path"),
+    ("dataset", "tokenizer"),
+    ("model", "pretrained"),
+    ("model", "name_or_path"),
     ("resume",),
 )
 
 
 def from_hydra(config: DictConfig, *, folder: Path | None = None) -> RunConfig:
-    """The RunConfig of a composed configuration. Raises BadInputError, which names the key, for what the schema
-    refuses.
+    """Converts a composed configuration to a RunConfig. Raises BadInputError, which names the key.
 
-    `folder`: in which the command was given, where a job runs in another one (hydra.job.chdir).
+    `folder`: where the command was started, if the job runs in another folder (hydra.job.chdir).
     """
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise BadInputError(f"a value refers to what is not there: {str(error).splitlines()[0]}") from error
     if folder is not None and folder != Path.cwd():
-        _anchor(cast(dict[str, Any], plain), folder=folder)
+        _make_paths_absolute(cast(dict[str, Any], plain), folder=folder)
     run = from_plain(cast(Mapping[str, Any], plain), complete=True)
     check_names(run)
     return run
 
 
-def _anchor(plain: dict[str, Any], *, folder: Path) -> None:
-    """Makes relative paths absolute in place, of what is there: a name of the hub is no path."""
+def _make_paths_absolute(plain: dict[str, Any], *, folder: Path) -> None:
+    """Makes relative paths of existing files absolute, in place; a name of the hub is no existing file."""
     for *groups, key in PATH_KEYS:
         node: Any = plain
         for group in groups:
             node = node.get(group)
-        given = node.get(key) if isinstance(node, dict) else None
-        if isinstance(given, str) and not Path(given).expanduser().is_absolute() and (folder / given).exists():
-            node[key] = str(folder / given)
+        value = node.get(key) if isinstance(node, dict) else None
+        if isinstance(value, str) and not Path(value).expanduser().is_absolute() and (folder / value).exists():
+            node[key] = str(folder / value)
     for group in GROUPS:
         node = plain.get(group)
         name = node.get("name") if isinstance(node, dict) else None
@@ -66,45 +68,55 @@ def _anchor(plain: dict[str, Any], *, folder: Path) -> None:
 
 
 def from_plain(plain: Mapping[str, Any], *, complete: bool = False) -> RunConfig:
-    """The RunConfig of plain mappings in the shape of conf/; absent keys take their default unless `complete`."""
+    """Converts plain mappings in the shape of conf/ to a RunConfig. Raises BadInputError.
+
+    Absent keys take their default; with `complete` they are refused.
+    """
     refuse_unwritable(plain, key="")
-    given = {key: value for key, value in plain.items() if key not in ("experiments", "sweeps", "debug")}
-    for key in given["trainer"] if isinstance(given.get("trainer"), Mapping) else ():
+    values = {key: value for key, value in plain.items() if key not in (*COLLECTIONS, "debug")}
+    for key in values["trainer"] if isinstance(values.get("trainer"), Mapping) else ():
         if key in SET_BY_BAOC:
             raise BadInputError(f"trainer.{key} is decided by BAOC: {SET_BY_BAOC[key]}")
-    for name, removed_key in REMOVED_KEYS.items():
-        group, _, leaf = name.rpartition(".")
-        node = given.get(group) if group else given
-        if isinstance(node, Mapping) and leaf in node:
-            if not removed_key.did_nothing(node[leaf]):
-                raise BadInputError(f"{name} was removed: {removed_key.instead}")
-            kept = {key: value for key, value in node.items() if key != leaf}
-            given = {**given, group: kept} if group else kept
-    if isinstance(allocator := given.get("allocator"), Mapping):  # `every` was of host_every_kth, which is no more
-        given["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
+    values = _without_removed_keys(values)
     for group in GROUPS:
-        if group in given:
-            given[group] = split_options(group, given[group], complete=complete)
-    if "budget" in given:
-        budget, dynamics = split_dynamics(given["budget"])
+        if group in values:
+            values[group] = split_options(group, values[group], complete=complete)
+    if "budget" in values:
+        budget, dynamics = split_dynamics(values["budget"])
         if not isinstance(budget, str | int | float | Mapping):
             raise BadInputError("a run needs a budget: budget=unlimited is the one without limits")
-        parsed = parse_budget(budget)
-        given["budget"] = {item.name: getattr(parsed, item.name) for item in fields(Budget)}
-        build_settings(
-            DynamicsConfig, dynamics, path="budget"
-        )  # checked here for messages that name keys under `budget`
-        given.update({"dynamics": dynamics} if dynamics or complete else {})
-    recipe = _recipe(given.get("recipe"))
-    given["recipe"] = None if recipe is None else {item.name: getattr(recipe, item.name) for item in fields(Recipe)}
-    run = build_settings(RunConfig, given, complete=complete)
-    if recipe is not None and run.allocator.name == "exact":  # which was not chosen: `register` refuses where it was
+        values["budget"] = _field_values(parse_budget(budget))
+        build_settings(DynamicsConfig, dynamics, path="budget")  # so that messages name keys under `budget`
+        values.update({"dynamics": dynamics} if dynamics or complete else {})
+    recipe = _recipe(values.get("recipe"))
+    values["recipe"] = None if recipe is None else _field_values(recipe)
+    run = build_settings(RunConfig, values, complete=complete)
+    if recipe is not None and run.allocator.name == "exact":  # the default: register_recipes refuses a chosen allocator
         run = replace(run, allocator=replace(run.allocator, name="recipe"))
     return run
 
 
+def _without_removed_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Drops keys of earlier versions that changed nothing. Raises BadInputError for others."""
+    for name, removed_key in REMOVED_KEYS.items():
+        group, _, key = name.rpartition(".")
+        node = values.get(group) if group else values
+        if isinstance(node, Mapping) and key in node:
+            if not removed_key.did_nothing(node[key]):
+                raise BadInputError(f"{name} was removed: {removed_key.instead}")
+            node = {other: value for other, value in node.items() if other != key}
+            values = {**values, group: node} if group else node
+    if isinstance(allocator := values.get("allocator"), Mapping):  # `every` was a key of the allocator host_every_kth
+        values["allocator"] = {key: value for key, value in allocator.items() if key != "every"}
+    return values
+
+
+def _field_values(settings: Budget | Recipe) -> dict[str, Any]:
+    return {item.name: getattr(settings, item.name) for item in fields(settings)}
+
+
 def to_conf(config: RunConfig) -> dict[str, Any]:
-    """Plain values of a RunConfig in the shape of conf/; the inverse of `from_plain`."""
+    """Converts a RunConfig to plain values in the shape of conf/; the inverse of `from_plain`."""
     plain = to_plain(config)
     plain.update({group: flatten_options(getattr(config, group)) for group in GROUPS})
     plain["recipe"] = recipe_or_none_node(config.recipe)
@@ -113,7 +125,7 @@ def to_conf(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(config: RunConfig, *, path: Path) -> None:
-    """Writes `config.yaml`: every value, with interpolations resolved; `race` only where one was asked for."""
+    """Writes `config.yaml`: every value, with interpolations resolved. `race` is left out unless the run races."""
     plain = to_conf(config)
     if config.race == RaceConfig() and config.mode != "race":
         del plain["race"]
@@ -122,7 +134,7 @@ def write_config(config: RunConfig, *, path: Path) -> None:
 
 
 def check_names(config: RunConfig) -> None:
-    """Raises BadInputError for an unknown model, dataset, task, allocator, risk, term, spec, role or path."""
+    """Raises BadInputError for an unknown model, data set, task, allocator, risk, risk term, spec, role or path."""
     from baoc.core.catalogue import removal_message, select
     from baoc.planning.allocators import ALLOCATORS
     from baoc.planning.risk import RISKS
@@ -130,19 +142,16 @@ def check_names(config: RunConfig) -> None:
     for group in GROUPS:
         registry_entry(group, name := getattr(config, group).name)
         file = own_code.file_of(name)
-        there = file is None or file.expanduser().is_file()
-        require(there, group, name, f"a file that is there: {file} is not, seen from {Path.cwd()}")
-    for key, given, allowed in (
+        exists = file is None or file.expanduser().is_file()
+        require(exists, group, name, f"a file that is there: {file} is not, seen from {Path.cwd()}")
+    for key, value, allowed in (
         ("allocator", config.allocator.name, ALLOCATORS),
         ("risk", config.risk.name, RISKS),
         *(("role in catalogue.keep_fp32_roles", role, list(Role)) for role in config.catalogue.keep_fp32_roles),
     ):
-        if given not in allowed:
-            raise (
-                BadInputError(removal_message(given))
-                if removal_message(given)
-                else unknown_name(given, what=key, allowed=allowed)
-            )
+        if value not in allowed:
+            removal = removal_message(value)
+            raise BadInputError(removal) if removal else unknown_name(value, what=key, allowed=allowed)
     terms = yaml.safe_load(assets.option_files("risk")[config.risk.name].read_text(encoding="utf-8"))["weights"]
     for term in config.risk.weights:
         if term not in terms:
@@ -151,8 +160,8 @@ def check_names(config: RunConfig) -> None:
     choose_size(config.model.name, size=config.model.size)
     select(config.catalogue.specs)
     if config.resume not in (None, "auto"):
-        there = Path(config.resume).expanduser().exists()
-        require(there, "resume", config.resume, "auto, or a run folder or checkpoint that exists")
+        exists = Path(config.resume).expanduser().exists()
+        require(exists, "resume", config.resume, "auto, or a run folder or checkpoint that exists")
 
 
 def _check_task(config: RunConfig) -> None:
@@ -173,12 +182,12 @@ def _check_task(config: RunConfig) -> None:
     require_task(config.dataset.name, task=task)
 
 
-def _recipe(given: object) -> Recipe | None:
-    """The recipe of a node; none where it is called so, or where there is no node, as in older runs."""
-    if given is None or (isinstance(given, Mapping) and given.get("name") == NO_RECIPE):
+def _recipe(node: object) -> Recipe | None:
+    """The recipe of a node. None if the node is named NO_RECIPE, or absent as in older runs."""
+    if node is None or (isinstance(node, Mapping) and node.get("name") == NO_RECIPE):
         return None
-    if not isinstance(given, Mapping):
-        raise BadInputError(f"recipe must be a group of keys, not {given}: choose one with recipe=NAME")
+    if not isinstance(node, Mapping):
+        raise BadInputError(f"recipe must be a group of keys, not {node}: choose one with recipe=NAME")
     for key in ("name", "base", "description", "source", "weights"):
-        validate_value(given.get(key), str | None, key=f"recipe.{key}")
-    return recipe_from_node(given)
+        validate_value(node.get(key), str | None, key=f"recipe.{key}")
+    return recipe_from_node(node)

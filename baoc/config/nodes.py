@@ -1,7 +1,7 @@
-"""ConfigStore nodes that conf/ has no file for: budgets, uniform baselines, recipes, experiments and sweeps.
+"""Options that conf/ has no file for: budgets, uniform baselines, recipes, races, own code, experiments and sweeps.
 
-They are registered before composing, so that `budget=7.5gb` and `experiments=NAME` work like any other option. Hydra
-prefers a file of conf/ to a node of the same name.
+They are registered as nodes of Hydra's ConfigStore before composing, so that `budget=7.5gb` and `experiments=NAME` work
+like any other option. Hydra prefers a file of conf/ to a node of the same name.
 """
 
 import re
@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from baoc.config import assets
-from baoc.config.options import own_keys
+from baoc.config.options import group_keys
 from baoc.config.race import parse_seconds
 from baoc.config.validate import plain_text
 from baoc.core import own_code
@@ -31,19 +31,18 @@ from baoc.errors import BadInputError
 from baoc.types import Budget
 
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
-COLLECTIONS = ("experiments", "sweeps")
-TARGET = "_target_"  # which names a class below a group, as Hydra's instantiate does
-PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # presets that conf/budget has files for
+COLLECTIONS = ("experiments", "sweeps")  # folders with files that compose a whole run or study
+TARGET = "_target_"  # model._target_=... names own code as Hydra's instantiate does
+PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
 
 def register(overrides: Sequence[str] = ()) -> None:
-    """Registers what there always is, once, and every size and recipe that `overrides` name. May be called again.
+    """Registers the fixed nodes, and those for budgets, recipes, races and own code that `overrides` name.
 
-    Raises:
-        BadInputError: for a malformed size, or a group that is given what names no option.
+    May be called again. Raises BadInputError for a malformed size, and for a value of a group that names no option.
     """
     files = [(group, *item) for group in COLLECTIONS for item in assets.option_files(group).items()]
-    _register_fixed(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
+    _register_fixed_nodes(tuple((group, name, file, file.stat().st_mtime_ns) for group, name, file in files))
     check_choices(overrides)
     register_budgets(option_values(overrides, group="budget"))
     register_recipes(overrides)
@@ -53,130 +52,136 @@ def register(overrides: Sequence[str] = ()) -> None:
 
 
 @lru_cache(maxsize=1)
-def _register_fixed(files: tuple[tuple[str, str, Path, int], ...]) -> None:
-    """Resolvers, presets, uniform baselines, recipes of the catalogue, experiments and sweeps, with their budgets."""
+def _register_fixed_nodes(files: tuple[tuple[str, str, Path, int], ...]) -> None:
+    """Registers resolvers, presets, uniform baselines, recipes, experiments and sweeps, and the budgets in the latter.
+
+    `files`: (group, name, file, time of the last change) of experiments and sweeps; the cache is keyed by them.
+    """
     OmegaConf.register_new_resolver("baoc.job_folder", job_folder, replace=True)
     OmegaConf.register_new_resolver("baoc.short", lambda name: own_code.short_name(str(name)), replace=True)
-    store = ConfigStore.instance()
     register_budgets(PRESETS)
     for baseline in UNIFORM_BASELINES:
-        store.store(group="allocator", name=baseline.name, node={"name": baseline.name}, provider="baoc")
+        _store("allocator", baseline.name, {"name": baseline.name})
     for name, recipe in {NO_RECIPE: None, **RECIPES, RACED: Recipe(name=RACED)}.items():
-        store.store(group="recipe", name=name, node=recipe_or_none_node(recipe), provider="baoc")
+        _store("recipe", name, recipe_or_none_node(recipe))
     for group, name, file, _ in files:
-        node = _load(file)
+        node = _read_node(file)
         register_budgets(_budgets_in(node))
-        store.store(group=group, name=name, node=node, package="_global_", provider="baoc")
+        _store(group, name, node, package="_global_")
+
+
+def _store(group: str, name: str, node: dict[str, Any], *, package: str | None = None) -> None:
+    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="baoc")
 
 
 def register_budgets(values: Iterable[str]) -> None:
-    """Registers a node for each of `values` that conf/budget has no file for: Hydra would take one for a schema."""
+    """Registers a node for each budget without a file in conf/budget. With a file, Hydra would use it as a schema."""
     for value in values:
-        if value in PRESETS_WITH_FILES:
-            continue
-        node = budget_node(parse_budget(value))
-        ConfigStore.instance().store(group="budget", name=value, node=node, provider="baoc")
+        if value not in PRESETS_WITH_FILES:
+            _store("budget", value, budget_node(parse_budget(value)))
 
 
 def option_names(group: str) -> list[str]:
     """The names of a group's options: files of conf/, then presets of budgets or uniform baselines."""
-    generated = {"budget": PRESETS, "allocator": [row.name for row in UNIFORM_BASELINES]}.get(group, ())
-    return list(dict.fromkeys([*assets.option_files(group), *generated]))
+    without_files = {"budget": PRESETS, "allocator": [baseline.name for baseline in UNIFORM_BASELINES]}.get(group, ())
+    return list(dict.fromkeys([*assets.option_files(group), *without_files]))
 
 
 def register_recipes(overrides: Sequence[str] = ()) -> None:
-    """ConfigStore nodes for the recipes that `overrides` name or change.
+    """Registers nodes for the recipes that `overrides` name or change.
 
-    Each has the keys below `recipe` that overrides set, so that unknown ones are told in this project's words. Raises
-    BadInputError for a recipe that cannot be read, and for one beside another allocator.
+    Each node gets the keys below `recipe` that overrides set, so that Hydra accepts them and `from_plain` can refuse
+    unknown ones with a better message. Raises BadInputError for a recipe that cannot be read, and for a recipe together
+    with another allocator.
     """
-    asked = [value for value in option_values(overrides, group="recipe") if value != NO_RECIPE]
-    others = [value for value in option_values(overrides, group="allocator") if value != "recipe"]
-    if asked and others:
+    recipes = [value for value in option_values(overrides, group="recipe") if value != NO_RECIPE]
+    allocators = [value for value in option_values(overrides, group="allocator") if value != "recipe"]
+    if recipes and allocators:
         raise BadInputError(
-            f"recipe={asked[0]} and allocator={others[0]} exclude each other: a recipe says what every block runs, so "
-            "that nothing is left to an allocator. Leave one out"
+            f"recipe={recipes[0]} and allocator={allocators[0]} exclude each other: a recipe says what every block "
+            "runs, so that nothing is left to an allocator. Leave one out"
         )
     keys = _keys_below("recipe", overrides)
-    if keys and not asked and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
-        word = f"recipe.{'.'.join(keys[0])}"
-        raise BadInputError(f"{word} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}")
-    if keys and RACED in asked:
-        word = f"recipe.{'.'.join(keys[0])}"
+    first_key = f"recipe.{'.'.join(keys[0])}" if keys else None
+    if keys and not recipes and not any(text.startswith(("experiments=", "sweeps=")) for text in overrides):
         raise BadInputError(
-            f"{word} changes a recipe, and recipe=raced is what a race chose: leave it out, or name one"
+            f"{first_key} changes a recipe, and none is named: add recipe=NAME, one of {', '.join(RECIPES)}"
+        )
+    if keys and RACED in recipes:
+        raise BadInputError(
+            f"{first_key} changes a recipe, and recipe=raced is what a race chose: leave it out, or name one"
         )
     if ["base"] in keys:
         raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
-    for name in [*(RECIPES if keys else ()), *asked]:
+    for name in [*(RECIPES if keys else ()), *recipes]:
         node = recipe_or_none_node(Recipe(name=RACED) if name == RACED else find_recipe(name))
-        ConfigStore.instance().store(
-            group="recipe", name=recipe_option(name), node=_with_keys(node, keys=keys), provider="baoc"
-        )
+        _store("recipe", recipe_option(name), _with_keys(node, keys=keys))
 
 
 def register_races(options: Iterable[str]) -> None:
-    """Registers an option of `race` for each duration. Raises BadInputError for what is neither that nor an option."""
+    """Registers a node for each option of `race` that is a duration. Raises BadInputError for unknown options."""
     for option in options:
         seconds = parse_seconds(option)
         if seconds is not None:
-            capped = {**_load(assets.option_files("race")["off"]), "first": "capped", "cap_s": seconds}
-            ConfigStore.instance().store(group="race", name=race_option(option), node=capped, provider="baoc")
+            defaults = _read_node(assets.option_files("race")["off"])
+            _store("race", race_option(option), {**defaults, "first": "capped", "cap_s": seconds})
 
 
 def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
-    """ConfigStore nodes for the user's own code that `overrides` name, and for what installed packages declare.
+    """Registers nodes for own code that `overrides` name and for entry points of installed packages.
 
-    Each has the keys that overrides set below the group: they are arguments, which the call checks.
+    Each node gets the keys below the group that overrides set: arguments of the code, checked when it is called.
     """
-    asked = [value for value in option_values(overrides, group=group) if own_code.names_own_code(value)]
-    asked += option_values(overrides, group=f"{group}.{TARGET}")
-    own = own_keys(group)  # which conf/ has already
-    keys = [key for key in _keys_below(group, overrides) if key[0] not in own and key != [TARGET]]
-    for name in [*own_code.entry_points_of(f"baoc.{group}s"), *asked]:
+    names = [value for value in option_values(overrides, group=group) if own_code.names_own_code(value)]
+    names += option_values(overrides, group=f"{group}.{TARGET}")
+    fixed_keys = group_keys(group)
+    keys = [key for key in _keys_below(group, overrides) if key[0] not in fixed_keys and key != [TARGET]]
+    for name in [*own_code.entry_points_of(f"baoc.{group}s"), *names]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
-        ConfigStore.instance().store(
-            group=group, name=own_code_option(name), node=_with_keys(node, keys=keys), provider="baoc"
-        )
+        _store(group, own_code_option(name), _with_keys(node, keys=keys))
 
 
 def _keys_below(group: str, overrides: Sequence[str]) -> list[list[str]]:
-    """The keys below a group that overrides set, each as its parts: `group.a.b=1` and `group.a={b: 1}` alike."""
+    """The keys below a group that overrides set, as lists of parts: [a, b] for `group.a.b=1` and `group.a={b: 1}`."""
     keys: list[list[str]] = []
     for text in overrides:
         name, equals, value = text.partition("=")
         first, *key = name.lstrip("+").split(".")
         if first == group and key and equals:
             override = _parsed(text) if value.startswith("{") else None
-            keys += [[*key, *inner] for inner in _paths(None if override is None else override.value())]
+            keys += [[*key, *inner] for inner in _key_paths(None if override is None else override.value())]
     return keys
 
 
-def _paths(held: object) -> list[list[str]]:
-    """Each key of nested values as its parts; a value that is no group has none."""
-    if not isinstance(held, dict) or not held:
+def _key_paths(value: object) -> list[list[str]]:
+    """The keys of a nested dict as lists of parts; one empty list for any other value."""
+    if not isinstance(value, dict) or not value:
         return [[]]
-    return [[str(key), *inner] for key, value in cast("dict[Any, Any]", held).items() for inner in _paths(value)]
+    items = cast("dict[Any, Any]", value).items()
+    return [[str(key), *path] for key, item in items for path in _key_paths(item)]
 
 
 def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """`node` with a null, which counts as not there, at each of `keys` that it lacks, but below what is no group."""
+    """Adds each of `keys` that `node` lacks, with the value None, which counts as absent. Returns `node`.
+
+    Keys below a value that is no dict are not added.
+    """
     for *path, last in keys:
-        held: Any = node
+        group: Any = node
         for part in path:
-            held = held.setdefault(part, {}) if isinstance(held, dict) else None
-        if isinstance(held, dict):
-            cast("dict[str, Any]", held).setdefault(last, None)
+            group = group.setdefault(part, {}) if isinstance(group, dict) else None
+        if isinstance(group, dict):
+            cast("dict[str, Any]", group).setdefault(last, None)
     return node
 
 
 def own_code_option(name: str) -> str:
-    """What Hydra is to call the user's own code: a path would be looked for among the folders of groups."""
+    """The option's name for own code: Hydra would look for a path among the folders of conf/."""
     return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
 
 
 def race_option(duration: str) -> str:
-    """A duration as an option's name, which Hydra wants to be text."""
+    """The option's name for a duration: Hydra would read bare digits as a number."""
     return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
 
 
@@ -185,34 +190,38 @@ def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
 
 
 def recipe_option(recipe: str) -> str:
-    """What Hydra is to call a recipe: a file's path would be looked for among the options of groups."""
+    """The option's name for a recipe: Hydra would look for the path of a file among the folders of conf/."""
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_yaml_file(recipe) else recipe
 
 
 def with_option_names(words: Sequence[str]) -> list[str]:
-    """A command line with the options that `register` has made in place of files of recipes, seconds of races and whole
-    bytes, which Hydra would take for a number."""
-    makers = {
+    """Replaces values on a command line by the names of the options that `register` has made for them.
+
+    These are own code, files of recipes, durations of races, and budgets in bytes, which Hydra would read as a number.
+    """
+    to_option = {
         **{key: own_code_option for group in own_code.CONFIG_GROUPS for key in (group, f"{group}.{TARGET}")},
         "recipe": recipe_option,
         "race": race_option,
         "budget": lambda text: repr(text) if text.isdecimal() else text,
     }
-    found = []
+    replaced = []
     for word in words:
         key, _, value = word.partition("=")
-        make = makers.get(key.lstrip("+"))
-        key = key.lstrip("+") if key.endswith(f".{TARGET}") else key
-        texts = [] if make is None else [make(_unquoted(text)) for text in value.split(",")]
-        found.append(word if make is None else f"{key.removesuffix(f'.{TARGET}')}={','.join(texts)}")
-    return found
+        if (convert := to_option.get(key.lstrip("+"))) is not None:
+            if key.endswith(f".{TARGET}"):
+                key = key.lstrip("+").removesuffix(f".{TARGET}")
+            word = f"{key}={','.join(convert(_unquoted(text)) for text in value.split(','))}"
+        replaced.append(word)
+    return replaced
 
 
 def budget_node(budget: Budget) -> dict[str, Any]:
-    """A Budget as a file of conf/budget writes it."""
-    memory = f"{budget.memory_bytes}b" if budget.memory_bytes is not None else None
-    with suppress(BadInputError):  # of a name that is no size
-        memory = budget.name if memory and parse_budget(budget.name).memory_bytes == budget.memory_bytes else memory
+    """A Budget in the form of a file of conf/budget. Its memory is its name if that is the size, as in `8gb`."""
+    memory = None if budget.memory_bytes is None else f"{budget.memory_bytes}b"
+    with suppress(BadInputError):  # raised for a name that is no size
+        if memory is not None and parse_budget(budget.name).memory_bytes == budget.memory_bytes:
+            memory = budget.name
     return {
         "name": budget.name,
         "memory": memory,
@@ -223,29 +232,33 @@ def budget_node(budget: Budget) -> dict[str, Any]:
 
 
 def check_choices(overrides: Sequence[str]) -> None:
-    """BadInputError where a group is given a list of lists, a number in a list, an interpolation: Hydra has no words
-    for what is neither a name nor a list of names."""
+    """Raises BadInputError for a group whose value is neither a name nor a list of names: Hydra's message is unclear.
+
+    Such values are lists of lists, numbers in a list, and interpolations. `budget` and `race` check theirs themselves.
+    """
     for text in overrides:
-        group, equals, given = text.lstrip("+~").partition("=")
-        if group in ("hydra.sweeper", "hydra.launcher") and equals and not given.startswith("{"):
+        group, equals, value_text = text.lstrip("+~").partition("=")
+        if group in ("hydra.sweeper", "hydra.launcher") and equals and not value_text.startswith("{"):
             raise BadInputError(f"{group} is a group of keys: set one of them, as in {group}.KEY=VALUE")
         group = group.partition("@")[0]
-        known = assets.option_files(group) if equals and group.replace("_", "").isalpha() else {}
-        known = {} if group in ("budget", "race") else known  # which take sizes and durations, and refuse the rest
-        override = _parsed(text) if known else None
+        if not equals or group in ("budget", "race") or not group.replace("_", "").isalpha():
+            continue
+        options = assets.option_files(group)
+        override = _parsed(text) if options else None
         if override is None:
             continue
         value = override.value()
         items = value if isinstance(value, list) else [] if override.is_sweep_override() else [value]
-        names = all(isinstance(item, str | QuotedString | None) and "${" not in str(item) for item in items)
-        if not names or (isinstance(value, list) and None in value) or (text.startswith("~") and value is None):
+        all_names = all(isinstance(item, str | QuotedString | None) and "${" not in str(item) for item in items)
+        if not all_names or (isinstance(value, list) and None in value) or (text.startswith("~") and value is None):
+            example = f"{group}={next(iter(options))}"
             raise BadInputError(
-                f"{group} cannot be {plain_text(given)}: choose one of its options, such as {group}={next(iter(known))}"
+                f"{group} cannot be {plain_text(value_text)}: choose one of its options, such as {example}"
             )
 
 
 def _parsed(text: str) -> Override | None:
-    """None for what composing will refuse, with Hydra's own position of the fault."""
+    """Parses an override; None if it is malformed: composing will refuse it and say where the fault is."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:
@@ -254,7 +267,7 @@ def _parsed(text: str) -> Override | None:
 
 
 def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
-    """The options of a group that `overrides` select, those of a sweep one by one."""
+    """The options of a group that `overrides` select, each of a sweep."""
     values: list[str] = []
     for text in overrides:
         override = _parsed(text) if text.lstrip("+").startswith(f"{group}=") else None
@@ -269,7 +282,7 @@ def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
 
 
 def job_folder(num: int, summary: str) -> str:
-    """`0_budget=4gb`: the folder name of a multirun's job, from its number and overrides, safe in any file system."""
+    """The folder name of a multirun's job, such as `0_budget=4gb`, safe in any file system."""
     safe = "".join(char if char.isalnum() or char in "_.=,+-" else "-" for char in summary)
     return f"{num}_{safe[:80]}".rstrip("_.")
 
@@ -278,7 +291,7 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _read_node(file: Path) -> dict[str, Any]:
     try:
         node = read_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -289,9 +302,9 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _budgets_in(node: Any) -> Iterator[str]:
-    """Every budget that a composed file names, in its defaults list or among a sweeper's parameters."""
-    entries = node.items() if isinstance(node, dict) else [(None, entry) for entry in node]
-    for key, value in entries:
+    """Yields every budget that an experiment or sweep names, in its defaults list or a sweeper's parameters."""
+    items = node.items() if isinstance(node, dict) else [(None, item) for item in node]
+    for key, value in items:
         if isinstance(value, dict | list):
             yield from _budgets_in(value)
         elif isinstance(value, str) and str(key).split("/")[-1].removeprefix("override ") == "budget":

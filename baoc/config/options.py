@@ -1,7 +1,7 @@
-"""Options that the registry row of a model, task or data set declares.
+"""Options that the registry entry of a model, task or data set declares.
 
-An option is written as a flat key beside `name`, such as `model.dropout`, `task.label_smoothing` or
-`dataset.val_fraction`, and is checked against the row. A new option changes its row and its file in conf/ only.
+An option is a key next to `name`, such as `model.dropout`, `task.label_smoothing` or `dataset.val_fraction`, and is
+checked against the entry. A new option changes its entry and its file in conf/ only.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from baoc.errors import BadInputError
 from baoc.types import to_plain
 
 
-class Row(Protocol):
-    """A row of MODELS, TASKS or DATASETS: the options' defaults, and the types that these do not show."""
+class RegistryEntry(Protocol):
+    """An entry of MODELS, TASKS or DATASETS: defaults of its options, and the types that these do not show."""
 
     @property
     def options(self) -> Mapping[str, Any]: ...
@@ -31,56 +31,58 @@ class Row(Protocol):
 GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset": DatasetConfig}
 
 
-def split_options(group: str, given: object, *, complete: bool) -> dict[str, Any]:
-    """Splits the flat node `given` into fields of the group's dataclass and, under `options`, all other keys. Absent
-    options take the row's default; with `complete` they are refused. Raises BadInputError for a node that is no
-    mapping, an unknown name or key, a wrong type, or a refused absence."""
-    if not isinstance(given, Mapping):
-        raise BadInputError(f"{group} must be a group of keys, not {plain_text(given)}: choose it with {group}=NAME")
-    own = own_keys(group)
-    name = given.get("name", GROUPS[group]().name)
+def split_options(group: str, node: object, *, complete: bool) -> dict[str, Any]:
+    """Splits a flat node into the fields of the group's dataclass and, under `options`, all other keys.
+
+    Absent options take the entry's default; with `complete` they are refused. Raises BadInputError for a node that is
+    no mapping, an unknown name or key, and a wrong type.
+    """
+    if not isinstance(node, Mapping):
+        raise BadInputError(f"{group} must be a group of keys, not {plain_text(node)}: choose it with {group}=NAME")
+    fixed_keys = group_keys(group)
+    name = node.get("name", GROUPS[group]().name)
     if not isinstance(name, str):
         raise BadInputError(f"{group}.name must be one name, not {plain_text(name)}: choose it with {group}=NAME")
-    row = registry_entry(group, name)
-    options = dict(row.options)
-    for key, value in given.items():
-        if key in own:
+    entry = registry_entry(group, name)
+    options = dict(entry.options)
+    for key, value in node.items():
+        if key in fixed_keys:
             continue
-        if row.is_own:  # arguments of a function, which its call checks
+        if entry.is_own:  # arguments of the user's code, checked when it is called
             options[key] = value
             continue
         if key not in options:
-            raise unknown_key(str(key), allowed=[*own, *options], path=group)
-        options[key] = validate_value(value, option_type(row, key), key=f"{group}.{key}")
-    if missing := [key for key in options if complete and key not in given]:
+            raise unknown_key(str(key), allowed=[*fixed_keys, *options], path=group)
+        options[key] = validate_value(value, option_type(entry, key), key=f"{group}.{key}")
+    if missing := [key for key in options if complete and key not in node]:
         key = f"{group}.{missing[0]}"
         raise BadInputError(f"{key} is missing: it was removed from the configuration, but {name} has it")
-    return {**{key: value for key, value in given.items() if key in own}, "options": options}
+    return {**{key: value for key, value in node.items() if key in fixed_keys}, "options": options}
 
 
-def own_keys(group: str) -> list[str]:
-    """The keys that every model, task or data set has, whatever its row."""
+def group_keys(group: str) -> list[str]:
+    """The keys that every model, task or data set has."""
     return [item.name for item in fields(GROUPS[group]) if item.name != "options"]
 
 
 def flatten_options(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[str, Any]:
-    """The inverse of `gather`: options as flat keys beside the group's own fields."""
+    """The inverse of `split_options`: one flat node with the group's fields and its options."""
     plain = to_plain(config)
     return {**{key: value for key, value in plain.items() if key != "options"}, **plain["options"]}
 
 
-def option_type(row: Row, key: str) -> Any:
+def option_type(entry: RegistryEntry, key: str) -> Any:
     """The type of an option: the declared one, else that of its default. A default of null means text or null."""
-    if key in row.option_types:
-        return row.option_types[key]
-    default = row.options[key]
+    if key in entry.option_types:
+        return entry.option_types[key]
+    default = entry.options[key]
     if default is None:
         return str | None
     return tuple[str, ...] if isinstance(default, tuple | list) else type(default)
 
 
-def registry_entry(group: str, name: str) -> Row:
-    """The row of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
+def registry_entry(group: str, name: str) -> RegistryEntry:
+    """The entry of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
     from baoc.data import dataset_info
     from baoc.models import family_of
     from baoc.tasks import task_info
@@ -89,7 +91,7 @@ def registry_entry(group: str, name: str) -> Row:
 
 
 def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with each inner group that has a `_target_` replaced by what Hydra's `instantiate` makes of it."""
+    """Returns `options` with each group below them that has a `_target_` instantiated by Hydra."""
     from hydra.utils import instantiate
 
     return {
@@ -99,16 +101,16 @@ def instantiate_targets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hash_own_code(config: RunConfig) -> dict[str, str]:
-    """Setting, such as `model=NAME` -> SHA-256 of the file with the user's own code."""
-    named = {group: getattr(config, group).name for group in own_code.CONFIG_GROUPS}
-    others = {group: name for group, name in named.items() if name not in registry(group)}
-    # Other names stand for objects that a program passed in: they have no file to hash.
-    own = {
-        g: name
-        for g, name in others.items()
-        if own_code.names_own_code(name) or name in own_code.entry_points_of(f"baoc.{g}s")
-    }
-    return {f"{group}={name}": own_code.source_sha256(name, key=group) for group, name in own.items()}
+    """`GROUP=NAME` -> SHA-256 of the source file, for each model, task or data set that is the user's own code."""
+    hashes = {}
+    for group in own_code.CONFIG_GROUPS:
+        name = getattr(config, group).name
+        if name in registry(group):
+            continue
+        # Other names stand for objects that a program passed in: they have no file to hash.
+        if own_code.names_own_code(name) or name in own_code.entry_points_of(f"baoc.{group}s"):
+            hashes[f"{group}={name}"] = own_code.source_sha256(name, key=group)
+    return hashes
 
 
 def registry(group: str) -> Mapping[str, Any]:

@@ -9,12 +9,19 @@ from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
 from baoc.models import OWN_SIZE, ModelSize, choose_size
 
+PLACEHOLDER_MICRO_BATCH = 8  # samples of the example batch while the micro-batch is undecided
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A resolved configuration. `reasons` has one sentence per chosen value, for the start-up summary. `open`: the
-    micro-batch search still decides micro-batch and recomputed layers (`training.measure.microbatch_search`), and
-    `micro_batch` is a placeholder."""
+    """A resolved configuration.
+
+    Attributes:
+        size_reason: why this size was chosen, for the start-up summary.
+        reasons: one sentence for each other chosen value, for the start-up summary.
+        needs_microbatch_search: `training.measure.microbatch_search` has still to decide micro-batch and recomputed
+            layers.
+    """
 
     config: RunConfig
     size: ModelSize
@@ -23,13 +30,13 @@ class Resolved:
     needs_microbatch_search: bool = False
 
 
-PLACEHOLDER_MICRO_BATCH = 8  # samples of the example batch while the micro-batch is undecided
-
-
 def needs_microbatch_search(config: RunConfig, *, device: str) -> bool:
-    """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together. It does on request
-    (micro_batch or model.checkpointing=auto, or an objective other than quality), and by default on CUDA with limited
-    memory and no given micro-batch, but not under fsdp. Released gradients need the whole batch as one micro-batch."""
+    """Whether the micro-batch search decides micro-batch, recomputed layers and allocation together.
+
+    It does if it is requested: by micro_batch=auto, model.checkpointing=auto, or an objective other than quality. By
+    default it also does on CUDA with limited memory and micro_batch=null, except under fsdp and with gradient release,
+    which needs the batch as one micro-batch.
+    """
     if config.mode == "eval":
         return False
     requested = "auto" in (config.micro_batch, config.model.checkpointing) or config.objective != "quality"
@@ -41,8 +48,8 @@ def needs_microbatch_search(config: RunConfig, *, device: str) -> bool:
 
 
 def choose_device(name: str) -> str:
-    """`auto` -> cuda where there is one, else cpu. Raises BadInputError for cuda where there is none."""
-    import torch  # which a command that only reads its configuration does without
+    """Returns `cpu` or `cuda`; `auto` is cuda if torch sees one. Raises BadInputError for cuda if it sees none."""
+    import torch  # here, because a command that only reads its configuration does not need it
 
     if name == "cuda" and not torch.cuda.is_available():
         raise BadInputError("device=cuda, but torch sees no CUDA device: use device=cpu, or a CUDA build of torch")
@@ -61,9 +68,10 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
     optim, trainer, micro_batch = config.optim, config.trainer, config.micro_batch
     if optim.lr is None:
         optim = replace(optim, lr=size.lr)
-        known = f"suits {config.model.name} {size.name}"
-        unknown = "is torch's default, as nothing is known of a network of your own"
-        reasons.append(f"optim.lr={size.lr:g} {unknown if size.name == OWN_SIZE else known}")
+        reason = f"suits {config.model.name} {size.name}"
+        if size.name == OWN_SIZE:
+            reason = "is torch's default, as nothing is known of a network of your own"
+        reasons.append(f"optim.lr={size.lr:g} {reason}")
     is_bf16 = config.model.activations == "bf16"
     if trainer.precision == "auto":
         trainer = replace(trainer, precision="bf16-mixed" if device == "cuda" or is_bf16 else "32-true")
@@ -75,20 +83,12 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
             f"model.activations=bf16 needs layers that take bf16, but trainer.precision={trainer.precision} runs them "
             "in their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
         )
-    undecided = needs_microbatch_search(config, device=device)
-    if undecided and not isinstance(micro_batch, int):
-        return Resolved(
-            config=replace(config, optim=optim, trainer=trainer, model=replace(config.model, size=size.name)),
-            size=size,
-            size_reason=choice.why,
-            reasons=tuple(reasons),
-            needs_microbatch_search=True,
-        )
-    if not isinstance(micro_batch, int):
-        micro_batch = of_device = config.batch_size // config.trainer.devices
-        accumulates = device == "cuda" and not optim.release_gradients
-        if accumulates and size.micro_batch is not None and size.micro_batch < of_device:
-            micro_batch = largest_divisor(of_device, at_most=size.micro_batch)
+    needs_search = needs_microbatch_search(config, device=device)
+    if not isinstance(micro_batch, int) and not needs_search:
+        micro_batch = device_batch = config.batch_size // config.trainer.devices
+        may_accumulate = device == "cuda" and not optim.release_gradients
+        if may_accumulate and size.micro_batch is not None and size.micro_batch < device_batch:
+            micro_batch = largest_divisor(device_batch, at_most=size.micro_batch)
             reasons.append(f"micro_batch={micro_batch} is meant for {config.model.name} {size.name} in 8 GiB")
     model = replace(config.model, size=size.name)
     return Resolved(
@@ -96,5 +96,5 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
         size=size,
         size_reason=choice.why,
         reasons=tuple(reasons),
-        needs_microbatch_search=undecided,
+        needs_microbatch_search=needs_search,
     )

@@ -18,15 +18,17 @@ from baoc.errors import BadInputError
 from baoc.planning.cards import CARDS
 from baoc.types import Budget
 
-_NAME = "letters, digits and . , = + - _ only, as it names the run folder"
+_NAME_CHARACTERS = "letters, digits and . , = + - _ only, as it names the run folder"
 _NUM_LAYERS = at_least(0, " layers, true, false, auto or null")
 _Beta = Annotated[float, Allowed("", ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """The task, which sets loss and metric (`baoc.tasks`). Each file of conf/model selects one. `options` are those of
-    its registry row."""
+    """The task, which decides loss and metric. `options` are those of its entry in `baoc.tasks.TASKS`.
+
+    Each file of conf/model selects a task.
+    """
 
     name: str = "vision"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -34,9 +36,11 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (peft) on the layers that `targets` match; all other parameters are frozen. `rank` null means
-    no adapters. `alpha` null means twice the rank. `targets` are suffixes of module names; empty means every linear
-    layer except the head."""
+    """Low-rank adapters (peft); all other parameters are frozen.
+
+    `rank` null is no adapters, `alpha` null twice the rank. `targets` are suffixes of module names; empty means every
+    linear layer except the head.
+    """
 
     rank: Annotated[int, at_least(1, ", or null for no adapters")] | None = None
     alpha: Annotated[float, Allowed("above 0, or null for twice the rank", gt=0)] | None = None
@@ -49,7 +53,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The network and its preparation. `options` are those of its row in `baoc.models.MODELS`, as keys beside `size`.
+    """The network and its preparation. `options` are those of its entry in `baoc.models.MODELS`.
 
     Attributes:
         pretrained: Folder or safetensors file to start from; null starts at random.
@@ -79,7 +83,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """The data set. `path` null uses the embedded or installed data. `options` are those of its registry row."""
+    """The data set. `path` null uses the embedded or installed data. `options` are those of its entry in DATASETS."""
 
     name: str = "digits"
     path: str | None = None
@@ -89,7 +93,9 @@ class DatasetConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksConfig:
     """How parameters are grouped into blocks: by the model's own declaration, then by `patterns`, then by `by`.
-    `patterns` are (block name, regular expression or glob) pairs; the first match wins."""
+
+    `patterns` are (block name, regular expression or glob) pairs; the first match wins.
+    """
 
     by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
     patterns: tuple[tuple[str, str], ...] = ()
@@ -118,7 +124,7 @@ class AllocatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReallocationConfig:
-    """Whether the allocation is chosen again, once, by gradients of the first `warmup_steps` optimizer steps."""
+    """`once` chooses the allocation again after `warmup_steps` optimizer steps, by the gradients of these steps."""
 
     mode: Annotated[Literal["off", "once"], OFF] = "off"
     warmup_steps: Annotated[int, at_least(2, " (step 0 is skipped)")] = 40
@@ -128,12 +134,15 @@ class ReallocationConfig:
 class OptimConfig:
     """Settings that all update rules share.
 
-    The learning rate rises linearly to `lr` over `warmup_fraction` of the steps, then follows `schedule`; cosine ends
-    at `final_lr_fraction` of `lr`. `lr` null depends on the model's size. `matching` scales the updates of rules
-    without momentum to the RMS of AdamW's update without its momentum (`displacement`) or with it (`rms`). `nonfinite`:
-    a NaN or infinity in a gradient skips its element, skips its step, or stops the run. `release_gradients` steps each
-    block in backward and frees its gradients, which needs one micro-batch per batch; null leaves it to the search for a
-    micro-batch, and means false without a search.
+    Attributes:
+        lr: Peak learning rate; null depends on the model's size.
+        warmup_fraction: Share of the steps in which the learning rate rises linearly to `lr`; then `schedule` follows.
+        final_lr_fraction: Cosine ends at this share of `lr`.
+        matching: Scales updates of rules without momentum to the RMS of AdamW's update, without its momentum
+            (`displacement`) or with it (`rms`).
+        nonfinite: A NaN or infinity in a gradient skips its element, skips the step, or stops the run.
+        release_gradients: Gradient release: step each block in backward and free its gradients, which needs one
+            micro-batch per batch. null leaves it to the micro-batch search, and is false without a search.
     """
 
     lr: Annotated[float, Allowed("above 0, or null for what suits the model", gt=0)] | None = None
@@ -188,7 +197,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsConfig:
-    """`patience`: so many steps in a row whose loss is NaN or infinite end the run; fewer are skipped."""
+    """`patience`: number of steps in a row with a NaN or infinite loss that ends the run; fewer are skipped."""
 
     patience: Annotated[int, at_least(1, " steps")] = 20
 
@@ -197,7 +206,7 @@ class FaultsConfig:
 class RunConfig:
     """One run: the argument of `baoc.training.run.run` and the content of `config.yaml` in the run folder."""
 
-    name: Annotated[str, Allowed(_NAME, pattern=r"^[\w.,=+-]+$")] = "run"
+    name: Annotated[str, Allowed(_NAME_CHARACTERS, pattern=r"^[\w.,=+-]+$")] = "run"
     seed: Annotated[int, Allowed("a whole number from 0 to 4294967295", ge=0, lt=2**32)] = 0
     mode: Literal["train", "eval", "plan", "race"] = "train"
     device: Literal["auto", "cpu", "cuda", "h100", "h200", "a100", "rtx4090"] = "auto"

@@ -1,4 +1,4 @@
-"""Lightning's Trainer arguments in conf/trainer: those passed through, and those that BAOC sets itself."""
+"""Arguments of Lightning's Trainer in conf/trainer: those passed through, and those that BAOC sets itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,7 +28,7 @@ SET_BY_BAOC: Mapping[str, str] = {  # argument that BAOC sets -> what to use ins
 _Precision = Literal[
     "auto", "32-true", "32", "bf16-mixed", "bf16-true", "bf16", "16-mixed", "16-true", "16", "64-true", "64", 32, 16, 64
 ]
-_CLIP = "zero or more, or null for no clipping"
+_CLIP_RANGE = "zero or more, or null for no clipping"
 _BATCHES = "more than 0, since 0 trains or validates nothing: a whole number of batches, or a share from 0.0 to 1.0"
 _Batches = Annotated[
     Annotated[int, Allowed("", ge=1)] | Annotated[float, Allowed("", gt=0, le=1)] | None, Allowed(_BATCHES)
@@ -38,7 +38,7 @@ _Overfit = Annotated[
     Allowed("a whole number of batches, or a share from 0.0 to 1.0"),
 ]
 _Duration = Annotated[str, Allowed("days:hours:minutes:seconds, as in '00:12:00:00'", pattern=r"^\d+:\d\d:\d\d:\d\d$")]
-_Norm = Annotated[int, Allowed(_CLIP, ge=0)] | Annotated[float, Allowed(_CLIP, ge=0)]
+_Norm = Annotated[int, Allowed(_CLIP_RANGE, ge=0)] | Annotated[float, Allowed(_CLIP_RANGE, ge=0)]
 _Epochs = Annotated[int, Allowed("more than 0, since 0 trains or validates nothing", ge=1)]
 _Steps = Annotated[int, at_least(1, ", or -1")]
 
@@ -47,11 +47,12 @@ _Steps = Annotated[int, at_least(1, ", or -1")]
 class TrainerConfig:
     """Arguments of `lightning.Trainer` under Lightning's names, and how processes share the network.
 
-    `devices` is the number of processes, on this machine or as torchrun or srun started them. Each has one device.
-    `strategy` is `ddp` (also `auto`), where each process holds the whole network, or `fsdp`, where it holds its rows of
-    all weights. `reshard_after_forward` frees gathered layers of fsdp between forward and backward; `auto` keeps them
-    if the memory budget then still allows a plan of equal risk. `precision=auto` is resolved for the device
-    (`baoc.config.resolve`).
+    Attributes:
+        devices: Number of processes, started on this machine or by torchrun or srun. Each has one device.
+        strategy: `ddp` (also `auto`): each process holds the network. `fsdp`: it holds a shard of all weights.
+        reshard_after_forward: Whether fsdp frees gathered layers between forward and backward. `auto` keeps them if the
+            memory budget then still allows a plan of equal risk.
+        precision: `auto` is resolved for the device (`baoc.config.resolve`).
     """
 
     devices: Annotated[int, at_least(1)] = 1
@@ -82,6 +83,6 @@ class TrainerConfig:
     reload_dataloaders_every_n_epochs: Annotated[int, at_least(0)] = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `lightning.Trainer`, without those that say how processes share the network."""
-        own = ("devices", "strategy", "reshard_after_forward")
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in own}
+        """Keyword arguments for `lightning.Trainer`, except devices and strategy, which depend on the launcher."""
+        excluded = ("devices", "strategy", "reshard_after_forward")
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in excluded}

@@ -1,8 +1,8 @@
-"""Builds the dataclasses of settings from plain values by pydantic, and says in one sentence what it refuses.
+"""Builds dataclasses of settings from plain values by pydantic, with one sentence for each refusal.
 
-Types, ranges and choices are annotations of the fields, cross-checks the `__post_init__` of the classes. Values are
-validated as JSON, strictly: true is no number, a number is no text, and unknown keys are errors. A message names the
-key as the command line writes it, the given value, what is allowed, and similar names.
+Annotations of the fields declare types, ranges and choices; `__post_init__` of the classes checks fields against each
+other. Values are validated as strict JSON: true is no number, a number is no text, and unknown keys are errors. A
+message names the key as the command line writes it, its value, what is allowed, and similar names.
 """
 
 import operator
@@ -21,21 +21,24 @@ if TYPE_CHECKING:  # read when the first settings are validated, as `--help` val
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
-_MOST_SHOWN = 60  # characters of a given value
-_BITS = 63  # of a whole number, which counters, seeds and tensors hold
+_MAX_SHOWN = 60  # characters of a value in a message
+_INT_BITS = 63  # counters, seeds and tensors hold int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedKey:
-    """A key of earlier versions. What did no more than is done today is read, as older runs hold it: `default`, a group
-    that agrees with it, or ANY value."""
+    """A key of earlier versions, which config.yaml of older runs may hold.
+
+    It is ignored if its value changed nothing: if it equals `default`, if it is a group with all items of `default`, or
+    always if `default` is ANY. `instead`: what to do about another value.
+    """
 
     default: object
     instead: str
 
     def did_nothing(self, value: object) -> bool:
         if isinstance(self.default, Mapping) and isinstance(value, Mapping):
-            return all(value.get(key) == held for key, held in self.default.items())
+            return all(value.get(key) == default for key, default in self.default.items())
         return self.default is ANY or value == self.default
 
 
@@ -53,7 +56,7 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
     ),
     **{
         f"reallocation.{key}": RemovedKey(
-            default=ANY,  # the modes that read it are refused themselves
+            default=ANY,  # the modes that read it are refused
             instead="no decision after the first was shown to help: leave it out, reallocation=once decides once",
         )
         for key in ("interval", "drift_threshold", "min_gain")
@@ -75,7 +78,10 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What is allowed of a type, in `words` and in pydantic's terms; the latter may be left to the parts of a union."""
+    """A range or format for `Annotated`: `words` for messages, pydantic's constraints for the check.
+
+    The constraints of a union stand at its types, the words at the union.
+    """
 
     words: str
     ge: float | None = None
@@ -85,11 +91,11 @@ class Allowed:
     min_length: int | None = None
     pattern: str | None = None
 
-    def hold(self, value: Any) -> bool:
-        """Whether a number is in the range."""
+    def contains(self, value: Any) -> bool:
+        """Whether `value` is a number in the range."""
         limits = ((operator.ge, self.ge), (operator.gt, self.gt), (operator.le, self.le), (operator.lt, self.lt))
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and all(limit is None or holds(value, limit) for holds, limit in limits)
+        return is_number and all(limit is None or compare(value, limit) for compare, limit in limits)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         limits = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "words"}
@@ -97,7 +103,7 @@ class Allowed:
 
 
 class _BareOff:
-    """For choices of which one is `off`: YAML reads a bare off as false."""
+    """Reads booleans as `off` and `on`, for choices with `off`: YAML reads a bare off as false."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -114,19 +120,21 @@ SHARE = Allowed("from 0 to 1", ge=0, le=1)
 
 
 def at_least(number: int, words: str = "") -> Allowed:
-    """The range of a whole number, `number` or more; `words` name the unit, as in " steps"."""
+    """The range `number` or more. `words` are appended to it in messages, such as " steps"."""
     return Allowed(f"{number} or more{words}", ge=number)
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Raises BadInputError with `key`, its `value` and what is `allowed`, unless `condition` holds."""
+    """Raises BadInputError with `key`, its `value` and what is `allowed` if `condition` is False."""
     if not condition:
         raise BadInputError(f"{key}={plain_text(value)} is not allowed: it must be {allowed}")
 
 
 def check_ranges(settings: object, *, path: str) -> None:
-    """Raises BadInputError for a number or a choice that its annotation rules out: of settings made in Python, where
-    pydantic need not be installed."""
+    """Checks settings that were made in Python, without pydantic, which need not be installed.
+
+    Raises BadInputError for a number out of its range and for an unknown choice. Hints that are unions are not checked.
+    """
     for name, hint in _hints(type(settings)).items():
         value, bare = getattr(settings, name), _bare(hint)
         limits = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Allowed)), None)
@@ -134,13 +142,13 @@ def check_ranges(settings: object, *, path: str) -> None:
             if value not in typing.get_args(bare):
                 raise _not_a_choice(f"{path}.{name}", value, hint=bare)
         elif limits is not None:
-            require(limits.hold(value), f"{path}.{name}", value, limits.words)
+            require(limits.contains(value), f"{path}.{name}", value, limits.words)
 
 
 def _not_a_choice(key: str, value: object, *, hint: Any) -> BadInputError:
     shown = plain_text(value)
-    if (told := removal_message(shown)).startswith(f"{key.partition('.')[0]}="):
-        return BadInputError(told)
+    if (removal := removal_message(shown)).startswith(f"{key.partition('.')[0]}="):
+        return BadInputError(removal)
     near = did_you_mean(shown, [str(item) for item in typing.get_args(_optional(hint))])
     return BadInputError(f"{key}={shown} is not allowed: choose {key}={type_in_words(hint)}{near}")
 
@@ -150,43 +158,43 @@ def plain_text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = str(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def build_settings(cls: type[T], given: object, *, path: str = "", complete: bool = False) -> T:
-    """An instance of the dataclass `cls` from a mapping.
+def build_settings(cls: type[T], values: object, *, path: str = "", complete: bool = False) -> T:
+    """Builds the dataclass `cls` from a mapping. Raises BadInputError.
 
     Args:
         path: key of the mapping, as in `optim`.
         complete: absent fields are errors instead of taking their default.
     """
-    made = validate_value(given, cls, key=path)
-    if complete and (absent := _first_absent(cls, given, path=path)):
-        raise BadInputError(f"{absent} is missing: it was removed from the configuration, but every run needs it")
-    return made
+    settings = validate_value(values, cls, key=path)
+    if complete and (absent := _first_absent(cls, values, path=path)):
+        raise _missing(absent)
+    return settings
 
 
 def validate_value(value: object, hint: Any, *, key: str) -> Any:
-    """`value` as the type `hint`; raises BadInputError. An int converts to float, a list to a tuple, nothing else."""
+    """Returns `value` as the type `hint`. Converts int to float and list to tuple only. Raises BadInputError."""
     from pydantic import ValidationError
 
     refuse_unwritable(value, key=key)
     try:
         return _adapter(hint).validate_json(_json(value))
     except ValidationError as error:
-        raise _refusal(error, value, hint=hint, path=key) from None
+        raise _to_bad_input(error, value, hint=hint, path=key) from None
 
 
 def refuse_unwritable(value: object, *, key: str) -> None:
-    """Raises BadInputError for numbers and text inside `value` that neither a file nor a tensor could hold."""
+    """Raises BadInputError for integers inside `value` that int64 cannot hold, and text that UTF-8 cannot encode."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             refuse_unwritable(str(name), key=key)
             refuse_unwritable(item, key=_joined(key, str(name).encode(errors="replace").decode()))
     elif isinstance(value, list | tuple):
-        for at, item in enumerate(value):
-            refuse_unwritable(item, key=f"{key}[{at}]")
-    elif isinstance(value, int) and value.bit_length() > _BITS:
+        for index, item in enumerate(value):
+            refuse_unwritable(item, key=f"{key}[{index}]")
+    elif isinstance(value, int) and value.bit_length() > _INT_BITS:
         digits = int(value.bit_length() * log10(2)) + 1
         raise BadInputError(f"{key} is a number of about {digits} digits: it must be below 9.2e18")
     elif isinstance(value, str) and not value.isascii():
@@ -198,12 +206,16 @@ def refuse_unwritable(value: object, *, key: str) -> None:
 
 
 def unknown_key(key: str, *, allowed: Iterable[str], path: str = "") -> BadInputError:
-    """The error for a key that `path` does not have."""
+    """Returns the error for a key that the group `path` does not have."""
     allowed, prefix = list(allowed), f"{path}." if path else ""
     if f"{prefix}{key}" in REMOVED_KEYS:
         return BadInputError(f"{prefix}{key} was removed: {REMOVED_KEYS[f'{prefix}{key}'].instead}")
     hint = did_you_mean(key, allowed, prefix=prefix)
     return BadInputError(f"unknown key {prefix}{key}{hint}\n{path or 'a run'} has: {', '.join(allowed)}")
+
+
+def _missing(key: str) -> BadInputError:
+    return BadInputError(f"{key} is missing: it was removed from the configuration, but every run needs it")
 
 
 def type_in_words(hint: Any) -> str:
@@ -241,7 +253,7 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     if not is_dataclass(hint):
         return TypeAdapter(hint, config=config)
-    cast(Any, hint).__pydantic_config__ = config  # nested dataclasses without one of their own take it over
+    cast(Any, hint).__pydantic_config__ = config  # also used for nested dataclasses
     return TypeAdapter(cast(Any, hint))
 
 
@@ -251,67 +263,70 @@ def _json(value: object) -> bytes:
     return to_json(value, inf_nan_mode="constants", fallback=str)
 
 
-def _refusal(error: "ValidationError", given: object, *, hint: Any, path: str) -> BadInputError:
-    """The first fault that pydantic found, or an unknown key, which may be why another one is missing."""
-    found = [_Fault.of(item, given, hint=hint, path=path) for item in error.errors(include_url=False)]
-    first = next((fault for fault in found if fault.kind == "unexpected_keyword_argument"), found[0])
-    # Of the types of a union, the one whose range is missed says more than those that the value is none of.
-    first = next((fault for fault in found if fault.key == first.key and fault.is_range), first)
-    return first.told()
+def _to_bad_input(error: "ValidationError", value: object, *, hint: Any, path: str) -> BadInputError:
+    """Returns the error for one of pydantic's faults: an unknown key, maybe a missing one misspelt, else the first."""
+    faults = [_Fault.from_pydantic(item, value, hint=hint, path=path) for item in error.errors(include_url=False)]
+    first = next((fault for fault in faults if fault.kind == "unexpected_keyword_argument"), faults[0])
+    # Pydantic has one fault per type of a union. A missed range says more than a wrong type.
+    first = next((fault for fault in faults if fault.key == first.key and fault.is_range), first)
+    return first.to_bad_input()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:
-    """One of pydantic's errors: the key as the command line writes it, its type, and the dataclass that holds it."""
+    """One of pydantic's errors."""
 
-    key: str
-    kind: str
+    key: str  # as the command line writes it
+    kind: str  # pydantic's type of error
     value: object
-    hint: Any
-    holder: Any
-    own: object  # the error that a check of this project raised
+    hint: Any  # of the key
+    parent: Any  # dataclass that has the key as a field; None if none does
+    raised: object  # the error that a check in `__post_init__` raised, or None
 
     @classmethod
-    def of(cls, fault: Any, given: Any, *, hint: Any, path: str) -> "_Fault":
-        """What follows a union in pydantic's `loc` is the name of one of its types, and no part of a key."""
-        key, holder = path, None
+    def from_pydantic(cls, fault: Any, value: Any, *, hint: Any, path: str) -> "_Fault":
+        """Follows pydantic's `loc` through hints and values to the key of the fault."""
+        key, parent = path, None
         for part in fault["loc"]:
             bare = _optional(hint)
             origin, items = typing.get_origin(bare), typing.get_args(bare)
             if is_dataclass(bare):
-                key, holder, hint = _joined(key, part), bare, _hints(cast(type, bare)).get(part)
-                given = given.get(part) if isinstance(given, Mapping) else None
-            elif origin is tuple and items[-1] is Ellipsis:
-                key, holder, hint, given = f"{key}[{part}]", None, items[0], given[part]
+                key, parent, hint = _joined(key, part), bare, _hints(cast(type, bare)).get(part)
+                value = value.get(part) if isinstance(value, Mapping) else None
+                continue
+            parent = None
+            if origin is tuple and items[-1] is Ellipsis:
+                key, hint, value = f"{key}[{part}]", items[0], value[part]
             elif isinstance(origin, type) and issubclass(origin, Mapping):
-                given = next(item for name, item in given.items() if str(name) == part)
-                key, holder, hint = _joined(key, part), None, items[1]
-            else:
-                holder = None
+                value = next(item for name, item in value.items() if str(name) == part)
+                key, hint = _joined(key, part), items[1]
+            else:  # a union: the rest of `loc` names one of its types, which is no part of the key
                 break
-        own = fault.get("ctx", {}).get("error")
-        return cls(key=key, kind=fault["type"], value=given, hint=hint, holder=holder, own=own)
+        raised = fault.get("ctx", {}).get("error")
+        return cls(key=key, kind=fault["type"], value=value, hint=hint, parent=parent, raised=raised)
 
     @property
     def is_range(self) -> bool:
         """Whether the value has the right type and misses its range."""
         return not self.kind.endswith(("_type", "_error", "_from_float", "missing", "too_long"))
 
-    def told(self) -> BadInputError:
+    def to_bad_input(self) -> BadInputError:
         key, shown = self.key, plain_text(self.value)
-        if self.own is not None:
-            return self.own if isinstance(self.own, BadInputError) else BadInputError(f"{key} {self.own}")
+        if self.raised is not None:
+            return self.raised if isinstance(self.raised, BadInputError) else BadInputError(f"{key} {self.raised}")
         if self.kind == "unexpected_keyword_argument":
             path, _, name = key.rpartition(".")
-            return unknown_key(name, allowed=[item.name for item in fields(self.holder)], path=path)
-        if self.kind == "missing" and self.holder is not None:
-            return BadInputError(f"{key} is missing: it was removed from the configuration, but every run needs it")
+            return unknown_key(name, allowed=[item.name for item in fields(self.parent)], path=path)
+        if self.kind == "missing" and self.parent is not None:
+            return _missing(key)
         if self.kind == "dataclass_type":
             return BadInputError(f"{key or 'the configuration'} must be a group of keys, not {shown}")
         if self.kind == "literal_error" and typing.get_origin(_optional(self.hint)) is Literal:
             return _not_a_choice(key, self.value, hint=self.hint)
-        allowed = (_words(self.hint) if self.is_range else None) or type_in_words(self.hint)
-        allowed = "a finite number" if self.kind == "finite_number" else allowed
+        if self.kind == "finite_number":
+            allowed = "a finite number"
+        else:
+            allowed = (_allowed_words(self.hint) if self.is_range else None) or type_in_words(self.hint)
         return BadInputError(f"{key}={shown} is not allowed: it must be {allowed}")
 
 
@@ -321,14 +336,14 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _bare(hint: Any) -> Any:
-    """A type without its ranges and descriptions."""
+    """The type without the annotations of `Annotated`."""
     while hasattr(hint, "__metadata__"):
         hint = hint.__origin__
     return hint
 
 
 def _optional(hint: Any) -> Any:
-    """`X` of `X | None`."""
+    """`X` for `X | None`; other types without the annotations of `Annotated`."""
     hint = _bare(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
         others = [item for item in typing.get_args(hint) if item is not type(None)]
@@ -336,26 +351,25 @@ def _optional(hint: Any) -> Any:
     return hint
 
 
-def _words(hint: Any) -> str | None:
-    """What is allowed of a field, or of one of its types."""
+def _allowed_words(hint: Any) -> str | None:
+    """The words of a hint's `Allowed`, else those of the first type of its union that has one."""
     for item in getattr(hint, "__metadata__", ()):
         if isinstance(item, Allowed):
             return item.words
     inner = typing.get_args(_bare(hint)) if typing.get_origin(_bare(hint)) in (Union, types.UnionType) else ()
-    return next((text for item in inner if (text := _words(item))), None)
+    return next((text for item in inner if (text := _allowed_words(item))), None)
 
 
-def _first_absent(cls: type, given: object, *, path: str) -> str | None:
-    """The first field that `given` leaves to its default, at any depth."""
-    hints = _hints(cls)
-    for item in fields(cast(Any, cls)):
-        key = _joined(path, item.name)
-        assert isinstance(given, Mapping)
-        if item.name not in given:
+def _first_absent(cls: type, values: object, *, path: str) -> str | None:
+    """The key of the first field of `cls`, at any depth, that `values` leaves to its default; None if there is none."""
+    assert isinstance(values, Mapping)
+    for name, hint in _hints(cls).items():
+        key = _joined(path, name)
+        if name not in values:
             return key
-        inner = _optional(hints[item.name])
-        nested = is_dataclass(inner) and given[item.name] is not None
-        if nested and (absent := _first_absent(cast(type, inner), given[item.name], path=key)):
+        inner = _optional(hint)
+        is_group = is_dataclass(inner) and values[name] is not None
+        if is_group and (absent := _first_absent(cast(type, inner), values[name], path=key)):
             return absent
     return None
 

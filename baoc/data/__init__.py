@@ -1,7 +1,7 @@
 """Data sets by name, as Lightning DataModules. They do not depend on budgets.
 
-To add one: a file with a DataModule that has `.spec`, and a row here. Rows name their module instead of importing it,
-so that listing them imports nothing.
+To add one: write a file with a DataModule that has `.spec`, and add a `Dataset` here. Entries name their module instead
+of importing it, so that listing them imports nothing.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,17 @@ __all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_info
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A row of DATASETS. `builder` in `module` makes the DataModule from the arguments of `build_data` and `options`.
+    """An entry of DATASETS.
 
     Args:
-        path_row: the row that reads a user's `dataset.path`. None is this row, which also works without a path; a row
-            that names itself requires one.
-        options: names and defaults.
+        tasks: names of the tasks that the data serve; empty for any task.
+        module: where `builder` is.
+        builder: makes the DataModule from batch_size, seed, accumulate and the options.
+        path_dataset: name of the entry that reads a user's `dataset.path`. None: this entry, which works without a path
+            too. An entry that names itself requires a path.
+        options: name -> default.
         option_types: types of options whose default does not show them; a default of None means text or null.
         takes_path: False for generated data.
-        tasks: none for any.
         is_own: the user's code; its options are its arguments, and are checked when it is called.
     """
 
@@ -38,14 +40,14 @@ class Dataset:
     tasks: tuple[str, ...]
     module: str
     builder: str
-    path_row: str | None = None
+    path_dataset: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     option_types: Mapping[str, Any] = field(default_factory=dict)
     takes_path: bool = True
     is_own: bool = False
 
 
-MODEL_TOKENIZER = "model"  # of `tokenizer`: the one that is stored beside the network that is trained
+MODEL_TOKENIZER = "model"  # value of the option `tokenizer`: the tokenizer in the folder of model.pretrained
 _SPLIT = {"val_fraction": 0.2, "split_seed": 0}
 _IMAGES = {
     **_SPLIT,
@@ -72,19 +74,19 @@ _HUB_TEXT = {"hub": None, "hub_config": None, "train_split": "train", "val_split
 _VAL_TYPES = {"max_val_sequences": int | None}
 
 _image_set = partial(Dataset, tasks=("vision", "diffusion"), module="baoc.data.vision_sets")
-# From `dataset.path`, or the set of the Hugging Face hub in the option `hub`.
+# Images at `dataset.path`, or the set of the Hugging Face hub that the option `hub` names.
 _images = partial(_image_set, builder="build_images", option_types=_IMAGE_TYPES)
 _latents = partial(Dataset, tasks=("diffusion",), module="baoc.data.latents")
-# Tokens for language models, read from `dataset.path` if one is given.
+# Tokens for language models, read from `dataset.path` if it is set.
 _text = partial(Dataset, tasks=("language", "masked"), module="baoc.data.text", option_types=_VAL_TYPES)
 
-_ROWS = (
+_ENTRIES = (
     _image_set(
-        name="digits", builder="build_arrays", path_row="images", options=_SPLIT,
+        name="digits", builder="build_arrays", path_dataset="images", options=_SPLIT,
         description="UCI digits, 1,797 images of 8 x 8 pixels in 10 classes; embedded, needs no network",
     ),
     _image_set(
-        name="npz", builder="build_arrays", path_row="npz", options=_SPLIT,
+        name="npz", builder="build_arrays", path_dataset="npz", options=_SPLIT,
         description="your own labelled images: dataset.path=FILE.npz with the arrays images and labels",
     ),
     _images(
@@ -115,12 +117,12 @@ _ROWS = (
         options={**_SPLIT, "num_samples": 1024, "num_classes": 1000, "image_size": 224, "channels": 3},
     ),
     _latents(
-        name="latents", builder="build_latents", path_row="latents",
+        name="latents", builder="build_latents", path_dataset="latents",
         description="your own latents: dataset.path=FILE.npy of (N, 4, 32, 32), or a folder of them",
         options={**_SMALL_SPLIT, "scale": None}, option_types={"scale": float | None},
     ),
     Dataset(
-        name="chat", tasks=("language",), module="baoc.data.chat", builder="ChatDataModule", path_row="chat",
+        name="chat", tasks=("language",), module="baoc.data.chat", builder="ChatDataModule", path_dataset="chat",
         description="your own conversations: dataset.path=FILE.jsonl with messages, or prompt and completion",
         options={"tokenizer": MODEL_TOKENIZER, "sequence_length": 512, **_SMALL_SPLIT, "max_val_sequences": 512},
         option_types=_VAL_TYPES,
@@ -131,7 +133,7 @@ _ROWS = (
         options={"num_samples": 2048, "num_classes": 1000, **_SMALL_SPLIT},
     ),
     _text(
-        name="pysource", builder="build_pysource", path_row="text", options=_TEXT,
+        name="pysource", builder="build_pysource", path_dataset="text", options=_TEXT,
         description="the standard library of CPython 3.11.7, 8.8 MB of source as bytes, part of the package",
     ),
     _text(
@@ -155,7 +157,7 @@ _ROWS = (
         },
     ),
 )  # fmt: skip
-DATASETS: dict[str, Dataset] = {row.name: row for row in _ROWS}
+DATASETS: dict[str, Dataset] = {dataset.name: dataset for dataset in _ENTRIES}
 
 
 def build_data(
@@ -168,29 +170,37 @@ def build_data(
     path: str | None = None,
     **options: Any,
 ) -> "DataModule":
-    """Builds the DataModule `name` for `task`. A `path` replaces the data of an embedded set by the user's own.
+    """Builds the DataModule `name` for `task`.
 
-    Raises BadInputError for an unknown name, a set that does not serve the task, and unusable data.
+    Args:
+        batch_size: samples of a micro-batch.
+        accumulate: micro-batches of an optimizer step.
+        path: a file or folder of the user, which replaces the data of an embedded set.
+        options: those of the entry in DATASETS.
+
+    Raises:
+        BadInputError: for an unknown name, a set that does not serve the task, and unusable data.
     """
     require_task(name, task=task)
-    row = dataset_info(name)
-    if row.is_own:
+    dataset = dataset_info(name)
+    if dataset.is_own:
         from baoc.data.own import build_own
 
-        batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
-        data = build_own(name, task=task, path=path, options=options, **batches)
+        data = build_own(
+            name, task=task, path=path, options=options, batch_size=batch_size, seed=seed, accumulate=accumulate
+        )
         data.settings = options
         return data
-    if path is not None and not row.takes_path:
+    if path is not None and not dataset.takes_path:
         raise BadInputError(f"dataset {name} is generated and reads no dataset.path={path}: leave it out")
     if path is not None:
-        row, options = DATASETS[row.path_row or name], {**options, "path": path}
-    elif row.path_row == name:
-        raise BadInputError(f"dataset {name} needs dataset.path=...: {row.description}")
-    if len(row.tasks) > 1:
-        options["task"] = task  # decides how values are scaled
-    builder = getattr(import_module(row.module), row.builder)
-    settings = {**row.options, **options}
+        dataset, options = DATASETS[dataset.path_dataset or name], {**options, "path": path}
+    elif dataset.path_dataset == name:
+        raise BadInputError(f"dataset {name} needs dataset.path=...: {dataset.description}")
+    if len(dataset.tasks) > 1:
+        options["task"] = task  # the builder scales values for it
+    builder = getattr(import_module(dataset.module), dataset.builder)
+    settings = {**dataset.options, **options}
     data = builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **settings)
     data.settings = settings
     return data
@@ -199,7 +209,7 @@ def build_data(
 def require_task(name: str, *, task: str) -> None:
     """Raises BadInputError if data set `name` is unknown or does not serve `task`; the message lists those that do.
 
-    The user's own code is taken at its word: what it gives is checked by the task.
+    Own data and own tasks are not checked here: the task checks the batches.
     """
     serves = dataset_info(name).tasks
     is_own_task = own_code.names_own_code(task) or task in own_code.entry_points_of("baoc.tasks")
@@ -212,7 +222,7 @@ def require_task(name: str, *, task: str) -> None:
 
 
 def dataset_info(name: str) -> Dataset:
-    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    """Returns the entry `name` of DATASETS, or one for the user's own code. Raises BadInputError for other names."""
     if name in DATASETS:
         return DATASETS[name]
     if name in own_code.entry_points_of("baoc.datasets") or own_code.names_own_code(name):

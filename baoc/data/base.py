@@ -22,11 +22,15 @@ TrainLoader = ShuffledLoader | StreamLoader
 
 
 class DataModule(L.LightningDataModule):
-    """`batch_size` is the micro-batch, `accumulate` the number of them in an optimizer step.
+    """Makes one training loader per fit and saves its position.
 
-    `seed` determines the order and augmentation of training samples, not which samples are held out. The position
-    within an epoch is saved by the loader and again here, because Lightning discards the loader's if the loader was
-    built before the loops were restored, for example by a schedule that needs the number of steps under max_epochs.
+    The loader saves its position within the epoch too. Lightning discards that one if the loader was built before the
+    loops were restored, for example by a schedule that needs the number of steps under max_epochs.
+
+    Args:
+        batch_size: samples of a micro-batch.
+        seed: decides order and augmentation of training samples, but not which samples are held out.
+        accumulate: micro-batches of an optimizer step.
     """
 
     spec: DataSpec
@@ -38,26 +42,26 @@ class DataModule(L.LightningDataModule):
         self.seed = seed
         self._loader: TrainLoader | None = None
         self._resume: Mapping[str, Any] | None = None
-        self.settings: Mapping[str, Any] = {}  # of `build_data`
+        self.settings: Mapping[str, Any] = {}  # the options that `build_data` used
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the content and the settings: runs are compared where it is equal."""
+        """SHA-256 of the content and the settings. Runs are compared only if it is equal."""
         from baoc.data.identity import identity_of
 
         return identity_of(self.contents(), settings=self.settings)
 
     def contents(self) -> tuple[str, ...]:
-        """A hash for each part of the data, for `identity`; none for streams, which settings alone tell apart."""
+        """One hash per part of the data, for `identity`. Empty if the settings alone identify the data."""
         return ()
 
     @abstractmethod
     def make_train_loader(self, *, limit: int | None) -> TrainLoader:
-        """A new training loader. `limit`: batches after which the trainer ends an epoch; None for all."""
+        """Makes a new training loader. `limit`: batches after which the trainer ends an epoch; None for all."""
 
     @abstractmethod
     def make_overfit_loader(self) -> SequentialLoader:
-        """The training samples in a fixed order, so that the first batches are the same in each epoch."""
+        """Makes a loader of the training samples in a fixed order: the first batches are the same in each epoch."""
 
     @abstractmethod
     def val_dataloader(self) -> SequentialLoader: ...
@@ -68,9 +72,9 @@ class DataModule(L.LightningDataModule):
             self._loader = self._resume = None
 
     def train_dataloader(self) -> TrainLoader | SequentialLoader:
-        """The training loader of this fit, the same object at each call, so that there is one position.
+        """Returns the training loader of this fit: the same object at each call, so that there is one position.
 
-        Under Trainer(overfit_batches=...) the loader has a fixed order instead.
+        Under Trainer(overfit_batches=...) it is a new loader with a fixed order.
         """
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             return self.make_overfit_loader()
@@ -89,7 +93,7 @@ class DataModule(L.LightningDataModule):
             self._loader.load_state_dict(self._resume)
 
     def _limit(self) -> int | None:
-        """Trainer(limit_train_batches=...) as a number of batches; a fraction is converted."""
+        """Returns Trainer(limit_train_batches=...) as a number of batches; None for no limit."""
         limit = None if self.trainer is None else self.trainer.limit_train_batches
         if isinstance(limit, float):
             per_step = self.batch_size * self.accumulate
@@ -98,8 +102,11 @@ class DataModule(L.LightningDataModule):
 
 
 class MapStyleDataModule(DataModule):
-    """Samples that are numbered before training begins: `train_rows` of `train_source` and `val_rows` of `val_source`,
-    all of them where None. `transform` is applied to whole batches, which `workers` processes make ahead of time."""
+    """Data with random access: training uses `train_rows` of `train_source`, validation `val_rows` of `val_source`.
+
+    Rows are indices (n,) int64; None means all rows. `transform` is applied to whole batches. `workers` processes make
+    batches ahead of time; 0 makes them in this process.
+    """
 
     train_source: Source
     val_source: Source
@@ -111,8 +118,10 @@ class MapStyleDataModule(DataModule):
     def contents(self) -> tuple[str, ...]:
         from baoc.data.identity import hash_source
 
-        apart = () if self.val_source is self.train_source else (hash_source(self.val_source),)
-        return (hash_source(self.train_source), *apart)
+        sources = (self.train_source,)
+        if self.val_source is not self.train_source:
+            sources += (self.val_source,)
+        return tuple(hash_source(source) for source in sources)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:
         rank, num_ranks = rank_and_size(self)
@@ -130,12 +139,12 @@ class MapStyleDataModule(DataModule):
         )
 
     def make_overfit_loader(self) -> SequentialLoader:
-        return self._in_order(self.train_source, self.train_rows)
+        return self._sequential_loader(self.train_source, self.train_rows)
 
     def val_dataloader(self) -> SequentialLoader:
-        return self._in_order(self.val_source, self.val_rows)
+        return self._sequential_loader(self.val_source, self.val_rows)
 
-    def _in_order(self, source: Source, rows: Tensor | None) -> SequentialLoader:
+    def _sequential_loader(self, source: Source, rows: Tensor | None) -> SequentialLoader:
         return SequentialLoader(
             source, batch_size=self.batch_size, indices=rows, transform=self.transform, workers=self.workers
         )
@@ -147,8 +156,10 @@ def check_val_fraction(val_fraction: float) -> None:
 
 
 def random_split(count: int, *, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
-    """(rows of training samples, rows of validation samples) of `count`, in an order drawn by `split_seed`, which is
-    independent of a run's seed."""
+    """Splits `count` rows at random into (training rows, validation rows), both (n,) int64.
+
+    `split_seed` alone decides the split, so runs with other seeds share it. Raises BadInputError for fewer than 2 rows.
+    """
     check_val_fraction(val_fraction)
     if count < 2:
         raise BadInputError(f"{count} sample cannot be split into training and validation: at least 2 are needed")
@@ -158,5 +169,5 @@ def random_split(count: int, *, val_fraction: float, split_seed: int) -> tuple[T
 
 
 def rank_and_size(data: DataModule) -> tuple[int, int]:
-    """(rank, number of ranks) of the trainer that `data` serves."""
+    """(rank, number of ranks) of the Trainer that `data` is attached to; (0, 1) without a Trainer."""
     return (0, 1) if data.trainer is None else (data.trainer.global_rank, data.trainer.world_size)

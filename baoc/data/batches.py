@@ -1,4 +1,4 @@
-"""The tensors of a batch, in whatever nesting of dicts, lists and tuples a loader has them."""
+"""Batches of any loader: tensors in nested dicts, lists and tuples."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BatchFactory:
-    """In place of a batch: what makes one of so many samples, in whatever form."""
+    """Stands in for a batch: `make(size)` returns a batch of `size` samples."""
 
     make: Callable[[int], Any]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of nested dicts, lists and tuples."""
+    """Yields every tensor of nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -26,21 +26,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def num_samples(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor that has one; 0 where there is none."""
+    """Samples of a batch: the first dimension of its first tensor that has a non-empty one; 0 if there is none."""
     return next((size for tensor in tensors_in(batch) if tensor.ndim and (size := tensor.shape[0])), 0)
 
 
 def resize_batch(batch: Any, size: int) -> Any:
-    """The batch with `size` samples, the first ones taken again where there are not enough."""
+    """Returns `batch` with `size` samples: its first ones, repeated from the start if there are fewer.
+
+    Tensors whose first dimension is not the number of samples are returned as they are.
+    """
     if isinstance(batch, BatchFactory):
         return batch.make(size)
-    held = num_samples(batch)
+    old_size = num_samples(batch)
 
-    def taken(tensor: Tensor) -> Tensor:
-        return (
-            tensor[torch.arange(size, device=tensor.device) % held]
-            if tensor.ndim and held and len(tensor) == held
-            else tensor
-        )
+    def resize(tensor: Tensor) -> Tensor:
+        if not old_size or not tensor.ndim or len(tensor) != old_size:
+            return tensor
+        return tensor[torch.arange(size, device=tensor.device) % old_size]
 
-    return apply_to_collection(batch, Tensor, taken)
+    return apply_to_collection(batch, Tensor, resize)

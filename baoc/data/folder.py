@@ -1,4 +1,4 @@
-"""Lists a user's folder of images with one subfolder per class, and finds its training and validation parts."""
+"""Lists a folder of images with one subfolder per class, and finds its training and validation folders."""
 
 import logging
 from dataclasses import dataclass
@@ -21,62 +21,70 @@ class Listing:
 
 
 def find_split_folders(path: Path) -> tuple[Path, Path | None]:
-    """Folders of training and validation images: `train` and `val` (else `test`) in `path` if both exist.
+    """Returns the folders of training and validation images: `train` and `val` (else `test`) in `path` if both exist.
 
-    Otherwise (`path`, None), and validation images are held out of `path`.
+    Otherwise returns (`path`, None): validation images are held out of `path`.
     """
-    named = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
-    train = next((named[name] for name in TRAIN_WORDS if name in named), None)
-    val = next((named[name] for names in HELD_OUT_WORDS for name in names if name in named), None)
+    subfolders = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
+    train = next((subfolders[name] for name in TRAIN_WORDS if name in subfolders), None)
+    val = next((subfolders[name] for names in HELD_OUT_WORDS for name in names if name in subfolders), None)
     return (train, val) if train is not None and val is not None else (path, None)
 
 
 def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> Listing:
-    """Every image below each class's folder; those of a folder without folders are of one class. `classes` are those of
-    the training part, for a validation part.
+    """Lists the images below each class's folder. The images of a folder without folders are of one class.
 
-    BadInputError names a folder without classes, a class without images, or one that training does not have.
+    `classes`: those of the training images, for a folder of validation images. Raises BadInputError for a folder
+    without classes, a class without images, and a class that training does not have.
     """
-    folders = visible_files(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
-    loose = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
-    if not folders:
-        found = visible_files(folder, loose)
-        if found and classes is not None and len(classes) > 1:
+    class_folders = visible_files(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
+    loose_images = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
+    visible_loose = visible_files(folder, loose_images)
+    if not class_folders:
+        if not visible_loose:
+            raise BadInputError(f"{folder} holds no folders and no images: a folder of images has one folder per class")
+        if classes is not None and len(classes) > 1:
             raise BadInputError(
                 f"{folder} has no folders of classes, which the training images have: {classes[0]}, ..."
             )
-        if found:
-            return Listing(files=tuple(found), labels=(0,) * len(found), classes=classes or (folder.name,))
-        raise BadInputError(f"{folder} holds no folders and no images: a folder of images has one folder per class")
-    if classes is not None and (foreign := [entry for entry in folders if entry.name not in classes]):
-        raise BadInputError(f"{foreign[0]} is a class that the training images do not have: {', '.join(classes[:10])}")
-    names: tuple[str, ...] = tuple(entry.name for entry in folders) if classes is None else classes
+        one_class = classes or (folder.name,)
+        return Listing(files=tuple(visible_loose), labels=(0,) * len(visible_loose), classes=one_class)
+    if classes is None:
+        classes = tuple(entry.name for entry in class_folders)
+    elif unknown := [entry for entry in class_folders if entry.name not in classes]:
+        raise BadInputError(f"{unknown[0]} is a class that the training images do not have: {', '.join(classes[:10])}")
+    if visible_loose:
+        log.warning(
+            "%s: %d images beside the folders of classes are of no class and left out", folder, len(visible_loose)
+        )
     files: list[Path] = []
     labels: list[int] = []
-    if stray := visible_files(folder, loose):
-        log.warning("%s: %d images beside the folders of classes are of no class and left out", folder, len(stray))
-    left_out, endings = len(loose) - len(stray), set[str]()
-    for entry in folders:
-        held = [file for file in entry.rglob("*") if not file.is_dir()]
-        found = [
-            file for file in visible_files(entry, held) if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()
-        ]
-        left_out += len(held) - len(found)
-        endings |= {file.suffix.lower() for file in visible_files(entry, held) if file.suffix} - IMAGE_SUFFIXES
-        if not found:
+    num_left_out, other_endings = len(loose_images) - len(visible_loose), set[str]()
+    for class_folder in class_folders:
+        below = [file for file in class_folder.rglob("*") if not file.is_dir()]
+        visible = visible_files(class_folder, below)
+        images = [file for file in visible if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
+        num_left_out += len(below) - len(images)
+        other_endings |= {file.suffix.lower() for file in visible if file.suffix} - IMAGE_SUFFIXES
+        if not images:
             allowed = " ".join(sorted(IMAGE_SUFFIXES))
-            raise BadInputError(f"{entry} holds no image ({allowed}): remove the folder, or put images there")
-        if len(below := sorted({file.parent.name for file in found if file.parent != entry})) > 1:
-            log.warning("%s: images of %d folders below it (%s, ...) are one class", entry, len(below), below[0])
-        files += found
-        labels += [names.index(entry.name)] * len(found)
-    by_spelling = {name.casefold(): name for name in names}
-    if len(by_spelling) < len(names):
-        other = next(name for name in names if by_spelling[name.casefold()] != name)
-        log.warning("%s: %s and %s are two classes, by case alone", folder, other, by_spelling[other.casefold()])
-    if left_out:
-        told = f" (endings {', '.join(sorted(endings)[:8])})" if endings else ""
+            raise BadInputError(f"{class_folder} holds no image ({allowed}): remove the folder, or put images there")
+        subfolders = sorted({file.parent.name for file in images if file.parent != class_folder})
+        if len(subfolders) > 1:
+            log.warning(
+                "%s: images of %d folders below it (%s, ...) are one class",
+                class_folder, len(subfolders), subfolders[0],
+            )  # fmt: skip
+        files += images
+        labels += [classes.index(class_folder.name)] * len(images)
+    by_casefold = {name.casefold(): name for name in classes}
+    if len(by_casefold) < len(classes):
+        other = next(name for name in classes if by_casefold[name.casefold()] != name)
+        log.warning("%s: %s and %s are two classes, by case alone", folder, other, by_casefold[other.casefold()])
+    if num_left_out:
+        endings = f" (endings {', '.join(sorted(other_endings)[:8])})" if other_endings else ""
         log.warning(
-            "%s: %d hidden files, files that are no images%s and links to nothing are left out", folder, left_out, told
-        )
-    return Listing(files=tuple(files), labels=tuple(labels), classes=names)
+            "%s: %d hidden files, files that are no images%s and links to nothing are left out",
+            folder, num_left_out, endings,
+        )  # fmt: skip
+    return Listing(files=tuple(files), labels=tuple(labels), classes=classes)

@@ -16,7 +16,7 @@ from baoc.data.images import ImageSet, check_labels
 from baoc.errors import BadInputError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
-SPLIT_PREFIXES = {"train": "train", "test": "t10k"}  # part -> what its files' names begin with
+SPLIT_PREFIXES = {"train": "train", "test": "t10k"}  # split -> prefix of its file names
 _HOW = (
     "on Debian and Ubuntu `apt install dataset-fashion-mnist` brings it; elsewhere put the files "
     "train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz into a folder and name it by dataset.path=FOLDER; "
@@ -24,23 +24,23 @@ _HOW = (
 )
 
 
-def read_fashion_mnist(path: str | None, *, part: str = "train") -> ImageSet:
-    """The 60,000 images of part `train`, or the 10,000 of part `test`."""
+def read_fashion_mnist(path: str | None, *, split: str = "train") -> ImageSet:
+    """Reads the 60,000 images of split `train`, or the 10,000 of `test`. `path=None`: from the Debian package."""
     folder = FASHION_MNIST if path is None else Path(path).expanduser()
     if not folder.is_dir():
-        given = f"dataset.path={folder}" if path is not None else str(folder)
-        raise BadInputError(f"{given} is no folder with Fashion-MNIST: {_HOW}")
-    images = read_idx(_find(folder, name=f"{SPLIT_PREFIXES[part]}-images-idx3-ubyte"), dims=3)
-    labels_file = _find(folder, name=f"{SPLIT_PREFIXES[part]}-labels-idx1-ubyte")
+        place = f"dataset.path={folder}" if path is not None else str(folder)
+        raise BadInputError(f"{place} is no folder with Fashion-MNIST: {_HOW}")
+    images = read_idx(_find(folder, name=f"{SPLIT_PREFIXES[split]}-images-idx3-ubyte"), dims=3)
+    labels_file = _find(folder, name=f"{SPLIT_PREFIXES[split]}-labels-idx1-ubyte")
     labels = read_idx(labels_file, dims=1)
     if len(images) != len(labels):
         raise BadInputError(f"{labels_file} holds {len(labels)} labels for {len(images)} images: get both files anew")
-    numbers, num_classes = check_labels(labels, of=str(labels_file))
+    numbers, num_classes = check_labels(labels, name=str(labels_file))
     return ImageSet(name="fashion_mnist", images=images[..., None], labels=numbers, num_classes=num_classes)
 
 
 def read_idx(file: Path, *, dims: int) -> NDArray[np.uint8]:
-    """An array of unsigned bytes with `dims` dimensions. Raises BadInputError if the file is not one."""
+    """Reads an array of unsigned bytes with `dims` dimensions. Raises BadInputError if the file holds none."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             content = stream.read()

@@ -1,6 +1,6 @@
-"""Labelled images as sources of batches: in memory, or encoded on disk and decoded for each batch.
+"""Labelled images as sources of batches: decoded once and held in memory, or decoded for each batch.
 
-Small images are decoded once and kept; photographs are decoded by worker processes during training.
+`image_source` chooses: small images are held in memory; photographs are decoded by worker processes during training.
 """
 
 import logging
@@ -18,14 +18,15 @@ from baoc.data.sources import Batch
 from baoc.units import MIB
 
 log = logging.getLogger(__name__)
-MAX_IN_MEMORY_BYTES = 512 * MIB  # decoded images up to this size are kept in memory
-SMALL_SIDE = 64  # pixels per side; random crops of larger images are taken from the original image
-SURVEYED_IMAGES = 2000  # images whose headers are read to learn size and colours of a set
-MAX_DEFAULT_SIDE = 224  # pixels per side of larger images, unless a size is given
+MAX_IN_MEMORY_BYTES = 512 * MIB  # of all decoded images of a source
+SMALL_SIDE = 64  # pixels; larger images are cropped at random from the original, not from the resized image
+SURVEYED_IMAGES = 2000  # whose headers are read to choose the size and the channels of a set
+NUM_THREADS = 4  # that decode images in this process
+MAX_DEFAULT_SIDE = 224  # pixels; the largest side that is chosen without dataset.image_size
 
 
 class EncodedItems(Protocol):
-    """Numbered encoded images: (content, origin for error messages)."""
+    """Numbered encoded images. An item is (bytes or path of the image, its origin for error messages)."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +34,7 @@ class EncodedItems(Protocol):
 
 
 class FileItems:
-    """Items of files. Paths are kept as str, as up to a million of them are pickled for each worker."""
+    """Image files. Paths are stored as str, because up to a million of them are pickled for each worker."""
 
     def __init__(self, files: Sequence[Path]):
         self._files = [str(file) for file in files]
@@ -47,7 +48,7 @@ class FileItems:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryImages:
-    """`images`: (N, C, S, S) of any dtype; `labels`: (N,) int64."""
+    """Decoded images (N, C, S, S) of any dtype, with labels (N,) int64."""
 
     images: Tensor
     labels: Tensor
@@ -74,7 +75,7 @@ class MemoryImages:
 
 @dataclass(slots=True, kw_only=True)
 class EncodedImages:
-    """Images that are decoded and resized to `image_size` pixels per side for each batch, as uint8."""
+    """Images that are decoded for each batch, as uint8 (B, channels, image_size, image_size); labels (N,) int64."""
 
     items: EncodedItems
     labels: Tensor
@@ -86,24 +87,24 @@ class EncodedImages:
         return len(self.labels)
 
     def gather(self, rows: Tensor) -> Batch:
-        return self._stacked(rows, [center_crop(self._open(row), size=self.image_size) for row in rows])
+        return self._batch(rows, [center_crop(self._open(row), size=self.image_size) for row in rows])
 
     def gather_random(self, rows: Tensor, *, generator: Generator) -> Batch:
         size, augment = self.image_size, self.augment
-        return self._stacked(
+        return self._batch(
             rows, [augment_image(self._open(row), size=size, augment=augment, generator=generator) for row in rows]
         )
 
-    def _stacked(self, rows: Tensor, images: list[Any]) -> Batch:
+    def _batch(self, rows: Tensor, images: list[Any]) -> Batch:
         stacked = torch.stack([to_tensor(image, channels=self.channels) for image in images])
         return {"images": stacked, "labels": self.labels[rows]}
 
     def in_memory(self) -> MemoryImages:
-        """Decodes all images on four threads, as Pillow releases the interpreter lock."""
-        with ThreadPoolExecutor(4) as threads:
-            parts = list(threads.map(self.gather, torch.arange(len(self)).split(64)))
+        """Decodes all images, on several threads because Pillow releases the interpreter lock."""
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            batches = list(threads.map(self.gather, torch.arange(len(self)).split(64)))
         return MemoryImages(
-            images=torch.cat([part["images"] for part in parts]), labels=self.labels, augment=self.augment
+            images=torch.cat([batch["images"] for batch in batches]), labels=self.labels, augment=self.augment
         )
 
     def _open(self, row: Tensor):
@@ -122,11 +123,16 @@ def image_source(
     augment: Augment = "none",
     like: ImageSource | None = None,
 ) -> ImageSource:
-    """A source over `items`, decoded into memory if it is small and augmentation does not need the original size.
+    """Makes a source of `items`, in memory if they are small and augmentation does not need the original images.
 
-    `image_size` None takes the median of the images' shorter sides, at most LARGEST pixels, and images are read as grey
-    only if all are; of more than SURVEYED that many are looked at. `like`: the training source, whose size and channels
-    a validation source shares. Raises TrainingFailedError with the file of a broken image.
+    Args:
+        labels: (N,) int64.
+        image_size: pixels per side; None takes the median of the shorter sides, at most MAX_DEFAULT_SIDE.
+        like: the training source, whose size and channels a validation source takes over. None: images have one channel
+            if all of SURVEYED_IMAGES are grey, else three.
+
+    Raises:
+        TrainingFailedError: for an image that cannot be decoded.
     """
     if like is not None:
         size, channels = like.image_size, like.channels
@@ -138,19 +144,21 @@ def image_source(
 
 
 def _survey(items: EncodedItems, *, image_size: int | None) -> tuple[int, int]:
-    """(pixels per side, channels) for a set; says so where its images differ."""
+    """Chooses (pixels per side, channels) for a set from image headers; warns if its images differ."""
     rows = torch.linspace(0, len(items) - 1, min(len(items), SURVEYED_IMAGES)).long().tolist()
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda row: read_header(items[row][0], where=items[row][1]), rows))
-    num_grey, sides = sum(header.grey for header in found), sorted(header.side for header in found)
-    size = image_size or min(sides[len(sides) // 2], MAX_DEFAULT_SIDE)
-    channels = 1 if num_grey == len(found) else 3
-    of = f"of {len(found)} images" + (" that were looked at" if len(found) < len(items) else "")
-    if animated := sum(header.animated for header in found):
-        log.warning("%s %d have several frames or pages: the first is read", of, animated)
-    if 0 < num_grey < len(found):
-        log.warning("%s %d are grey and %d in colour: all are read in colour", of, num_grey, len(found) - num_grey)
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        headers = list(threads.map(lambda row: read_header(items[row][0], where=items[row][1]), rows))
+    num_read, num_grey = len(headers), sum(header.grey for header in headers)
+    sides = sorted(header.side for header in headers)
+    size = image_size or min(sides[num_read // 2], MAX_DEFAULT_SIDE)
+    images = f"of {num_read} images" + (" that were looked at" if num_read < len(items) else "")
+    if num_animated := sum(header.animated for header in headers):
+        log.warning("%s %d have several frames or pages: the first is read", images, num_animated)
+    if 0 < num_grey < num_read:
+        log.warning("%s %d are grey and %d in colour: all are read in colour", images, num_grey, num_read - num_grey)
     if sides[0] != sides[-1] and image_size is None:
-        ends = (sides[0], sides[-1])
-        log.warning("%s the shorter sides have %d to %d pixels: all become %d x %d", of, *ends, size, size)
-    return size, channels
+        smallest, largest = sides[0], sides[-1]
+        log.warning(
+            "%s the shorter sides have %d to %d pixels: all become %d x %d", images, smallest, largest, size, size
+        )
+    return size, 1 if num_grey == num_read else 3

@@ -34,13 +34,13 @@ class ImageSet:
 
 
 def read_digits() -> ImageSet:
-    """The embedded set; needs no network."""
+    """The embedded digits; needs no network."""
     with as_file(files("baoc.data") / "digits.npz") as path:
         return read_npz(path, name="digits")
 
 
 def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
-    """Images and labels of a .npz file. Raises BadInputError with the file and the fault."""
+    """Reads images and labels of a .npz file. Raises BadInputError with the file and the fault."""
     path = Path(path).expanduser()
     arrays = _load(path)
     images = _check_images(arrays["images"], path=path)
@@ -55,15 +55,15 @@ def _load(path: Path) -> dict[str, NDArray[Any]]:
         raise BadInputError(f"dataset.path={path} is not a .npz file: {_HOW}")
     try:
         with zipfile.ZipFile(path) as archive:
-            held = sorted(member.removesuffix(".npy") for member in archive.namelist())
-        missing = [key for key in _KEYS if key not in held]
+            names = sorted(member.removesuffix(".npy") for member in archive.namelist())
+        missing = [key for key in _KEYS if key not in names]
         if not missing:
             with np.load(path, allow_pickle=False) as arrays:
                 return {key: arrays[key] for key in _KEYS}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise BadInputError(f"{path} cannot be read as .npz ({error}): {_HOW}") from error
     raise BadInputError(
-        f"{path} lacks the array {' and '.join(missing)}; it holds {', '.join(held) or 'nothing'}: {_HOW}"
+        f"{path} lacks the array {' and '.join(missing)}; it holds {', '.join(names) or 'nothing'}: {_HOW}"
     )
 
 
@@ -93,25 +93,25 @@ def _check_labels(labels: NDArray[Any], *, num_images: int, path: Path) -> tuple
         raise BadInputError(
             f"labels of {path} have shape {labels.shape}; {num_images} images need labels of shape ({num_images},)"
         )
-    return check_labels(labels, of=str(path))
+    return check_labels(labels, name=str(path))
 
 
-def check_labels(labels: NDArray[Any], *, of: str, declared: int | None = None) -> tuple[NDArray[np.int64], int]:
-    """(labels as int64, number of classes).
+def check_labels(labels: NDArray[Any], *, name: str, declared: int | None = None) -> tuple[NDArray[np.int64], int]:
+    """Returns (labels as int64, number of classes). Raises BadInputError for other dtypes and labels out of range.
 
     Args:
-        of: what holds them, for messages.
-        declared: classes that the set itself names.
+        name: of the data, for messages.
+        declared: number of classes that the set declares; None counts them by the largest label.
     """
     if labels.dtype.kind not in "ui":
-        raise BadInputError(f"labels of {of} have dtype {labels.dtype}; they must be integers, 0 for the first class")
+        raise BadInputError(f"labels of {name} have dtype {labels.dtype}; they must be integers, 0 for the first class")
     low, high = int(labels.min()), int(labels.max())
     limit = declared or len(labels)
     if low < 0 or high >= limit:
         row = int(labels.argmin() if low < 0 else labels.argmax())
         allowed = f"the {declared} classes that there are" if declared else f"the number of images ({limit})"
         raise BadInputError(
-            f"label {low if low < 0 else high} of image {row} in {of} is out of range: labels count classes from 0, "
+            f"label {low if low < 0 else high} of image {row} in {name} is out of range: labels count classes from 0, "
             f"below {allowed}"
         )
     return labels.astype(np.int64), declared or high + 1

@@ -1,4 +1,4 @@
-"""Latents of an autoencoder as a DataModule, for diffusion: a user's .npy files, or noise for benchmarks.
+"""Latents of an autoencoder as a DataModule, for diffusion: .npy files of the user, or noise for benchmarks.
 
 Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`, scaled to standard deviation 1. FILE.npy holds an
 array (N, C, S, S) of any float type, and FILE.labels.npy (or labels.npy) beside it N integers; a folder may hold
@@ -21,17 +21,17 @@ from baoc.data.splits import visible_files
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
-SCALE_SAMPLES = 4096  # latents from which the standard deviation is estimated
+SCALE_SAMPLES = 4096  # training latents from which the standard deviation is estimated
 _HOW = "dataset.path takes a FILE.npy of shape (N, C, S, S), or a folder of such files"
-_LABELS = ".labels.npy"
+_LABELS_SUFFIX = ".labels.npy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRows:
-    """A source of batches: concatenated `shards` of (n, C, S, S), and `labels` (N,) int64."""
+    """Latents of one or more files as a source of batches: `files` of (n, C, S, S) each, and `labels` (N,) int64."""
 
     name: str
-    shards: tuple[Tensor, ...]
+    files: tuple[Tensor, ...]
     labels: Tensor
     num_classes: int
 
@@ -40,19 +40,19 @@ class LatentRows:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.shards[0].shape[1:]
+        channels, height, width = self.files[0].shape[1:]
         return channels, height, width
 
     def gather(self, rows: Tensor) -> Batch:
-        if len(self.shards) == 1:
-            return {"images": self.shards[0][rows], "labels": self.labels[rows]}
-        ends = torch.tensor([len(shard) for shard in self.shards]).cumsum(0)
-        images = torch.empty(len(rows), *self.shape, dtype=self.shards[0].dtype)
-        which = torch.searchsorted(ends, rows, right=True)
-        for index in which.unique().tolist():
-            here = which == index
-            start = int(ends[index]) - len(self.shards[index])
-            images[here] = self.shards[index][rows[here] - start].to(images.dtype)
+        if len(self.files) == 1:
+            return {"images": self.files[0][rows], "labels": self.labels[rows]}
+        ends = torch.tensor([len(file) for file in self.files]).cumsum(0)
+        images = torch.empty(len(rows), *self.shape, dtype=self.files[0].dtype)
+        file_index = torch.searchsorted(ends, rows, right=True)
+        for index in file_index.unique().tolist():
+            in_file = file_index == index
+            start = int(ends[index]) - len(self.files[index])
+            images[in_file] = self.files[index][rows[in_file] - start].to(images.dtype)
         return {"images": images, "labels": self.labels[rows]}
 
 
@@ -70,14 +70,14 @@ def build_random_latents(*, num_samples: int, num_classes: int, **settings: Any)
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(num_samples, 4, 32, 32, generator=generator).half()
     labels = torch.randint(num_classes, (num_samples,), generator=generator)
-    rows = LatentRows(name="random_latents", shards=(latents,), labels=labels, num_classes=num_classes)
+    rows = LatentRows(name="random_latents", files=(latents,), labels=labels, num_classes=num_classes)
     return LatentDataModule(rows, scale=1.0, **settings)
 
 
 class LatentDataModule(MapStyleDataModule):
     """Latents with a random split by `split_seed`.
 
-    `scale` multiplies all latents; None takes 1 / standard deviation of at most SAMPLED training latents.
+    `scale` multiplies all latents; None takes 1 / standard deviation of at most SCALE_SAMPLES training latents.
     """
 
     spec: ImageDataSpec
@@ -105,7 +105,7 @@ class LatentDataModule(MapStyleDataModule):
             num_train=len(self.train_rows),
             num_val=len(self.val_rows),
         )
-        self.scale = one_over_deviation(rows, self.train_rows[:SCALE_SAMPLES]) if scale is None else float(scale)
+        self.scale = _inverse_deviation(rows, self.train_rows[:SCALE_SAMPLES]) if scale is None else float(scale)
         self.transform = self._to_model_input
 
     def resize_to(self, image_size: int) -> None:
@@ -120,7 +120,8 @@ class LatentDataModule(MapStyleDataModule):
         return {**batch, "images": batch["images"].float().mul_(self.scale)}
 
 
-def one_over_deviation(latents: LatentRows, rows: Tensor) -> float:
+def _inverse_deviation(latents: LatentRows, rows: Tensor) -> float:
+    """1 / standard deviation of `rows` (n,) of `latents`. Raises BadInputError unless it is finite and above 0."""
     deviation = float(latents.gather(rows)["images"].double().std(correction=0))
     if not 0 < deviation < float("inf"):
         raise BadInputError(
@@ -134,72 +135,70 @@ def one_over_deviation(latents: LatentRows, rows: Tensor) -> float:
 
 
 def read_latents(path: str | Path) -> LatentRows:
-    """Latents and labels at `path`. Raises BadInputError with the file that cannot be used."""
+    """Reads latents and labels at `path`. Raises BadInputError with the file that cannot be used."""
     path = Path(path).expanduser()
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
-    files = _files(path)
-    parts = [_read_npy(file) for file in files]
-    shape = parts[0][0].shape[1:]
-    for file, (latents, _) in zip(files, parts, strict=True):
+    files = _list_files(path)
+    arrays = [_read_file(file) for file in files]
+    shape = arrays[0][0].shape[1:]
+    for file, (latents, _) in zip(files, arrays, strict=True):
         if latents.shape[1:] != shape:
             raise BadInputError(
                 f"latents of {file} have shape {latents.shape[1:]} each, those of {files[0]} {shape}: keep sets of one "
                 "shape together"
             )
-    labels = np.concatenate([part[1] for part in parts])
+    labels = np.concatenate([file_labels for _, file_labels in arrays])
     if len(labels) < 2:
         raise BadInputError(f"{path} holds {len(labels)} latent: validation holds some out, so at least 2 are needed")
     return LatentRows(
         name=path.stem,
-        shards=tuple(torch.from_numpy(latents) for latents, _ in parts),
+        files=tuple(torch.from_numpy(latents) for latents, _ in arrays),
         labels=torch.from_numpy(labels),
         num_classes=int(labels.max()) + 1,
     )
 
 
-def _files(path: Path) -> list[Path]:
-    """The files of latents at `path`, sorted by name (numbers by value)."""
+def _list_files(path: Path) -> list[Path]:
+    """The files of latents at `path`, sorted by name; names that are numbers are sorted by value."""
     if path.is_file():
         if path.suffix != ".npy":
             raise BadInputError(f"dataset.path={path} is no .npy file: {_HOW}")
         return [path]
-    found = [file for file in visible_files(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
-    if not found:
+    files = [file for file in visible_files(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
+    if not files:
         raise BadInputError(f"{path} holds no .npy file: {_HOW}")
-    return sorted(found, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
+    return sorted(files, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))
 
 
-def _read_npy(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    latents = _checked(_load(file, mapped=True), file=file)
-    beside = next((f for f in (file.with_suffix(_LABELS), file.with_name("labels.npy")) if f.exists()), None)
-    labels = None if beside is None else _load(beside, mapped=False)
-    return latents, _checked_labels(labels, file=beside or file, num_latents=len(latents), of=file)
+def _read_file(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Returns (latents (n, C, S, S), mapped from disk; their labels (n,), all 0 without a file of labels)."""
+    latents = _load_npy(file, mapped=True)
+    _check_latents(latents, file=file)
+    label_files = (file.with_suffix(_LABELS_SUFFIX), file.with_name("labels.npy"))
+    label_file = next((candidate for candidate in label_files if candidate.exists()), None)
+    if label_file is None:
+        return latents, np.zeros(len(latents), dtype=np.int64)
+    labels = _load_npy(label_file, mapped=False)
+    labels = labels.reshape(-1) if labels.size == len(latents) else labels
+    if labels.shape != (len(latents),):
+        raise BadInputError(f"{label_file} holds labels of shape {labels.shape}; {file} holds {len(latents)} latents")
+    if labels.dtype.kind not in "ui" or int(labels.min()) < 0:
+        raise BadInputError(f"labels of {label_file} must be integers from 0 on, one for each latent of {file}")
+    return latents, labels.astype(np.int64)
 
 
-def _load(file: Path, *, mapped: bool) -> NDArray[Any]:
+def _load_npy(file: Path, *, mapped: bool) -> NDArray[Any]:
     try:
         return np.load(file, mmap_mode="c" if mapped else None, allow_pickle=False)  # c: copy on write
     except (OSError, ValueError, EOFError) as error:
         raise BadInputError(f"{file} cannot be read as .npy ({error}): {_HOW}") from error
 
 
-def _checked(latents: NDArray[Any], *, file: Path) -> NDArray[Any]:
+def _check_latents(latents: NDArray[Any], *, file: Path) -> None:
     if latents.ndim != 4 or 0 in latents.shape:
         raise BadInputError(f"{file} has shape {latents.shape}; latents must be (N, C, S, S)")
     if latents.shape[2] != latents.shape[3]:
         raise BadInputError(f"{file} has shape {latents.shape}; latents must be square, (N, C, S, S)")
     if latents.dtype.kind != "f":
         raise BadInputError(f"{file} has dtype {latents.dtype}; latents must be floating-point numbers, best float16")
-    return latents
-
-
-def _checked_labels(labels: NDArray[Any] | None, *, file: Path, num_latents: int, of: Path) -> NDArray[np.int64]:
-    """The labels, or one class for all where there are none."""
-    labels = np.zeros(num_latents, dtype=np.int64) if labels is None else labels
-    labels = labels.reshape(-1) if labels.size == num_latents else labels
-    if labels.shape != (num_latents,):
-        raise BadInputError(f"{file} holds labels of shape {labels.shape}; {of} holds {num_latents} latents")
-    if labels.dtype.kind not in "ui" or int(labels.min()) < 0:
-        raise BadInputError(f"labels of {file} must be integers from 0 on, one for each latent of {of}")
-    return labels.astype(np.int64)

@@ -2,7 +2,7 @@
 
 `dataset=pysource` reads it, so that every machine and Python trains on the same bytes: 452 files in the order of their
 paths, concatenated. Copyright of the Python Software Foundation; licence and notice are in python_library.LICENSE.
-experiments/analysis/python_library.py makes it.
+experiments/analysis/python_library.py wrote it.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ SHA256 = "a54086002a5603858aa21fd68f70c9986968eac87403de9160080e45b0eb66e7"  # o
 
 
 def read_python_library() -> bytes:
-    """The text. Raises BadInputError if the installed asset differs from the frozen one."""
-    packed = files("baoc.data") / ASSET
+    """Returns the text. Raises BadInputError if the installed file differs from the frozen one."""
+    file = files("baoc.data") / ASSET
     try:
-        text = lzma.decompress(packed.read_bytes())
+        text = lzma.decompress(file.read_bytes())
     except (OSError, lzma.LZMAError) as error:
-        raise BadInputError(f"the frozen text {packed} cannot be read ({error}): install baoc again") from error
-    if (found := hashlib.sha256(text).hexdigest()) != SHA256:
-        raise BadInputError(f"the frozen text {packed} has sha256 {found}, not {SHA256}: install baoc again")
+        raise BadInputError(f"the frozen text {file} cannot be read ({error}): install baoc again") from error
+    if (sha256 := hashlib.sha256(text).hexdigest()) != SHA256:
+        raise BadInputError(f"the frozen text {file} has sha256 {sha256}, not {SHA256}: install baoc again")
     return text

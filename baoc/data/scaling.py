@@ -1,4 +1,4 @@
-"""Scales pixels to the values a network is trained on. Imports no Lightning, as worker processes import it."""
+"""Scales pixels to the values that a network is trained on. Free of Lightning, because worker processes import it."""
 
 import logging
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from baoc.data.image_sources import EncodedImages, ImageSource
 from baoc.data.sources import Batch
 
 log = logging.getLogger(__name__)
-_SAMPLED = 512  # encoded images decoded to estimate mean and standard deviation
+_SAMPLED_IMAGES = 512  # encoded images that are decoded to estimate mean and standard deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +30,25 @@ class Scaling:
 
 
 def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
-    """Scaling by mean and standard deviation per channel over `rows`; a constant channel gets deviation 1.
+    """Returns the scaling to mean 0 and standard deviation 1 per channel, measured over `rows` (n,) of `source`.
 
-    Computed in float64 and in parts, so that a large uint8 set is never held as floats.
+    A constant channel is divided by 1, with a warning. Sums are float64 over chunks of rows, so that a large uint8 set
+    is never converted to floats at once.
     """
-    if isinstance(source, EncodedImages) and len(rows) > _SAMPLED:
-        rows = rows[torch.linspace(0, len(rows) - 1, _SAMPLED).long()]  # evenly: a folder is ordered by class
+    if isinstance(source, EncodedImages) and len(rows) > _SAMPLED_IMAGES:
+        # Evenly spaced, because a folder is sorted by class.
+        rows = rows[torch.linspace(0, len(rows) - 1, _SAMPLED_IMAGES).long()]
     total = torch.zeros(source.channels, dtype=torch.float64)
     squares, count = torch.zeros_like(total), 0
-    for part in rows.split(4096 if not isinstance(source, EncodedImages) else 64):
-        values = source.gather(part)["images"].double()
+    for chunk in rows.split(64 if isinstance(source, EncodedImages) else 4096):
+        values = source.gather(chunk)["images"].double()
         total += values.sum((0, 2, 3))
         squares += values.square().sum((0, 2, 3))
         count += values.numel() // source.channels
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     constant = std < 1e-12
-    if not constant.is_meta and constant.any():  # a plan of an absent card decodes nothing
+    if not constant.is_meta and constant.any():  # fake tensors of a plan for an absent card have no values
         where = "all channels" if constant.all() else f"channel {int(constant.nonzero()[0])} of {len(constant)}"
         _warn_of_constant(where, mean[constant][0].item())
     std[constant] = 1.0
@@ -54,11 +56,11 @@ def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
 
 
 def unit_range(source: ImageSource, *, rows: Tensor) -> Scaling:
-    """Scaling of the smallest and largest training value to -1 and 1; encoded images are assumed to span 0 to 255."""
+    """Returns the scaling of the smallest value in `rows` to -1 and the largest to 1; encoded images span 0 to 255."""
     low, high = torch.tensor(0.0), torch.tensor(255.0)
     if not isinstance(source, EncodedImages):
-        ends = [torch.stack(source.gather(part)["images"].aminmax()).float() for part in rows.split(4096)]
-        low, high = torch.stack(ends)[:, 0].min(), torch.stack(ends)[:, 1].max()
+        ranges = [torch.stack(source.gather(chunk)["images"].aminmax()).float() for chunk in rows.split(4096)]
+        low, high = torch.stack(ranges)[:, 0].min(), torch.stack(ranges)[:, 1].max()
     if high == low:
         _warn_of_constant("all channels", low.item())
     half = ((high - low) / 2).clamp_min(1e-12)

@@ -26,7 +26,7 @@ Transform = Callable[[Batch], Batch]
 
 
 class Source(Protocol):
-    """Numbered samples. `gather` takes rows (B,) int64 and returns tensors of B rows each.
+    """Numbered samples. `gather` takes rows (B,) int64 and returns tensors with B as first dimension.
 
     A source is pickled once per worker process, so it should hold little data, such as paths.
     """
@@ -61,7 +61,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One batch to make: its rows, and the seed of its augmentation; None for no augmentation."""
+    """The rows (B,) int64 of a batch, and the seed of its augmentation; None for no augmentation."""
 
     rows: Tensor
     seed: int | None = None
@@ -69,7 +69,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchMaker(Dataset[Any]):
-    """Batches by request, as a Dataset of the DataLoader whose workers make them."""
+    """Makes requested batches, in this process (`__call__`) or as the Dataset of a DataLoader (`__getitem__`)."""
 
     source: Source
     transform: Transform | None = None
@@ -78,7 +78,7 @@ class BatchMaker(Dataset[Any]):
         try:
             return self(request)
         except (BadInputError, TrainingFailedError) as error:
-            return error  # as a value, because the DataLoader would wrap its text in a traceback
+            return error  # not raised: the DataLoader would put a traceback into its text
 
     def __call__(self, request: BatchRequest) -> Batch:
         if request.seed is not None and isinstance(self.source, RandomSource):
@@ -92,20 +92,42 @@ class BatchMaker(Dataset[Any]):
 class WorkerPool:
     """Worker processes that make batches ahead of time and live as long as the loader that owns them.
 
-    Only one pass uses the workers at a time: a new pass takes them over, and the earlier one restarts when it is
-    continued. Workers come from a fork server, as forking this process would break its threads and CUDA context.
+    One pass uses the workers at a time: a new pass takes them over, and an earlier pass that is continued takes them
+    back and starts at its next batch. Workers come from a fork server, because forking this process would break its
+    threads and its CUDA context.
 
     If a worker dies, for example killed for its memory, all workers are replaced and the same batch is made again.
-    After MAX_DEATHS in a row without a batch, TrainingFailedError is raised.
+    MAX_WORKER_DEATHS in a row without a batch raise TrainingFailedError.
     """
 
     def __init__(self, make: BatchMaker, *, workers: int):
-        self._requests: list[BatchRequest] = []  # of the pass that has the workers
-        self._pass = 0
+        self._requests: list[BatchRequest] = []  # of the pass that uses the workers
+        self._current_pass = 0
         self._make, self._workers = make, workers
-        self._loader = self._start()
+        self._loader = self._start_workers()
 
-    def _start(self) -> DataLoader[Any]:
+    def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """Yields the batches of `requests` in order. Raises the error that making a batch raised."""
+        remaining = list(requests)
+        deaths = 0
+        while remaining:
+            self._requests[:] = remaining
+            self._current_pass = this_pass = self._current_pass + 1
+            batches = iter(self._loader)
+            while remaining and self._current_pass == this_pass:  # until another pass takes the workers
+                try:
+                    batch = next(batches)
+                except (RuntimeError, OSError, EOFError) as error:
+                    deaths += 1
+                    self._replace_workers(error, deaths=deaths)
+                    break
+                if isinstance(batch, BadInputError | TrainingFailedError):
+                    raise batch
+                deaths = 0
+                remaining = remaining[1:]
+                yield batch
+
+    def _start_workers(self) -> DataLoader[Any]:
         return DataLoader(
             self._make,
             batch_size=None,
@@ -114,40 +136,19 @@ class WorkerPool:
             persistent_workers=True,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="forkserver",
-            worker_init_fn=_end_with_the_run,
+            worker_init_fn=_exit_with_parent,
             generator=Generator(),  # so that the DataLoader does not draw from the global random state
         )
 
-    def batches(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of `requests`, in this order. Raises what making one raised."""
-        remaining = list(requests)
-        deaths = 0
-        while remaining:
-            self._requests[:] = remaining
-            self._pass = mine = self._pass + 1
-            made = iter(self._loader)
-            while remaining and self._pass == mine:  # until another pass takes the workers
-                try:
-                    batch = next(made)
-                except (RuntimeError, OSError, EOFError) as error:
-                    deaths += 1
-                    self._replace(error, deaths=deaths)
-                    break
-                if isinstance(batch, BadInputError | TrainingFailedError):
-                    raise batch
-                deaths = 0
-                remaining = remaining[1:]
-                yield batch
-
-    def _replace(self, error: Exception, *, deaths: int) -> None:
-        """Starts new workers if `error` is the death of a worker; raises it otherwise, and after too many deaths.
+    def _replace_workers(self, error: Exception, *, deaths: int) -> None:
+        """Starts new workers if `error` means that a worker died; raises otherwise, and after MAX_WORKER_DEATHS.
 
         A death shows as the DataLoader's "DataLoader worker ..." or as a broken connection to a worker. Errors raised
         in a living worker start with "Caught ... in DataLoader worker process".
         """
         text = first_line(error)
-        broken = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
-        if not broken and not text.startswith("DataLoader worker"):
+        lost_connection = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught")
+        if not lost_connection and not text.startswith("DataLoader worker"):
             raise error
         if deaths >= MAX_WORKER_DEATHS:
             raise TrainingFailedError(
@@ -155,16 +156,22 @@ class WorkerPool:
                 "fewer dataset.workers; with dataset.workers=0 batches are made in the run itself, which shows why"
             ) from error
         log.warning("a data worker died (%s): new ones make its batch again", text)
-        self._loader = self._start()
+        self._loader = self._start_workers()
 
 
-def _end_with_the_run(_: int) -> None:
-    """Runs in a worker and ends it with the run: a killed run would leave its workers waiting in the fork server."""
-    run = multiprocessing.parent_process()  # the run, not the fork server
-    assert run is not None
+def _exit_with_parent(_: int) -> None:
+    """Runs in each worker and ends it with the run. Workers of a killed run would wait for ever in the fork server."""
+    parent = multiprocessing.parent_process()  # the run, not the fork server
+    assert parent is not None
 
-    def follow() -> None:
-        run.join()
+    def wait_and_exit() -> None:
+        parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=wait_and_exit, daemon=True).start()
+
+
+def evenly_spaced(count: int, *, at_most: int | None) -> Tensor:
+    """Indices below `count`, int64: all of them, or `at_most` evenly spaced ones."""
+    size = count if at_most is None else min(count, at_most)
+    return torch.arange(size) * count // max(size, 1)

@@ -16,22 +16,23 @@ from baoc.data.images import check_labels
 from baoc.data.splits import split_in_name, split_in_path, visible_files
 from baoc.errors import BadInputError, first_line
 
-_IMAGES, _LABELS = ("image", "img", "images", "jpg", "png"), ("label", "labels", "fine_label", "cls")
+_IMAGE_COLUMNS = ("image", "img", "images", "jpg", "png")
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Names of the two columns; None searches for the usual names."""
+    """Names of the image and the label column; None searches for _IMAGE_COLUMNS or _LABEL_COLUMNS."""
 
     image: str | None = None
     label: str | None = None
 
 
 class TableItems:
-    """Encoded images of a table that `datasets` maps from disk, or of samples that a stream gave."""
+    """Encoded images of a table that `datasets` maps from disk, or of a list of samples of a stream."""
 
     def __init__(self, table: Any, *, column: str, name: str, folders: Sequence[Path] = ()):
-        """`folders`: to which paths in the table may be relative."""
+        """`folders`: where relative paths in the table are looked up."""
         self._table = table
         self._column = column
         self._name = name
@@ -41,39 +42,43 @@ class TableItems:
         return len(self._table)
 
     def __getitem__(self, row: int) -> tuple[bytes, str]:
-        """The encoded image of a cell: bytes, or `datasets`' {bytes, path}. BadInputError names a row without one."""
-        value, where = self._table[row][self._column], f"row {row} of {self._name}"
-        content = value.get("bytes") if isinstance(value, Mapping) else value
-        if content is None and isinstance(value, Mapping) and value.get("path"):
-            content = self._read(str(value["path"]), where=where)
+        """The encoded image of a row and its origin. Raises BadInputError for a row without an image.
+
+        A cell holds bytes, or a mapping with `bytes` or `path` as `datasets.Image(decode=False)` makes it.
+        """
+        cell, where = self._table[row][self._column], f"row {row} of {self._name}"
+        content = cell.get("bytes") if isinstance(cell, Mapping) else cell
+        if content is None and isinstance(cell, Mapping) and cell.get("path"):
+            content = self._read_file(str(cell["path"]), where=where)
         if not isinstance(content, bytes) or not content:
             raise BadInputError(f"{where} holds no encoded image: remove it, or name another dataset.image_column")
         return content, where
 
-    def _read(self, given: str, *, where: str) -> bytes:
-        path = Path(given).expanduser()
+    def _read_file(self, cell: str, *, where: str) -> bytes:
+        path = Path(cell).expanduser()
         candidates = [path] if path.is_absolute() else [*(folder / path for folder in self._folders), path]
-        found = next((file for file in candidates if file.is_file()), None)
-        if found is None:
-            beside = f" beside {self._folders[0]}" if self._folders and not path.is_absolute() else ""
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None:
+            place = f" beside {self._folders[0]}" if self._folders and not path.is_absolute() else ""
             raise BadInputError(
-                f"{where} holds no image but the path {given}, which is no file{beside}: put the images there, or keep "
+                f"{where} holds no image but the path {cell}, which is no file{place}: put the images there, or keep "
                 "their bytes in the table"
             )
         try:
-            return found.read_bytes()
+            return file.read_bytes()
         except OSError as error:
-            raise BadInputError(f"{where} names {found}, which cannot be read ({error.strerror})") from error
+            raise BadInputError(f"{where} names {file}, which cannot be read ({error.strerror})") from error
 
 
 def without_decoding(table: Any, *, column: str) -> Any:
-    """The table with its image column as encoded bytes, so that errors of decoding can name the row."""
+    """Returns the table with its image column as encoded bytes, so that decoding errors can name the row."""
     datasets = require_datasets()
     is_image = isinstance(table.features[column], datasets.Image)
     return table.cast_column(column, datasets.Image(decode=False)) if is_image else table
 
 
 def require_datasets() -> Any:
+    """Imports `datasets` and switches its progress bars off."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -81,8 +86,12 @@ def require_datasets() -> Any:
 
 
 def shard_stream(stream: Any, *, rank: int, num_ranks: int, skipped: bool = False) -> Any:
-    """This rank's part of a stream of `datasets`. Where samples at its start are `skipped`, every rank reads all of it:
-    a stream that is split by files skips a part of each, so held-out samples would be trained on."""
+    """Returns this rank's shard of a stream of `datasets`.
+
+    `skipped`: samples at the start of the stream are skipped because they are held out. Then every rank reads the whole
+    stream and takes each `num_ranks`-th sample. `datasets` would split by files and skip a part of each file, so that
+    held-out samples were trained on.
+    """
     if num_ranks == 1:
         return stream
     if skipped:
@@ -93,28 +102,32 @@ def shard_stream(stream: Any, *, rank: int, num_ranks: int, skipped: bool = Fals
 
 
 def parquet_files(path: Path) -> dict[str, list[str]]:
-    """Part -> files, by whole words in the names of files and folders; files without one are for training."""
-    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
-    root, files = _parquet(path)
+    """Split -> parquet files at `path`, by `split_in_path`; empty splits are left out.
+
+    Raises BadInputError if there are no files for training.
+    """
+    by_split: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    root, files = _list_parquet(path)
     for file in files:
-        parts["train" if path.is_file() else split_in_path(file.relative_to(root))].append(str(file))
-    if not parts["train"]:
+        by_split["train" if path.is_file() else split_in_path(file.relative_to(root))].append(str(file))
+    if not by_split["train"]:
         raise BadInputError(f"dataset.path={path} holds no parquet file of training images, such as train-0.parquet")
-    return {part: found for part, found in parts.items() if found}
+    return {split: files for split, files in by_split.items() if files}
 
 
 def image_folders(path: Path) -> list[Path]:
-    """Where relative paths in parquet files at `path` may lead: beside the files, and the folder that was given."""
-    root, files = _parquet(path)
+    """Folders to which paths in the parquet files at `path` may be relative: those of the files, then the root."""
+    root, files = _list_parquet(path)
     return list(dict.fromkeys([*(file.parent for file in files), root]))
 
 
-def _parquet(path: Path) -> tuple[Path, list[Path]]:
+def _list_parquet(path: Path) -> tuple[Path, list[Path]]:
+    """Returns (root folder, parquet files) at `path`, a file or a folder."""
     return (path.parent, [path]) if path.is_file() else (path, visible_files(path, path.rglob("*.parquet")))
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
-    """Split -> table of the parquet files at `path`. Raises BadInputError if they cannot be read."""
+    """Loads split -> table of the parquet files at `path`. Raises BadInputError if they cannot be read."""
     datasets, files = require_datasets(), parquet_files(path)
     try:
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
@@ -123,7 +136,7 @@ def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:
 
 
 def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
-    """Split -> table of a set of the hub or its local cache. Raises BadInputError if it is not available."""
+    """Loads split -> table of a set of the hub or its local cache. Raises BadInputError if it is not available."""
     datasets = require_datasets()
     try:
         return datasets.load_dataset(name, streaming=streaming)
@@ -134,37 +147,55 @@ def load_hub(name: str, *, streaming: bool = False) -> Mapping[str, Any]:
         ) from error
 
 
-def split_of(tables: Mapping[str, Any], *, validation: bool = False) -> Any | None:
-    """The training table, or the table to hold back: that of validation, else that of tests. None where there is none.
-
-    Parts are told by whole words, as for files; a name that is such a word alone comes first.
-    """
-    for role in ("validation", "test") if validation else ("train",):
-        named = sorted((name for name in tables if split_in_name(name) == role), key=len)
-        if named:
-            return tables[named[0]]
-    return None
+def training_table(tables: Mapping[str, Any], *, name: str) -> Any:
+    """The training split of `tables`. Raises BadInputError if there is none."""
+    table = _table_of_split(tables, "train")
+    if table is None:
+        raise BadInputError(f"{name} has no training part, but {', '.join(tables)}")
+    return table
 
 
-def find_columns(features: Mapping[str, Any], *, asked: Columns, name: str) -> tuple[str, str]:
-    """(image column, label column). Raises BadInputError with the existing columns."""
+def validation_table(tables: Mapping[str, Any]) -> Any | None:
+    """The validation split of `tables`, else the test split; None if there is neither."""
+    table = _table_of_split(tables, "validation")
+    return _table_of_split(tables, "test") if table is None else table
+
+
+def _table_of_split(tables: Mapping[str, Any], split: str) -> Any | None:
+    """The table whose name says `split`, the shortest name first: `train` before `train_small`."""
+    names = sorted((name for name in tables if split_in_name(name) == split), key=len)
+    return tables[names[0]] if names else None
+
+
+def find_columns(features: Mapping[str, Any], *, columns: Columns, name: str) -> tuple[str, str]:
+    """Returns (image column, label column). Raises BadInputError with the existing columns."""
     return (
-        _find(features, asked=asked.image, usual=_IMAGES, key="dataset.image_column", name=name),
-        _find(features, asked=asked.label, usual=_LABELS, key="dataset.label_column", name=name),
+        _find_column(features, columns.image, usual=_IMAGE_COLUMNS, key="dataset.image_column", name=name),
+        _find_column(features, columns.label, usual=_LABEL_COLUMNS, key="dataset.label_column", name=name),
     )
 
 
+def _find_column(features: Mapping[str, Any], column: str | None, *, usual: Sequence[str], key: str, name: str) -> str:
+    if column is not None and column not in features:
+        raise BadInputError(f"{key}={column}: {name} has the columns {', '.join(features)}")
+    column = column or next((candidate for candidate in usual if candidate in features), None)
+    if column is None:
+        raise BadInputError(f"{name} has no column {' or '.join(usual)}, but {', '.join(features)}: set {key}=NAME")
+    return column
+
+
 def is_unlabelled(table: Any, *, column: str) -> bool:
-    """True for a part whose labels are kept back, as those of tests often are: -1 or nothing in each row."""
+    """True if no row has a label (the column is missing, or all are -1 or None), as in many test splits."""
     return column not in table.features or not any(value not in (-1, None) for value in table[column][:])
 
 
 def read_labels(
     table: Any, *, column: str, name: str, classes: Sequence[str] | None = None
 ) -> tuple[Tensor, list[str]]:
-    """(labels (N,) int64 from 0, names of the classes); text labels are numbered in alphabetical order.
+    """Returns (labels (N,) int64 from 0, class names). Text labels are numbered in alphabetical order.
 
-    `classes`: of the training table, for a validation table. Raises BadInputError for a label that is not a class.
+    `classes`: class names of the training table, for a validation table. Raises BadInputError for a label that is
+    missing, of another type, or not a class.
     """
     values = table[column]
     values = values if isinstance(values, list) else values[:]  # datasets 4 and later read columns lazily
@@ -172,30 +203,19 @@ def read_labels(
         raise BadInputError(f"{name} holds no images")
     if any(value is None for value in values):
         raise BadInputError(f"row {list(values).index(None)} of {name} has no {column}: fill it in, or remove the row")
-    kinds = {str if isinstance(value, str) else int if isinstance(value, int) else float for value in values}
-    if len(kinds) > 1 or float in kinds:
-        odd = next(value for value in values if len(kinds) > 1 or not isinstance(value, str | int))
-        raise BadInputError(f"labels of {name} must be text or whole numbers from 0, all alike, not {odd!r}")
+    label_types = {str if isinstance(value, str) else int if isinstance(value, int) else float for value in values}
+    if len(label_types) > 1 or float in label_types:
+        example = next(value for value in values if len(label_types) > 1 or not isinstance(value, str | int))
+        raise BadInputError(f"labels of {name} must be text or whole numbers from 0, all alike, not {example!r}")
     names = getattr(table.features[column], "names", None) if classes is None else classes
-    if names is None and str in kinds:
-        names = sorted(set(values))
-    if names is not None and str in kinds:
-        number_of = {text: number for number, text in enumerate(names)}
-        if foreign := set(values) - number_of.keys():
+    if str in label_types:
+        names = sorted(set(values)) if names is None else names
+        index_of = {text: index for index, text in enumerate(names)}
+        if unknown := set(values) - index_of.keys():
             raise BadInputError(
-                f"{sorted(foreign)[0]!r} in column {column} of {name} is no class of the training images"
+                f"{sorted(unknown)[0]!r} in column {column} of {name} is no class of the training images"
             )
-        values = [number_of[value] for value in values]
-    declared = len(names) if names else None
-    numbers = np.asarray(values, dtype=np.int64)
-    labels, num_classes = check_labels(numbers, of=name, declared=declared)
+        values = [index_of[value] for value in values]
+    labels = np.asarray(values, dtype=np.int64)
+    labels, num_classes = check_labels(labels, name=name, declared=len(names) if names else None)
     return torch.from_numpy(labels), list(names or map(str, range(num_classes)))
-
-
-def _find(features: Mapping[str, Any], *, asked: str | None, usual: Sequence[str], key: str, name: str) -> str:
-    if asked is not None and asked not in features:
-        raise BadInputError(f"{key}={asked}: {name} has the columns {', '.join(features)}")
-    found = asked or next((column for column in usual if column in features), None)
-    if found is None:
-        raise BadInputError(f"{name} has no column {' or '.join(usual)}, but {', '.join(features)}: set {key}=NAME")
-    return found

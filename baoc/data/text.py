@@ -4,14 +4,13 @@ Batches are `{"tokens": (B, T), "targets": (B, T)}`, int64; targets are the toke
 concatenated and each sequence begins where the last one ended, so every token is predicted once per epoch.
 """
 
+from collections.abc import Iterator
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from baoc.data.base import DataModule, MapStyleDataModule, check_val_fraction
 from baoc.data.python_library import read_python_library
-from baoc.data.text_files import InMemoryText, TextFiles, byte_range, find_text, hash_text
+from baoc.data.sources import evenly_spaced
+from baoc.data.text_files import InMemoryText, TextChunk, TextFiles, byte_range, find_text, hash_text
 from baoc.data.text_stream import build_stream
 from baoc.data.token_arrays import EncodedText, PackedTokens, check_sizes, encode
 from baoc.data.tokens import load_tokenizer
@@ -21,27 +20,29 @@ from baoc.types import TextDataSpec
 
 def build_pysource(**options: Any) -> DataModule:
     """The frozen text of `baoc.data.python_library`, the same on every machine and Python."""
-    return _of_files(InMemoryText(name="pysource", text=read_python_library()), **options)
+    return _build_from_files(InMemoryText(name="pysource", text=read_python_library()), **options)
 
 
 def build_text(*, path: str | None = None, hub: str | None = None, **options: Any) -> DataModule:
     """Text of a file or folder at `path`, or of the set `hub` of the Hugging Face hub as a stream."""
     if path is not None:
-        return _of_files(find_text(path, pattern=options["pattern"], text_column=options["text_column"]), **options)
+        return _build_from_files(
+            find_text(path, pattern=options["pattern"], text_column=options["text_column"]), **options
+        )
     if hub is None:
         raise BadInputError("dataset text needs dataset.path=FILE_OR_FOLDER, or dataset.hub=OWNER/NAME to stream one")
     return build_stream(hub, **options)
 
 
-def _of_files(source: TextFiles, **options: Any) -> "TextDataModule":
+def _build_from_files(source: TextFiles, **options: Any) -> "TextDataModule":
     names = ("tokenizer", "vocab_size", "sequence_length", "val_fraction", "max_val_sequences")
     return TextDataModule(source, **{name: options[name] for name in (*names, "batch_size", "seed", "accumulate")})
 
 
 class TextDataModule(MapStyleDataModule):
-    """Text of files. The last `val_fraction` of the bytes is the validation part, for every seed.
+    """Text of files. The last `val_fraction` of the bytes is the validation split, for every seed.
 
-    Validation reads `max_val_sequences` sequences spread evenly over that part; None reads all.
+    Validation reads `max_val_sequences` evenly spaced sequences of it; None reads all.
     """
 
     spec: TextDataSpec
@@ -57,47 +58,48 @@ class TextDataModule(MapStyleDataModule):
         max_val_sequences: int | None = 512,
         **batches: Any,
     ):
-        """`vocab_size` is for tokenizer=bpe; `batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
+        """`vocab_size` is for tokenizer=bpe; `batches`: batch_size, accumulate and seed of `DataModule`."""
         super().__init__(**batches)
         check_sizes(sequence_length=sequence_length, max_val_sequences=max_val_sequences)
         check_val_fraction(val_fraction)
         content = hash_text(source)
-        cut = content.num_bytes - max(1, round(content.num_bytes * val_fraction))
-        key = f"{content.key} {cut}"
-        train, val = (lambda: byte_range(source.chunks(), end=cut)), (lambda: byte_range(source.chunks(), start=cut))
-        library = load_tokenizer(tokenizer, vocab_size=vocab_size, training_text=train, text_key=key)
-        trained = encode(train, tokenizer=library, num_bytes=cut, text_key=f"{key} train")
-        held = encode(val, tokenizer=library, num_bytes=content.num_bytes - cut, text_key=f"{key} val")
-        self.train_source = _packed(trained, length=sequence_length, name=source.name, part="training")
-        self.val_source = _packed(held, length=sequence_length, name=source.name, part="validation")
+        num_val_bytes = max(1, round(content.num_bytes * val_fraction))
+        num_train_bytes = content.num_bytes - num_val_bytes
+        key = f"{content.key} {num_train_bytes}"
+
+        def train_chunks() -> Iterator[TextChunk]:
+            return byte_range(source.chunks(), end=num_train_bytes)
+
+        def val_chunks() -> Iterator[TextChunk]:
+            return byte_range(source.chunks(), start=num_train_bytes)
+
+        encoder = load_tokenizer(tokenizer, vocab_size=vocab_size, training_chunks=train_chunks, text_key=key)
+        train = encode(train_chunks, tokenizer=encoder, num_bytes=num_train_bytes, text_key=f"{key} train")
+        val = encode(val_chunks, tokenizer=encoder, num_bytes=num_val_bytes, text_key=f"{key} val")
+        self.train_source = _pack(train, length=sequence_length, name=source.name, split="training")
+        self.val_source = _pack(val, length=sequence_length, name=source.name, split="validation")
         self.val_rows = evenly_spaced(len(self.val_source), at_most=max_val_sequences)
         self.spec = TextDataSpec(
             dataset=source.name,
-            vocab_size=library.vocab_size,
+            vocab_size=encoder.vocab_size,
             sequence_length=sequence_length,
             num_train=len(self.train_source),
             num_val=len(self.val_rows),
-            bytes_per_token=held.bytes_per_token,
+            bytes_per_token=val.bytes_per_token,
             sha256=content.sha256,
-            mask_token=getattr(library, "mask", None),
+            mask_token=encoder.mask,
         )
 
     def contents(self) -> tuple[str, ...]:
         return (self.spec.sha256,)
 
 
-def evenly_spaced(count: int, *, at_most: int | None) -> Tensor:
-    """Indices below `count`: all, or `at_most` of them evenly spaced."""
-    kept = count if at_most is None else min(count, at_most)
-    return torch.arange(kept) * count // kept
-
-
-def _packed(encoded: EncodedText, *, length: int, name: str, part: str) -> PackedTokens:
-    packed = PackedTokens(encoded.tokens, length=length)
+def _pack(text: EncodedText, *, length: int, name: str, split: str) -> PackedTokens:
+    packed = PackedTokens(text.tokens, length=length)
     if len(packed) == 0:
-        share = "a larger" if part == "validation" else "a smaller"
+        share = "a larger" if split == "validation" else "a smaller"
         raise BadInputError(
-            f"the {part} text of {name} has {len(encoded.tokens)} tokens, too few for one sequence of {length} and the "
+            f"the {split} text of {name} has {len(text.tokens)} tokens, too few for one sequence of {length} and the "
             f"token after it: give more text, a smaller dataset.sequence_length or {share} dataset.val_fraction"
         )
     return packed

@@ -1,7 +1,6 @@
 """Reads text files as a stream of chunks: plain text, JSON lines (also gzipped, as C4 is distributed) and parquet.
 
-A chunk is at most CHUNK_BYTES of UTF-8 and never ends inside a character, so sets of any size are read in little
-memory.
+A chunk is at most CHUNK_BYTES of UTF-8 and never ends within a character, so memory does not grow with the set.
 """
 
 import codecs
@@ -22,18 +21,17 @@ from baoc.errors import BadInputError, first_line
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
-_BROKEN = (OSError, EOFError, zlib.error)  # of a file, or of what gzip has in it
-_TEXT = (".txt", ".text", ".md", ".txt.gz", ".text.gz", ".md.gz")
-JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_PARQUET = (".parquet",)
-_PACKED = (".tar.gz", ".tgz", ".zip", ".tar", ".7z", ".rar", ".xz", ".bz2", ".zst", ".lz4")
-MOST_NULS = 10  # a tenth of a part of a file
-_HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT)}), JSON lines or parquet"
+_READ_ERRORS = (OSError, EOFError, zlib.error)  # of the file system, or of the content of a gzip file
+_TEXT_ENDINGS = (".txt", ".text", ".md", ".txt.gz", ".text.gz", ".md.gz")
+JSON_ENDINGS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_PARQUET_ENDINGS = (".parquet",)
+_ARCHIVE_ENDINGS = (".tar.gz", ".tgz", ".zip", ".tar", ".7z", ".rar", ".xz", ".bz2", ".zst", ".lz4")
+_HOW = f"give a text file in UTF-8, a folder of them ({', '.join(_TEXT_ENDINGS)}), JSON lines or parquet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """A part of a document; `ends`: it is the last part."""
+    """A part of a document. `ends`: it is the last part."""
 
     text: bytes
     ends: bool
@@ -41,7 +39,7 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFiles:
-    """The ordered files of a set. Each call of `chunks` reads them again; BadInputError names an unreadable file."""
+    """The files of a set, in order. `chunks` reads them; BadInputError names an unreadable file."""
 
     name: str
     files: tuple[Path, ...]
@@ -50,28 +48,32 @@ class TextFiles:
     def chunks(self) -> Iterator[TextChunk]:
         for file in self.files:
             name = file.name.lower()
-            if not name.endswith(_PARQUET + JSON):
+            if name.endswith(_PARQUET_ENDINGS):
+                documents = _parquet_documents(file, column=self.text_column)
+            elif name.endswith(JSON_ENDINGS):
+                documents = _json_documents(file, column=self.text_column)
+            else:
                 yield from _plain_text(file)
                 continue
-            read = _parquet_documents if name.endswith(_PARQUET) else _json_documents
-            for document in filter(None, read(file, column=self.text_column)):
-                yield from _chunks_of(document.encode("utf-8", errors="replace"))  # JSON may escape half a surrogate
+            for document in filter(None, documents):
+                # Replaced are lone surrogates, which JSON can escape and UTF-8 cannot encode.
+                yield from _split_document(document.encode("utf-8", errors="replace"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemoryText(TextFiles):
-    """One document that is in memory."""
+    """One document in memory."""
 
     files: tuple[Path, ...] = ()
     text: bytes = field(repr=False)
 
     def chunks(self) -> Iterator[TextChunk]:
-        yield from _chunks_of(self.text)
+        yield from _split_document(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """`sha256` of the concatenated text; `key` is a hash that also depends on the ends of documents."""
+    """Size and hashes of a text: `sha256` of its bytes, `key` of its bytes and the ends of its documents."""
 
     num_bytes: int
     sha256: str
@@ -79,54 +81,53 @@ class Content:
 
 
 def find_text(path: str | Path, *, pattern: str | None = None, text_column: str = "text") -> TextFiles:
-    """The text of a file, or of a folder and its subfolders.
+    """Finds the text files at `path`: a file, or a folder and its subfolders without hidden files.
 
-    `pattern`: a glob for names of files, instead of the known endings. Names that begin with a dot are left out. Raises
-    BadInputError for a path without text.
+    `pattern`: a glob for names of files, instead of the known endings. Raises BadInputError for a path without text.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
     if path.is_file():
-        if (ending := _ending(path)) in _PACKED:
-            raise BadInputError(f"dataset.path={path} is packed: {_unpack(ending)}; {_HOW}")
+        if (ending := _ending(path)) in _ARCHIVE_ENDINGS:
+            raise BadInputError(f"dataset.path={path} is packed: {_unpack_advice(ending)}; {_HOW}")
         return TextFiles(name=path.name.split(".")[0] or path.name, files=(path,), text_column=text_column)
-    within = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
-    within = [file for file in within if not is_hidden(file)]
-    held = [path / file for file in within if (path / file).is_file()]
-    known = held if pattern else [file for file in held if file.name.lower().endswith(_TEXT + JSON + _PARQUET)]
-    left = [] if pattern else sorted(set(held) - set(known))
-    others = sorted({_ending(file) for file in left})
-    if not known:
-        holds = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
-        beside = f", only {', '.join(others[:8])}" if others else ""
-        if packed := next((ending for ending in others if ending in _PACKED), None):
-            beside += f": {_unpack(packed)}"
-        elif others:
-            beside += f": dataset.pattern='*{others[0]}' reads those as text"
-        raise BadInputError(f"dataset.path={path} {holds}{beside}; {_HOW}")
-    if packed := next((file for file in known if _ending(file) in _PACKED), None):
+    matches = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
+    files = [path / file for file in matches if not is_hidden(file) and (path / file).is_file()]
+    endings = _TEXT_ENDINGS + JSON_ENDINGS + _PARQUET_ENDINGS
+    text_files = files if pattern else [file for file in files if file.name.lower().endswith(endings)]
+    other_files = set(files) - set(text_files)
+    other_endings = sorted({_ending(file) for file in other_files})
+    if not text_files:
+        what = f"holds no file that matches {pattern!r}" if pattern else "holds no text"
+        others = f", only {', '.join(other_endings[:8])}" if other_endings else ""
+        if archive := next((ending for ending in other_endings if ending in _ARCHIVE_ENDINGS), None):
+            others += f": {_unpack_advice(archive)}"
+        elif other_endings:
+            others += f": dataset.pattern='*{other_endings[0]}' reads those as text"
+        raise BadInputError(f"dataset.path={path} {what}{others}; {_HOW}")
+    if archive := next((file for file in text_files if _ending(file) in _ARCHIVE_ENDINGS), None):
         raise BadInputError(
-            f"dataset.pattern={pattern} takes {packed}, which is packed: {_unpack(_ending(packed))}, or give a pattern "
-            "that leaves it out"
+            f"dataset.pattern={pattern} takes {archive}, which is packed: {_unpack_advice(_ending(archive))}, or give "
+            "a pattern that leaves it out"
         )
-    if left:
-        told = ", ".join(others[:8])
-        log.warning("%s: %d files that are no text by their endings (%s) are left out", path, len(left), told)
-    return TextFiles(name=path.resolve().name, files=tuple(known), text_column=text_column)
+    if other_files:
+        shown = ", ".join(other_endings[:8])
+        log.warning("%s: %d files that are no text by their endings (%s) are left out", path, len(other_files), shown)
+    return TextFiles(name=path.resolve().name, files=tuple(text_files), text_column=text_column)
 
 
 def _ending(file: Path) -> str:
-    """That of a packed file, which may have two parts, in lower case; else the last one; the name of a file without."""
-    return next((ending for ending in _PACKED if file.name.lower().endswith(ending)), file.suffix or file.name)
+    """The ending of an archive in lower case, such as .tar.gz; else the file's suffix; its name if it has none."""
+    return next((ending for ending in _ARCHIVE_ENDINGS if file.name.lower().endswith(ending)), file.suffix or file.name)
 
 
-def _unpack(ending: str) -> str:
+def _unpack_advice(ending: str) -> str:
     return f"unpack {ending} files first, of compressed ones .gz alone is read"
 
 
 def hash_text(source: TextFiles) -> Content:
-    """Reads everything once and hashes it. Raises BadInputError if there is no text."""
+    """Reads all text once and hashes it. Raises BadInputError if there is none."""
     content, boundaries, num_bytes = hashlib.sha256(), hashlib.sha256(), 0
     for chunk in source.chunks():
         content.update(chunk.text)
@@ -141,74 +142,75 @@ def hash_text(source: TextFiles) -> Content:
 
 
 def byte_range(chunks: Iterable[TextChunk], *, start: int = 0, end: int = sys.maxsize) -> Iterator[TextChunk]:
-    """The text from byte `start` to byte `end`, each moved on to the next beginning of a character."""
-    at = 0
+    """Yields the text from byte `start` to byte `end`. A bound within a character moves to the next character."""
+    offset = 0  # of the chunk
     for chunk in chunks:
-        low, high = (_character_from(chunk.text, bound - at) for bound in (start, end))
+        low, high = (_next_character(chunk.text, bound - offset) for bound in (start, end))
         if low < high:
             yield TextChunk(text=chunk.text[low:high], ends=chunk.ends and high == len(chunk.text))
-        at += len(chunk.text)
-        if at >= end:
+        offset += len(chunk.text)
+        if offset >= end:
             return
 
 
-def _character_from(text: bytes, offset: int) -> int:
-    at = min(max(offset, 0), len(text))
-    while at < len(text) and text[at] & 0xC0 == 0x80:  # inside a UTF-8 character
-        at += 1
-    return at
+def _next_character(text: bytes, offset: int) -> int:
+    """The first offset from `offset` on where a UTF-8 character of `text` begins, or the end of `text`."""
+    offset = min(max(offset, 0), len(text))
+    while offset < len(text) and text[offset] & 0xC0 == 0x80:  # a continuation byte
+        offset += 1
+    return offset
 
 
 # -- kinds of files ---------------------------------------------------------------------------------------------------
 
 
 def _plain_text(file: Path) -> Iterator[TextChunk]:
-    """One document; chunks end with a line where possible."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    held, read = b"", 0
-    with _opened(file) as stream:
+    """Yields the file as one document. Chunks end with a line where possible."""
+    decoder = codecs.getincrementaldecoder("utf-8")()  # checks the text; what it returns is not used
+    rest, num_read = b"", 0  # the text after the last chunk; bytes
+    with _open(file) as stream:
         while True:
             try:
                 new: bytes = stream.read(CHUNK_BYTES)
-            except _BROKEN as error:
-                raise BadInputError(f"{file} cannot be read after {read} bytes: {error}") from error
-            new = new if read else new.removeprefix(codecs.BOM_UTF8)
+            except _READ_ERRORS as error:
+                raise BadInputError(f"{file} cannot be read after {num_read} bytes: {error}") from error
+            new = new if num_read else new.removeprefix(codecs.BOM_UTF8)
             try:
                 decoder.decode(new, final=not new)
             except UnicodeDecodeError as error:
-                raise _undecodable(file, error, read=read, pending=len(error.object) - len(new)) from error
+                raise _not_utf8(file, error, num_read=num_read, pending=len(error.object) - len(new)) from error
             if not new:
                 break
-            if MOST_NULS * new.count(0) >= len(new):
+            if 10 * new.count(0) >= len(new):
                 raise BadInputError(
-                    f"a tenth or more of {file} is NUL characters near byte {read}, as of UTF-16 without a mark and of "
-                    "binary files: convert it, for example with iconv -f utf-16le -t utf-8, or leave it out with "
-                    "dataset.pattern"
+                    f"a tenth or more of {file} is NUL characters near byte {num_read}, as of UTF-16 without a mark "
+                    "and of binary files: convert it, for example with iconv -f utf-16le -t utf-8, or leave it out "
+                    "with dataset.pattern"
                 )
-            read += len(new)
-            *complete, held = _cut(held + new)
+            num_read += len(new)
+            *complete, rest = _split(rest + new)
             for text in complete:
                 yield TextChunk(text=text, ends=False)
-    if held:
-        yield TextChunk(text=held, ends=True)
+    if rest:
+        yield TextChunk(text=rest, ends=True)
 
 
-def _cut(text: bytes) -> list[bytes]:
-    """`text` in parts of at most CHUNK_BYTES, which end with a line or, within a long line, with a character."""
+def _split(text: bytes) -> list[bytes]:
+    """Splits `text` into parts of at most CHUNK_BYTES, after a line or, within a long line, after a character."""
     parts: list[bytes] = []
     while len(text) > CHUNK_BYTES:
-        at = text.rfind(b"\n", 0, CHUNK_BYTES) + 1
-        if not at:
-            at = CHUNK_BYTES
-            while text[at] & 0xC0 == 0x80:
-                at -= 1
-        parts.append(text[:at])
-        text = text[at:]
+        end = text.rfind(b"\n", 0, CHUNK_BYTES) + 1
+        if not end:
+            end = CHUNK_BYTES
+            while text[end] & 0xC0 == 0x80:
+                end -= 1
+        parts.append(text[:end])
+        text = text[end:]
     return [*parts, text]
 
 
-def _chunks_of(document: bytes) -> Iterator[TextChunk]:
-    *parts, last = _cut(document)
+def _split_document(document: bytes) -> Iterator[TextChunk]:
+    *parts, last = _split(document)
     yield from (TextChunk(text=part, ends=False) for part in parts)
     yield TextChunk(text=last, ends=True)
 
@@ -219,16 +221,16 @@ def _json_documents(file: Path, *, column: str) -> Iterator[str]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
-    """Each value of a file of JSON lines, blank ones left out, and where it is. BadInputError names a bad line."""
+    """Yields (value, "FILE, line N") of each line that is not blank. BadInputError names a line that is not JSON."""
     number = 0
-    with _opened(file) as stream:
+    with _open(file) as stream:
         try:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield json.loads(line), f"{file}, line {number}"
         except UnicodeDecodeError as error:
-            raise _undecodable(file, error) from error
-        except (json.JSONDecodeError, *_BROKEN) as error:
+            raise _not_utf8(file, error) from error
+        except (json.JSONDecodeError, *_READ_ERRORS) as error:
             where = f"{file}, line {number}"
             raise BadInputError(f"{where}: no JSON object per line can be read there ({error})") from error
 
@@ -237,8 +239,8 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
     library = require_datasets()
     try:
         rows: Any = library.IterableDataset.from_parquet(str(file))
-        if column not in (held := list(rows.features or ())):
-            raise _no_column(column, held=held, where=str(file))
+        if column not in (columns := list(rows.features or ())):
+            raise _no_column(column, columns=columns, where=str(file))
         for number, row in enumerate(rows):
             yield _text_of(row, column=column, where=f"{file}, row {number}")
     except BadInputError:
@@ -253,27 +255,28 @@ def _text_of(row: object, *, column: str, where: str) -> str:
     if not isinstance(row, dict):
         raise BadInputError(f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}")
     if column not in row:
-        raise _no_column(column, held=list(row), where=where)
+        raise _no_column(column, columns=list(row), where=where)
     if not isinstance(row[column], str):
         raise BadInputError(f"{where}: column {column!r} must hold text, not {type(row[column]).__name__}")
     return row[column]
 
 
-def _no_column(column: str, *, held: Sequence[str], where: str) -> BadInputError:
-    return BadInputError(f"{where}: there is no column {column!r}; name it with dataset.text_column={'|'.join(held)}")
-
-
-def _undecodable(file: Path, error: UnicodeDecodeError, *, read: int = 0, pending: int = 0) -> BadInputError:
-    """`read`: bytes of the file before the part that failed; `pending`: bytes of these that the decoder still held."""
-    at = read - pending + error.start
+def _no_column(column: str, *, columns: Sequence[str], where: str) -> BadInputError:
     return BadInputError(
-        f"{file} is not UTF-8 text (byte {at}: {error.reason}): convert it, for example with "
-        "iconv -f utf-16 -t utf-8 or iconv -f latin1 -t utf-8, "
-        "or leave it out with dataset.pattern"
+        f"{where}: there is no column {column!r}; name it with dataset.text_column={'|'.join(columns)}"
     )
 
 
-def _opened(file: Path) -> Any:
+def _not_utf8(file: Path, error: UnicodeDecodeError, *, num_read: int = 0, pending: int = 0) -> BadInputError:
+    """`num_read`: bytes before the block that failed; `pending`: how many of these begin its first character."""
+    return BadInputError(
+        f"{file} is not UTF-8 text (byte {num_read - pending + error.start}: {error.reason}): convert it, for example "
+        "with iconv -f utf-16 -t utf-8 or iconv -f latin1 -t utf-8, or leave it out with dataset.pattern"
+    )
+
+
+def _open(file: Path) -> Any:
+    """Opens a file for reading bytes, unpacked if its name ends with .gz. Raises BadInputError."""
     try:
         return gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb")
     except OSError as error:

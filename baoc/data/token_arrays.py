@@ -21,7 +21,7 @@ _HEADER_BYTES = 8  # at the start of a cached array: the number of bytes of its 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """`tokens` (N,), possibly mapped from disk, and `num_bytes` of the text without end tokens."""
+    """Tokens (N,) in memory or mapped from disk, and the bytes of their text, to which end tokens add none."""
 
     tokens: Tokens
     num_bytes: int
@@ -34,10 +34,13 @@ class EncodedText:
 def encode(
     chunks: Callable[[], Iterator[TextChunk]], *, tokenizer: Tokenizer, num_bytes: int, text_key: str
 ) -> EncodedText:
-    """The tokens of `chunks()`, with an end token after each document; read from the cache if it holds them.
+    """Returns the tokens of `chunks()`, with an end token after each document, from the cache if they are there.
 
-    Byte tokens of a small set are not cached, as they are the text itself. `num_bytes`: approximate size of the text.
-    `text_key`: identifies the text in the cache.
+    Byte tokens of a small set are not cached, because they are the text itself.
+
+    Args:
+        num_bytes: approximate size of the text.
+        text_key: identifies the text in the cache.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ByteTokenizer) and num_bytes <= IN_MEMORY_BYTES:
@@ -51,7 +54,7 @@ def encode(
 
 
 def encode_chunks(chunks: Iterable[TextChunk], *, tokenizer: Tokenizer) -> Iterator[tuple[Tokens, int]]:
-    """(tokens, bytes of text) of each chunk; the library encodes several at once on several threads."""
+    """Yields (tokens, bytes of text) of each chunk. Encodes several at once, as `tokenizers` is multi-threaded."""
     dtype = token_dtype(tokenizer.vocab_size)
     for batch in _batched(chunks):
         for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch]), strict=True):
@@ -62,6 +65,7 @@ def encode_chunks(chunks: Iterable[TextChunk], *, tokenizer: Tokenizer) -> Itera
 
 
 def token_dtype(vocab_size: int) -> Any:
+    """The smallest of uint8, uint16 and int32 that holds every token."""
     return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
@@ -105,7 +109,7 @@ class PackedTokens:
         self._length = length
 
     def __len__(self) -> int:
-        """The last token is only a target, so that every sequence has one more token after it."""
+        """Number of sequences. Each needs one more token after it, as its last target."""
         return max(0, len(self.tokens) - 1) // self._length
 
     def gather(self, rows: Tensor) -> Batch:
@@ -113,9 +117,9 @@ class PackedTokens:
 
 
 def next_token_batch(windows: Tokens) -> Batch:
-    """(B, T + 1) tokens of any integer type -> tokens and targets (B, T)."""
-    read = torch.from_numpy(windows.astype(np.int64))
-    return {"tokens": read[:, :-1].contiguous(), "targets": read[:, 1:].contiguous()}
+    """Tokens (B, T + 1) of any integer type -> `tokens` and `targets`, both (B, T) int64."""
+    tokens = torch.from_numpy(windows.astype(np.int64))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def check_sizes(*, sequence_length: int, max_val_sequences: int | None) -> None:

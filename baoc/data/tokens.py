@@ -31,13 +31,22 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(Protocol):
-    """`end`: the token after each document, or None. `fingerprint`: changes whenever `encode` would."""
+    """Encodes text.
+
+    Attributes:
+        end: the token after each document; None for none.
+        mask: the token that replaces masked ones; None if the vocabulary has none.
+        fingerprint: changes whenever the tokens of a text would change.
+    """
 
     vocab_size: int
     end: int | None
+    mask: int | None
     fingerprint: str
 
-    def encode(self, texts: Sequence[bytes]) -> Iterable[Sequence[int] | Tokens]: ...
+    def encode(self, texts: Sequence[bytes]) -> Iterable[Sequence[int] | Tokens]:
+        """Returns the tokens of each UTF-8 text, in order, without special tokens."""
+        ...
 
 
 class ByteTokenizer:
@@ -45,6 +54,7 @@ class ByteTokenizer:
 
     vocab_size: int = 256
     end: int | None = None
+    mask: int | None = None
     fingerprint: str = "bytes"
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[Tokens]:
@@ -55,7 +65,7 @@ class LibraryTokenizer:
     """A `tokenizers.Tokenizer` without special tokens, padding and truncation."""
 
     def __init__(self, tokenizer: Any, *, end: str | None = None):
-        """`end`: the name of the end token; None searches for the usual names."""
+        """`end`: the end token as text; None takes the first of _END_NAMES that the vocabulary has."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -75,18 +85,24 @@ class LibraryTokenizer:
 
 
 def load_tokenizer(
-    name: str, *, vocab_size: int, training_text: Callable[[], Iterator[TextChunk]] | None, text_key: str
+    name: str, *, vocab_size: int, training_chunks: Callable[[], Iterator[TextChunk]] | None, text_key: str
 ) -> Tokenizer:
-    """The tokenizer that `dataset.tokenizer` names. `vocab_size`, `training_text` and `text_key` are for `bpe` only.
+    """Loads the tokenizer that `dataset.tokenizer` names, or trains it for `bpe`.
 
-    Raises BadInputError for a missing file, a file that is not a tokenizer, a missing package or an unreachable hub.
+    Args:
+        vocab_size: of a trained tokenizer.
+        training_chunks: returns the text to train on; None if it cannot be read before training, as a stream.
+        text_key: identifies the training text in the cache of trained tokenizers.
+
+    Raises:
+        BadInputError: for a missing file, a file that is not a tokenizer, a missing package or an unreachable hub.
     """
     if name == "bytes":
         return ByteTokenizer()
     if name == "bpe":
-        if training_text is None:
+        if training_chunks is None:
             raise BadInputError("dataset.tokenizer=bpe is trained on text at hand, not on a stream: give one by path")
-        return _trained_bpe(vocab_size=vocab_size, training_text=training_text, text_key=text_key)
+        return _train_bpe(vocab_size=vocab_size, training_chunks=training_chunks, text_key=text_key)
     if name.startswith("hub:"):
         return _from_hub(name.removeprefix("hub:"))
     path = Path(name).expanduser()
@@ -99,10 +115,10 @@ def load_tokenizer(
 
 
 def _from_file(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
+    from tokenizers import Tokenizer as HFTokenizer
 
     try:
-        tokenizer = Library.from_file(str(path))
+        tokenizer = HFTokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         how = _CONVERT if path.suffix == ".model" else _HOW
         raise BadInputError(f"{path} is no tokenizer of the tokenizers library ({error}). {how}") from error
@@ -110,19 +126,19 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _configured_end(path: Path) -> str | None:
-    """The end token that a tokenizer_config.json beside the tokenizer names."""
+    """The end token, as text, that a tokenizer_config.json names; None if it names none or cannot be read."""
     try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        eos_token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    return end.get("content") if isinstance(end, dict) else end
+    return eos_token.get("content") if isinstance(eos_token, dict) else eos_token
 
 
 def _from_hub(name: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
+    from tokenizers import Tokenizer as HFTokenizer
 
     try:
-        return LibraryTokenizer(Library.from_pretrained(name))
+        return LibraryTokenizer(HFTokenizer.from_pretrained(name))
     except Exception as error:  # the library raises Exception itself
         raise BadInputError(
             f"the hub gave no tokenizer {name} ({first_line(error)}): check the name and the network, "
@@ -130,8 +146,9 @@ def _from_hub(name: str) -> Tokenizer:
         ) from error
 
 
-def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextChunk]], text_key: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
+def _train_bpe(*, vocab_size: int, training_chunks: Callable[[], Iterator[TextChunk]], text_key: str) -> Tokenizer:
+    """Trains byte-level BPE, or reads it from the cache if it was trained on the same text before."""
+    from tokenizers import Tokenizer as HFTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
@@ -140,38 +157,40 @@ def _trained_bpe(*, vocab_size: int, training_text: Callable[[], Iterator[TextCh
         )
     path = cache_path("bpe", text_key, str(vocab_size), suffix=".json")
     if not path.is_file():
-        library = Library(models.BPE())
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-        library.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+        tokenizer = HFTokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+        tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
         trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        library.train_from_iterator(decoded_texts(training_text()), trainer=trainer)
-        write_cache_file(path, write=lambda stream: stream.write(library.to_str().encode()))
+        tokenizer.train_from_iterator(decoded_texts(training_chunks()), trainer=trainer)
+        write_cache_file(path, write=lambda stream: stream.write(tokenizer.to_str().encode()))
     return _from_file(path)
 
 
 def decoded_texts(chunks: Iterable[TextChunk]) -> Iterator[str]:
+    """Yields the text of the first BPE_TRAINING_BYTES of `chunks`."""
     for chunk in islice(chunks, BPE_TRAINING_BYTES // CHUNK_BYTES):
         yield chunk.text.decode("utf-8")
 
 
-# -- the cache of trained tokenizers and token arrays: file names are hashes of what they were made from --------------
+# -- the cache of trained tokenizers and token arrays: file names are hashes of their inputs --------------------------
 
 
-def cache_path(kind: str, *made_of: str, suffix: str) -> Path:
-    """Path of the file of a `kind` that was made from `made_of`, whether it exists or not."""
-    digest = hashlib.sha256("\n".join(("1", *made_of)).encode()).hexdigest()
+def cache_path(kind: str, *inputs: str, suffix: str) -> Path:
+    """Where the file of a `kind` (`bpe`, `tokens`) that is computed from `inputs` is cached. It may not exist."""
+    format_version = "1"
+    digest = hashlib.sha256("\n".join((format_version, *inputs)).encode()).hexdigest()
     return cache_folder() / f"{kind}-{digest[:32]}{suffix}"
 
 
 def write_cache_file(path: Path, *, write: Callable[[Any], object]) -> None:
-    """Writes a file in one rename, so that no run ever reads a part of it. Raises OutputError.
+    """Writes a file of the cache by `write` and renames it, so that no run ever reads a part of it. Raises OutputError.
 
-    Only its user may read it: it holds the text, which may be private.
+    Only the user may read the file: it holds the text, which may be private.
     """
     try:
         with atomic_write(path, mode=0o600) as stream:

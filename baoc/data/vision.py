@@ -1,7 +1,7 @@
 """Labelled images as a Lightning DataModule: split, scaled, and resized for models with a fixed input size.
 
-Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`. Mean and standard deviation come from the training
-part alone. `vision_sets` reads the images.
+Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`. The scaling comes from the training images alone.
+`vision_sets` reads the images.
 """
 
 import os
@@ -20,7 +20,7 @@ from baoc.types import ImageDataSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledImages:
-    """A set of images. `val` None: validation images are held out of `train`."""
+    """A set of images. `val=None`: validation images are held out of `train`."""
 
     name: str
     train: ImageSource
@@ -32,10 +32,11 @@ class VisionDataModule(MapStyleDataModule):
     """Training and validation loaders of labelled images.
 
     Args:
-        val_fraction: share of images held out, if the set has no validation part.
-        split_seed: of that split, independent of the run's seed.
-        workers: processes that decode images; None starts some if images are decoded during training.
-        task: "vision" scales values to mean 0 and deviation 1, "diffusion" to [-1, 1].
+        val_fraction: share of images held out, if the set has no validation split.
+        split_seed: decides which; independent of the run's seed.
+        workers: processes that decode images. None: one less than the cores, at most 8, if images are decoded during
+            training, else 0.
+        task: "vision" scales values to mean 0 and standard deviation 1, "diffusion" to [-1, 1].
     """
 
     spec: ImageDataSpec
@@ -53,14 +54,15 @@ class VisionDataModule(MapStyleDataModule):
         task: str = "vision",
         **batches: Any,
     ):
-        """`batches`: batch_size, accumulate and seed, as `DataModule` takes them."""
+        """`batches`: batch_size, accumulate and seed of `DataModule`."""
         super().__init__(**batches)
-        require_two_classes(images.train.labels, of=images.name, task=task)
+        require_two_classes(images.train.labels, name=images.name, task=task)
         self.train_source, self.val_source = images.train, images.val or images.train
         self.train_rows, self.val_rows = torch.arange(len(self.train_source)), torch.arange(len(self.val_source))
         if images.val is None:
-            split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
-            self.train_rows, self.val_rows = split
+            self.train_rows, self.val_rows = random_split(
+                len(images.train), val_fraction=val_fraction, split_seed=split_seed
+            )
         self.spec = ImageDataSpec(
             dataset=images.name,
             image_size=images.train.image_size,
@@ -69,13 +71,13 @@ class VisionDataModule(MapStyleDataModule):
             num_train=len(self.train_rows),
             num_val=len(self.val_rows),
         )
-        self.workers = _workers(workers, encoded=isinstance(images.train, EncodedImages))
+        self.workers = _num_workers(workers, encoded=isinstance(images.train, EncodedImages))
         self.transform = (unit_range if task == "diffusion" else standardise)(self.train_source, rows=self.train_rows)
 
     def resize_to(self, image_size: int) -> None:
-        """Makes batches with `image_size` pixels per side; `spec` keeps the original size.
+        """Makes batches with `image_size` pixels per side from now on. `spec` keeps the original size.
 
-        Encoded images are resized when they are decoded, others batch by batch.
+        Encoded images are resized when they are decoded, images in memory in each batch.
         """
         for source in (self.train_source, self.val_source):
             if isinstance(source, EncodedImages):
@@ -83,18 +85,18 @@ class VisionDataModule(MapStyleDataModule):
         self.transform = replace(self.transform, size=image_size)
 
 
-def require_two_classes(labels: Tensor, *, of: str, task: str) -> None:
-    """Raises BadInputError where images are to be told apart, and all are of one class; not of shapes alone."""
+def require_two_classes(labels: Tensor, *, name: str, task: str) -> None:
+    """Raises BadInputError if `task` classifies and all labels are equal. Labels without values (meta) pass."""
     if task == "vision" and not labels.is_meta and bool((labels == labels[0]).all()):
         raise BadInputError(
-            f"every label of {of} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
+            f"every label of {name} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
             "images has one folder per class, such as cats/1.png and dogs/2.png"
         )
 
 
-def _workers(asked: int | None, *, encoded: bool) -> int:
-    if asked is None:
+def _num_workers(setting: int | None, *, encoded: bool) -> int:
+    if setting is None:
         return max(1, min(8, (os.cpu_count() or 1) - 1)) if encoded else 0
-    if asked < 0:
-        raise BadInputError(f"dataset.workers must be 0 (none) or more, not {asked}")
-    return asked
+    if setting < 0:
+        raise BadInputError(f"dataset.workers must be 0 (none) or more, not {setting}")
+    return setting

@@ -11,7 +11,7 @@ from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import check_names, from_hydra
 from baoc.config.nodes import job_folder, option_names, option_values
-from baoc.config.options import own_keys, registry
+from baoc.config.options import group_keys, registry
 from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
 from baoc.config.trainer_arguments import TrainerConfig
@@ -121,7 +121,7 @@ def test_conf_offers_every_option_of_a_row_with_its_default(group: str):
     for name, row in registry(group).items():
         given = read(group, name)
         given = given["model"] if group == "model" else given
-        assert {key: value for key, value in given.items() if key not in own_keys(group)} == dict(row.options), name
+        assert {key: value for key, value in given.items() if key not in group_keys(group)} == dict(row.options), name
 
 
 def test_conf_offers_every_weight_of_a_risk():

@@ -87,8 +87,8 @@ def test_rows_name_what_there_is():
         assert all(size.lr > 0 for size in family.sizes.values())
     for row in DATASETS.values():
         assert set(row.tasks) <= set(TASKS)
-        assert row.path_row is None or set(row.tasks) <= set(DATASETS[row.path_row].tasks)
-        assert row.path_row is None or set(row.options) <= set(DATASETS[row.path_row].options)
+        assert row.path_dataset is None or set(row.tasks) <= set(DATASETS[row.path_dataset].tasks)
+        assert row.path_dataset is None or set(row.options) <= set(DATASETS[row.path_dataset].options)
 
 
 def test_types_of_options_are_told_by_their_defaults_or_beside_them():

@@ -69,7 +69,7 @@ def test_files_are_mapped_and_never_changed(tmp_path):
     path = write(tmp_path, labels=LABELS)
     before = path.read_bytes()
     assert isinstance(np.load(path, mmap_mode="c"), np.memmap)
-    read_latents(path).shards[0].zero_()
+    read_latents(path).files[0].zero_()
     assert path.read_bytes() == before
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from baoc.data import build_data
 from baoc.data.decode import open_image
 from baoc.data.splits import is_hidden, split_in_name, split_in_path
-from baoc.data.tables import parquet_files, split_of
+from baoc.data.tables import parquet_files, training_table, validation_table
 from baoc.errors import BadInputError, BaocError
 from tests.support.images import encoded, picture, write_folder, write_parquet
 
@@ -218,11 +218,11 @@ class TestParts:
         assert {part: [Path(file).name for file in files] for part, files in parts.items()} == {
             part: [f"{part}-0.parquet"] for part in ("train", "validation", "test")
         }
-        assert split_of(parts, validation=True) == parts["validation"]
+        assert validation_table(parts) == parts["validation"]
         hub = {"test": 1, "train": 2, "validation_matched": 3, "validation": 4}
-        assert (split_of(hub), split_of(hub, validation=True)) == (2, 4)
-        assert split_of({"train": 2, "test": 1}, validation=True) == 1
-        assert split_of({"train": 2, "unsupervised": 1}, validation=True) is None
+        assert (training_table(hub, name="a set"), validation_table(hub)) == (2, 4)
+        assert validation_table({"train": 2, "test": 1}) == 1
+        assert validation_table({"train": 2, "unsupervised": 1}) is None
 
     @pytest.mark.parametrize("with_validation", [True, False])
     def test_labels_of_a_test_that_are_kept_back_refuse_nothing(

@@ -29,11 +29,11 @@ def pieces(*texts: str, ends: bool = True):
 
 
 def bpe(vocab_size: int = 280, *, text=None, key: str = "text"):
-    return load_tokenizer("bpe", vocab_size=vocab_size, training_text=text or pieces(), text_key=key)
+    return load_tokenizer("bpe", vocab_size=vocab_size, training_chunks=text or pieces(), text_key=key)
 
 
 def by_path(path):
-    return load_tokenizer(str(path), vocab_size=0, training_text=None, text_key="")
+    return load_tokenizer(str(path), vocab_size=0, training_chunks=None, text_key="")
 
 
 def tokens_of(tokenizer, *texts: str, ends: bool = True) -> list[int]:
