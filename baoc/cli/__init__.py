@@ -1,1 +1,1 @@
-"""The command `python run.py ...`: listings, error messages, jobs of a multirun, exit codes, the run lock."""
+"""The command `python run.py ...`: lists, help, error messages, jobs of a multirun, exit codes, the run lock."""

@@ -1,4 +1,4 @@
-"""Maps every way a run can fail to one message and one exit code; anything else is a bug, with its traceback."""
+"""Maps every expected way to fail to one message and one exit code. Other errors are bugs and show their traceback."""
 
 import sys
 import traceback
@@ -10,12 +10,12 @@ from baoc.core.commands import INTERRUPTED, is_interrupt, silence_broken_pipe, s
 from baoc.errors import BadInputError, BaocError
 
 BUG_EXIT_CODE = 1
-_TERMINATED = "SIGTERMException"  # Lightning's; a SystemExit without a code, which would count as success
+_LIGHTNING_SIGTERM = "SIGTERMException"  # a SystemExit without a code, which would count as success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """`kind` is the error's class name; `details` is the traceback, for bugs only."""
+    """`kind` is the error's class name; `details` is the traceback, of bugs and of errors in the user's code."""
 
     kind: str
     message: str
@@ -24,9 +24,9 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The message and the exit code of an error."""
+    """Returns the message and the exit code for an error that ended a command."""
     kind = type(error).__name__
-    if kind == _TERMINATED:
+    if kind == _LIGHTNING_SIGTERM:
         return Failure(kind=kind, message="terminated (SIGTERM)", exit_code=INTERRUPTED)
     if silence_broken_pipe(error):
         return Failure(kind=kind, message="", exit_code=INTERRUPTED)
@@ -41,27 +41,27 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(kind=kind, message=str(expected), exit_code=expected.exit_code)
     details = "".join(traceback.format_exception(error))
     if own_code.used_names():
-        return Failure(kind=kind, message=_of_own_code(error), exit_code=BadInputError.exit_code, details=details)
+        return Failure(kind=kind, message=_own_code_message(error), exit_code=BadInputError.exit_code, details=details)
     message = f"{kind}: {error}\nthis is a bug in baoc: please report it with the traceback above and the command"
     return Failure(kind=kind, message=message, exit_code=BUG_EXIT_CODE, details=details)
 
 
-def _of_own_code(error: BaseException) -> str:
-    """What ended a run that trains code of the user: where in it, or which of its classes lacks an attribute."""
-    told, names = f"{type(error).__name__}: {error}", ", ".join(own_code.used_names())
+def _own_code_message(error: BaseException) -> str:
+    """The message for an error in a run with the user's own code: its place, or the class that lacks an attribute."""
+    text, names = f"{type(error).__name__}: {error}", ", ".join(own_code.used_names())
     place, lacking = own_code.user_location(error), own_code.class_lacking_attribute(error)
     if lacking is not None:
-        return f"{told}\n{lacking} of your own code ({names}) lacks what the traceback above asks it for"
+        return f"{text}\n{lacking} of your own code ({names}) lacks what the traceback above asks it for"
     if place is not None:
-        return f"{told}\nraised by your own code at {place} ({names}); the traceback is above"
+        return f"{text}\nraised by your own code at {place} ({names}); the traceback is above"
     return (
-        f"{told}\nthe run trains your own code ({names}), of which no line is in the traceback above: mostly what it "
+        f"{text}\nthe run trains your own code ({names}), of which no line is in the traceback above: mostly what it "
         "returned has another type, shape or device than the task or the data expect"
     )
 
 
 def report(failure: Failure, *, where: str = "") -> None:
-    """Prints a failure on stderr: a bug with its traceback, everything else as one message."""
+    """Prints a failure on stderr: its traceback, if it has one, and its message after `where`."""
     text = f"{where}{failure.message}".strip()
     if failure.details:
         print(failure.details, file=sys.stderr)

@@ -26,7 +26,7 @@ _NEEDS_MULTIRUN = re.compile(r"(?:Ambiguous value for argument|Sweep parameters)
 
 
 def translate_error(error: BaseException) -> BadInputError | None:
-    """The BadInputError for an error of Hydra, OmegaConf or Lightning's Trainer arguments; None for any other error."""
+    """Returns a BadInputError for an error of Hydra, OmegaConf or Lightning's Trainer arguments; None for others."""
     if isinstance(error, ValueError) and "Config group override must be" in str(error):
         return BadInputError("a group cannot be null: choose one of its options, such as budget=unlimited")
     if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
@@ -45,10 +45,10 @@ def translate_error(error: BaseException) -> BadInputError | None:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        given = getattr(error, "override", "")
+        override = getattr(error, "override", "")
         reason = str(error).split("\nSee http")[0].splitlines()[-1]
         return BadInputError(
-            f"cannot read {given!r}: {reason}\n"
+            f"cannot read {override!r}: {reason}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
         )
     lines = [str(error).strip(), str(error.__cause__ or "").strip()]
@@ -106,16 +106,16 @@ def _unknown_key(key: str) -> BadInputError:
         return BadInputError(f"trainer.{leaf} is decided by BAOC: {SET_BY_BAOC[leaf]}")
     if group in GROUPS and leaf not in group_keys(group):
         return _unknown_option(group, leaf)
-    if group == "recipe":  # which has every key that is set below it
+    if group == "recipe":  # a recipe's node has every key that the command line sets below it
         return BadInputError(f"unknown key below {key}: that is a value, not a group of keys as recipe.lr is")
-    keys: Any = {**to_conf(RunConfig()), **dict.fromkeys((*COLLECTIONS, "debug"))}
+    node: Any = {**to_conf(RunConfig()), **dict.fromkeys((*COLLECTIONS, "debug"))}
     path: list[str] = []
     for part in key.split("."):
-        if not isinstance(keys, Mapping):
+        if not isinstance(node, Mapping):
             return BadInputError(f"unknown key {key}: {'.'.join(path)} is a value, not a group of keys")
-        if part not in keys:
-            return unknown_key(part, allowed=keys, path=".".join(path))
-        keys = keys[part]
+        if part not in node:
+            return unknown_key(part, allowed=node, path=".".join(path))
+        node = node[part]
         path.append(part)
     return BadInputError(f"{key} cannot be set here: it is missing from this composition")
 
@@ -124,15 +124,16 @@ def _unknown_option(group: str, leaf: str) -> BadInputError:
     """The error for an option that no model, task or data set has, or that the chosen one lacks."""
     option, *deeper = leaf.split(".")
     if option in group_keys(group):
-        below = to_conf(RunConfig())[group][option]
-        if isinstance(below, Mapping):  # as in model.lora.rnk
-            return unknown_key(".".join(deeper), allowed=below, path=f"{group}.{option}")
+        default = to_conf(RunConfig())[group][option]
+        if isinstance(default, Mapping):  # as in model.lora.rnk
+            return unknown_key(".".join(deeper), allowed=default, path=f"{group}.{option}")
         return BadInputError(f"unknown key {group}.{leaf}: {group}.{option} is a value, not a group of keys")
-    holders = [name for name, row in registry(group).items() if option in row.options]
-    if holders:
-        words = "|".join(holders)
+    names = [name for name, entry in registry(group).items() if option in entry.options]
+    if names:
+        choices = "|".join(names)
         if group == "task":  # the model sets the task
-            words += f" (model={'|'.join(row.name for row in registry('model').values() if row.task in holders)})"
-        return BadInputError(f"{group}.{option} is an option of {group}={words} only: choose one, or drop it")
-    options = dict.fromkeys(key for row in registry(group).values() for key in row.options)
+            models = [model.name for model in registry("model").values() if model.task in names]
+            choices += f" (model={'|'.join(models)})"
+        return BadInputError(f"{group}.{option} is an option of {group}={choices} only: choose one, or drop it")
+    options = dict.fromkeys(key for entry in registry(group).values() for key in entry.options)
     return unknown_key(leaf, allowed=[*group_keys(group), *options], path=group)

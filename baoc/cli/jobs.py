@@ -1,4 +1,4 @@
-"""One job of a command: its folder, its run, and the record of its failure, which never disturbs other jobs.
+"""One job of a command: its folder, its race and run, and the record of its failure, which does not stop other jobs.
 
 Hydra calls `run_job` in this process or in a launcher's, so failures are recorded in the job's folder.
 """
@@ -31,18 +31,18 @@ from baoc.core.own_code import CONFIG_GROUPS
 from baoc.errors import BadInputError
 
 ERROR_FILE = "error.json"
-RACES = "baoc.sweep.race"  # named, not imported: a stage above this one runs races as studies
-RACE_SETUP_FILE = "race_setup.json"  # what a race that was cut goes on with
+RACES = "baoc.sweep.race"  # imported by name, because it is above this stage: races run as studies
+RACE_SETUP_FILE = "race_setup.json"  # the command line of a race, with which it is resumed
 _EARLY_FILES = (".hydra", "baoc.log", ERROR_FILE)  # files of a job that failed before its configuration was read
 
 
 @dataclass(slots=True, kw_only=True)
 class CommandState:
-    """What this process knows of its command: reset by `reset_state`, filled while Hydra runs."""
+    """State of the command that this process runs."""
 
     argv: tuple[str, ...] = ()
-    failures: list[Failure] = field(default_factory=list)
-    sweep_dir: Path | None = None
+    failures: list[Failure] = field(default_factory=list)  # of jobs in this process
+    sweep_dir: Path | None = None  # of a multirun
 
 
 STATE = CommandState()
@@ -56,27 +56,28 @@ class RememberMultirun(Callback):
 
 
 def reset_state(argv: Sequence[str]) -> None:
-    """Forgets an earlier command of this process."""
+    """Resets STATE and `own_code` at the start of a command."""
     STATE.argv, STATE.failures, STATE.sweep_dir = tuple(argv), [], None
     own_code.forget_used()
 
 
 def run_job(config: DictConfig) -> None:
-    """Runs one composed configuration. Failures are reported and recorded, not raised, except an interrupt.
+    """Runs one composed configuration. Failures are reported and recorded. Only an interrupt is raised.
 
-    Of a job of several ranks (submitit with tasks_per_node or nodes) the first does that, and others take part in it.
+    If a launcher starts several ranks per job (submitit with tasks_per_node or nodes), rank 0 does this, and the other
+    ranks join its run.
     """
     if HydraConfig.get().mode == RunMode.RUN:
         _run_job(config)
         return
     if is_nonzero_rank():
-        serve()  # what became of it, the first one tells
+        serve()  # rank 0 reports failures
         return
-    failed = len(STATE.failures)
+    num_failures = len(STATE.failures)
     try:
         _run_job(config)
     finally:
-        leave(STATE.failures[failed].exit_code if len(STATE.failures) > failed else 0)
+        leave(STATE.failures[num_failures].exit_code if len(STATE.failures) > num_failures else 0)
 
 
 def _run_job(config: DictConfig) -> None:
@@ -92,8 +93,8 @@ def _run_job(config: DictConfig) -> None:
                 f"sweeps={study} is a study of many runs: start it with -m, as in python run.py -m sweeps={study}"
             )
         with lock_folder(run_dir):
-            run_config = _begin_folder(config, run_dir=run_dir)
-            _work(run_config, run_dir=run_dir, overrides=overrides)
+            run_config = _set_up_folder(config, run_dir=run_dir)
+            _race_and_run(run_config, run_dir=run_dir, overrides=overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         failure = failure_of(error)
         if failure.exit_code == 0:
@@ -102,34 +103,37 @@ def _run_job(config: DictConfig) -> None:
         if not isinstance(error, FolderInUseError):
             _record_failure(failure, run_dir=run_dir, is_single_run=is_single_run)
         if failure.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt(_resume_hint(run_dir, failure=failure)) from None
+            raise KeyboardInterrupt(_interrupted_message(run_dir, failure=failure)) from None
         report(failure, where="" if is_single_run else f"run {hydra.job.num}: ")
 
 
 def with_race_command(words: Sequence[str]) -> list[str]:
-    """A command line in which `mode=race resume=FOLDER` is the race's own command in its own folder; what is given
-    beside it, such as race.workers, takes the place of what that had."""
-    given: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
-    folder = Path(given.get("resume", "")).expanduser()
-    if given.get("mode") != "race" or "resume" not in given or not (folder / RACE_SETUP_FILE).is_file():
+    """Replaces `mode=race resume=FOLDER` by the command line that started the race, in FOLDER.
+
+    Other overrides on the command line, such as race.workers, replace those of that command line. Returns other command
+    lines as they are.
+    """
+    values: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
+    folder = Path(values.get("resume", "")).expanduser()
+    if values.get("mode") != "race" or "resume" not in values or not (folder / RACE_SETUP_FILE).is_file():
         return list(words)
-    before = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
-    kept = [word for word in before if word.partition("=")[0] not in given]
-    own = [word for word in words if not word.startswith(("resume=", "hydra.run.dir="))]
-    return [*kept, *own, f"hydra.run.dir={folder}"]
+    saved_words = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
+    inherited = [word for word in saved_words if word.partition("=")[0] not in values]
+    new = [word for word in words if not word.startswith(("resume=", "hydra.run.dir="))]
+    return [*inherited, *new, f"hydra.run.dir={folder}"]
 
 
 def overrides_as_typed(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
-    """Overrides with the user's own code as it was named, in place of the options that were made of it."""
+    """Replaces option names of own code (`own_code_option`) in `overrides` by the names on the command line."""
     names = {group: OmegaConf.select(config, f"{group}.name") for group in CONFIG_GROUPS}
-    made = {
+    typed = {
         f"{group}={own_code_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None
     }
-    return [made.get(word, word) for word in overrides]
+    return [typed.get(override, override) for override in overrides]
 
 
 def read_failures(sweep_dir: Path) -> list[Failure]:
-    """Failures of a multirun's jobs by job number, whichever process ran them."""
+    """Reads the failures of a multirun's jobs, sorted by job number, whichever process ran the jobs."""
     failures = []
     for file in sweep_dir.glob(f"*/{ERROR_FILE}"):
         number = file.parent.name.split("_")[0]
@@ -139,19 +143,19 @@ def read_failures(sweep_dir: Path) -> list[Failure]:
     return [failure for *_, failure in sorted(failures, key=lambda entry: entry[:2])]
 
 
-def _resume_hint(run_dir: Path, *, failure: Failure) -> str:
+def _interrupted_message(run_dir: Path, *, failure: Failure) -> str:
     if (run_dir / RACE_SETUP_FILE).is_file():
         return f"interrupted; mode=race resume={run_dir} goes on with the race"
     if (run_dir / "race" / RACE_SETUP_FILE).is_file() and not (run_dir / "metrics.jsonl").is_file():
         return f"interrupted before training; the same command with resume={run_dir} goes on with its race"
     if any(run_dir.rglob("*.ckpt")):
-        why = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
-        return f"interrupted; resume={run_dir} goes on from the newest checkpoint{why}"
+        reason = f" ({failure.message})" if failure.kind == "PreemptedError" else ""
+        return f"interrupted; resume={run_dir} goes on from the newest checkpoint{reason}"
     return "interrupted before the first checkpoint"
 
 
-def _begin_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
-    """Checks the configuration and writes config.yaml. Raises BadInputError rather than overwrite an earlier run."""
+def _set_up_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
+    """Checks the configuration and writes config.yaml. Raises BadInputError if the folder holds an earlier run."""
     run_config = from_hydra(config, folder=Path(HydraConfig.get().runtime.cwd))
     if run_config.resume is None and any((run_dir / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise BadInputError(
@@ -163,13 +167,13 @@ def _begin_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
     return run_config
 
 
-def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None:
-    """The race, the run, or one after the other."""
+def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None:
+    """Races, runs, or races and then runs with the recipe that won."""
     from baoc.cli.fast_import import import_torchmetrics
     from baoc.config.environment import write_environment
 
-    command = shlex.join(["python", "run.py", *overrides])  # which repeats this job
-    import_torchmetrics()
+    command = shlex.join(["python", "run.py", *overrides])  # repeats this job
+    import_torchmetrics()  # before the next lines import Lightning, which imports it more slowly
     from baoc.racing.records import resolve_raced_recipe
     from baoc.training.run import run
 
@@ -183,12 +187,12 @@ def _work(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None
         if config.resume not in (None, "auto") and (Path(config.resume) / "race" / RACE_SETUP_FILE).is_file():
             folder = Path(config.resume) / "race"
             if not (Path(config.resume) / "metrics.jsonl").is_file():
-                settled = replace(settled, resume=None)  # it had not begun to train
+                settled = replace(settled, resume=None)  # training had not begun
         settled = import_module(RACES).race_before_run(settled, overrides=overrides, folder=folder, command=command)
     if settled != config:
         write_config(settled, path=run_dir / "config.yaml")
-    with with_all_ranks(settled, command=command) as of_all:
-        run(of_all, run_dir=run_dir, command=command)
+    with with_all_ranks(settled, command=command) as config_of_all:
+        run(config_of_all, run_dir=run_dir, command=command)
 
 
 def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:
@@ -200,4 +204,4 @@ def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> 
         text = json.dumps({"schema": 1, **asdict(failure)}, indent=2)
         (run_dir / ERROR_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError:
-        return  # the disk may be what failed; the failure itself is still reported
+        return  # if the disk fails, the failure is still reported on stderr

@@ -14,7 +14,7 @@ Rows = list[tuple[str, str]]
 
 
 def list_lines(name: str) -> list[str]:
-    """The lines of `--list name`. Raises BadInputError that names the available lists."""
+    """The lines that `--list name` prints. Raises BadInputError for an unknown list."""
     if name not in LISTS:
         hint = did_you_mean(name, LISTS)
         raise BadInputError(f"--list {name}: there is no such list{hint}\nallowed: {', '.join(LISTS)}")
@@ -28,33 +28,37 @@ def _options(group: str) -> Callable[[], Rows]:
 
 
 def _registry(name: str, *, group: str = "") -> Callable[[], Rows]:
-    """Rows of the registry `module.NAME`, imported when listed; of a `group` that users may add to also what packages
-    declare, and how a file is named."""
+    """Rows of the registry `module.NAME`, which is imported when it is listed.
+
+    `group`: the group of conf/ to which users can add their own code; rows for it follow.
+    """
     module, _, attribute = name.rpartition(".")
 
     def rows() -> Rows:
-        found = getattr(import_module(module), attribute)
-        return [(name, row.description) for name, row in found.items()] + (_own(group) if group else [])
+        registry = getattr(import_module(module), attribute)
+        return [(name, entry.description) for name, entry in registry.items()] + (_own_code(group) if group else [])
 
     return rows
 
 
-def _own(group: str) -> Rows:
+def _own_code(group: str) -> Rows:
+    """Entry points of installed packages, and how the user's own code is named."""
     declared = own_code.entry_points_of(f"baoc.{group}s")
     rows = [(name, f"{point.value}, declared by an installed package") for name, point in declared.items()]
-    named = f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"
-    return [*rows, ("FILE.py:NAME", named)]
+    how = f"your own: {group}=FILE.py:NAME or {group}=package.module.NAME (docs/own-code.md)"
+    return [*rows, ("FILE.py:NAME", how)]
 
 
 def _budgets() -> Rows:
     files = assets.option_files("budget")
     rows = [
-        (name, assets.description(files[name]) if name in files else _limit(budget)) for name, budget in PRESETS.items()
+        (name, assets.description(files[name]) if name in files else _in_words(budget))
+        for name, budget in PRESETS.items()
     ]
     return [*rows, ("SIZE", "any size, such as 7.5gb or 300mb"), ("state_N", "N % of fp32 AdamW's optimizer state")]
 
 
-def _limit(budget: Budget) -> str:
+def _in_words(budget: Budget) -> str:
     if budget.memory_bytes is not None:
         return f"{format_bytes(budget.memory_bytes)} of device memory"
     return f"Optimizer state of at most {100 * (budget.state_fraction or 0):g} % of fp32 AdamW's"
@@ -67,7 +71,7 @@ def _models() -> Rows:
     for model in MODELS.values():
         rows.append((model.name, model.description))
         rows += [(f"  model.size={size.name}", size.description) for size in model.sizes.values()]
-    return rows + _own("model")
+    return rows + _own_code("model")
 
 
 def _specs() -> Rows:
@@ -85,16 +89,16 @@ def _specs() -> Rows:
 
 
 def _recipes() -> Rows:
-    """Recipes, and their state on Llama 130M as a share of fp32 AdamW's."""
+    """Recipes with their state on Llama 130M as a share of fp32 AdamW's."""
     from baoc.core.recipes import RECIPES, measured_recipes, recipe_node
 
     rows = [(name, f"{row.share:6.1%}  {row.description} ({row.source})") for name, row in RECIPES.items()]
     for name, recipe in measured_recipes().items():
         if name not in RECIPES:
             node = recipe_node(recipe)
-            told = [f"{role} {spec}" for role, spec in recipe.specs.items()]
-            told += [f"betas.{rule} {betas}" for rule, betas in node["betas"].items()]
-            rows.append((name, f"        of the measured table: {', '.join(told)}"))
+            contents = [f"{role} {spec}" for role, spec in recipe.specs.items()]
+            contents += [f"betas.{rule} {betas}" for rule, betas in node["betas"].items()]
+            rows.append((name, f"        of the measured table: {', '.join(contents)}"))
     declared = own_code.entry_points_of("baoc.recipes")
     others = [(name, f"        {point.value}, of an installed package") for name, point in declared.items()]
     return [*rows, *others, ("FILE.yaml", "a recipe of your own: docs/recipes.md")]

@@ -24,33 +24,35 @@ from baoc.errors import BadInputError
 from baoc.parallel import current_rank, refuse_several_processes
 from baoc.units import GIB, format_bytes
 
-# What Python, torch and SciPy map before anything is trained: 1.2 to 1.5 GB with torch 2.13 for CPUs. With less imports
-# fail in many ways, and OpenBLAS waits for ever.
-_ADDRESS_SPACE = 2 * GIB
+# Python, torch and SciPy map 1.2 to 1.5 GB before training, with torch 2.13 for CPUs. With less, imports fail in many
+# ways and OpenBLAS waits for ever.
+_MIN_ADDRESS_SPACE = 2 * GIB
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exiting with 1
 
 
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
-    """Runs a command line and returns its exit code (docs/troubleshooting.md). `single`: the command is one run, as
-    that of a trial, which is composed once."""
+    """Runs a command line and returns its exit code (docs/troubleshooting.md).
+
+    `single`: the command is one run, such as a trial, so that Hydra need compose only once.
+    """
     open_missing_streams()
-    given = list(sys.argv[1:] if argv is None else argv)
-    jobs.reset_state(given)
+    words = list(sys.argv[1:] if argv is None else argv)
+    jobs.reset_state(words)
     if "torch" not in sys.modules:
         sleep_where_shared()
     try:
-        if not _print_information(given):
+        if not _print_information(words):
             _check_address_space()
-            given = jobs.with_race_command(given)
-            if (told := current_rank()) is not None and _runs(given) and ranks.join(told):
+            words = jobs.with_race_command(words)
+            if (rank := current_rank()) is not None and _is_run(words) and ranks.join(rank):
                 return ranks.serve()
-            register(_overrides(given))
-            given = with_option_names(given)
+            register(_overrides(words))
+            words = with_option_names(words)
             if single:
                 with _composed_once():
-                    _run_hydra(given)
+                    _run_hydra(words)
             else:
-                _run_hydra(given)
+                _run_hydra(words)
         sys.stdout.flush()
         code = 0
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -68,34 +70,36 @@ def _check_address_space() -> None:
     except ImportError:  # Windows
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= limit < _ADDRESS_SPACE:  # RLIM_INFINITY is -1
+    if 0 <= limit < _MIN_ADDRESS_SPACE:  # RLIM_INFINITY is -1
         raise BadInputError(
             f"the address space is limited to {format_bytes(limit)} (ulimit -v), and Python with torch maps up to "
-            f"{format_bytes(_ADDRESS_SPACE)} before anything is trained: raise the limit, best with `ulimit -v "
+            f"{format_bytes(_MIN_ADDRESS_SPACE)} before anything is trained: raise the limit, best with `ulimit -v "
             "unlimited`; budget=SIZE limits what a run holds"
         )
 
 
-def _print_information(given: Sequence[str]) -> bool:
-    """Handles --list, --version and --help, which need no Hydra run; False if none of them is given."""
-    if any(word.split("=")[0] == "--list" for word in given):
-        print("\n".join(list_lines(_list_name(given))))
-    elif "--version" in given:
+def _print_information(words: Sequence[str]) -> bool:
+    """Handles --list, --version and --help, which need no Hydra. Returns False if none of them is in `words`."""
+    if any(word.split("=")[0] == "--list" for word in words):
+        print("\n".join(list_lines(_list_name(words))))
+    elif "--version" in words:
         print(f"baoc {baoc.__version__}")
-    elif "--help" in given or "-h" in given:
-        print(usage.help_text(_overrides(given)))
+    elif "--help" in words or "-h" in words:
+        print(usage.help_text(_overrides(words)))
     else:
         return False
     return True
 
 
-def _runs(given: Sequence[str]) -> bool:
-    """Whether a command of several ranks runs something, or Hydra only prints. Raises BadInputError for many runs: of
-    what a launcher of ranks may start, one run alone is done by all of them."""
-    flags, _ = get_args_parser().parse_known_args(given)
+def _is_run(words: Sequence[str]) -> bool:
+    """Whether a command of several ranks is a run, not one for which Hydra only prints.
+
+    Raises BadInputError for a study or multirun: a launcher of ranks can start one run only.
+    """
+    flags, _ = get_args_parser().parse_known_args(words)
     if flags.cfg or flags.info or flags.shell_completion:
         return False
-    if any(word.startswith("sweeps=") for word in given):
+    if any(word.startswith("sweeps=") for word in words):
         refuse_several_processes("study")
     if flags.multirun:
         refuse_several_processes("multirun")
@@ -105,14 +109,16 @@ def _runs(given: Sequence[str]) -> bool:
 def _finish(code: int) -> int:
     """Reports the frontier of a multirun; returns the command's exit code, or that of its first failed job."""
     sweep_dir = jobs.STATE.sweep_dir
-    study = sweep_dir is not None and (sweep_dir / "study.lock").exists()  # it has reported its failures itself
-    failures = jobs.STATE.failures if sweep_dir is None else [] if study else jobs.read_failures(sweep_dir)
-    if sweep_dir is not None and sweep_dir.is_dir():
-        if study and code == BadInputError.exit_code:
+    if sweep_dir is None:
+        failures = jobs.STATE.failures
+    else:
+        is_study = (sweep_dir / "study.lock").exists()
+        failures = [] if is_study else jobs.read_failures(sweep_dir)  # a study has reported its failures itself
+        if is_study and code == BadInputError.exit_code:
             pass  # refused; a frontier of earlier trials would hide the message
-        elif study or any(entry.is_dir() for entry in sweep_dir.iterdir()):
+        elif is_study or any(entry.is_dir() for entry in sweep_dir.glob("*")):
             _report_frontier(sweep_dir)
-        else:  # refused before its first job
+        elif sweep_dir.is_dir():  # refused before its first job
             shutil.rmtree(sweep_dir)
     return code or next((failure.exit_code for failure in failures), 0)
 
@@ -123,7 +129,10 @@ def _report_frontier(sweep_dir: Path) -> None:
 
         print(f"compare them in {write_planned_frontier(sweep_dir)}")
         return
-    results = [*sweep_dir.glob("*/result.json"), *sweep_dir.glob("*/*/result.json")]  # the latter: repeats of a trial
+    results = [
+        *sweep_dir.glob("*/result.json"),
+        *sweep_dir.glob("*/*/result.json"),
+    ]  # and repeats of trials
     if not results:
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
@@ -132,21 +141,22 @@ def _report_frontier(sweep_dir: Path) -> None:
         from baoc.frontier.picture import render_picture
         from baoc.frontier.wandb_frontier import log_frontier
 
-        found = write_frontier(sweep_dir)
+        frontier = write_frontier(sweep_dir)
         print(f"compare them in {sweep_dir / 'frontier.html'}")
         if (sweep_dir / "study.lock").exists():  # studies run unattended, and their picture is sent around
             render_picture(sweep_dir / "frontier.html")
-        log_frontier(sweep_dir, found)
+        log_frontier(sweep_dir, frontier)
     except Exception as error:
         report(failure_of(error), where="frontier: ")
 
 
-def _list_name(argv: Sequence[str]) -> str:
-    for at, word in enumerate(argv):
+def _list_name(words: Sequence[str]) -> str:
+    """NAME of `--list NAME` or `--list=NAME`. Raises BadInputError without one."""
+    for index, word in enumerate(words):
         if word.startswith("--list="):
             return word.removeprefix("--list=")
-        if word == "--list" and at + 1 < len(argv):
-            return argv[at + 1]
+        if word == "--list" and index + 1 < len(words):
+            return words[index + 1]
     raise BadInputError(f"--list of what? allowed: {', '.join(LISTS)}")
 
 
@@ -168,8 +178,10 @@ def _is_budget(word: str) -> bool:
 
 @contextmanager
 def _composed_once() -> Iterator[None]:
-    """Makes Hydra compose once: it composes first for hydra.mode alone, a sixth of a second per trial. Without an
-    answer it follows the command line, which asks for one run."""
+    """Keeps Hydra from composing a first time for hydra.mode alone, which takes a sixth of a second per trial.
+
+    Without that mode Hydra follows the command line, which asks for one run.
+    """
     from hydra._internal.hydra import Hydra
 
     get_mode = Hydra.get_mode

@@ -1,8 +1,8 @@
-"""The processes of a run on several devices: rank 0 reads the command line and has the folder, the others are told.
+"""The processes of a run on several devices. Rank 0 reads the command line and broadcasts the configuration.
 
-`trainer.devices=N` starts N - 1 processes beside this one, which is rank 0, so exit code, signals and locks are as of
-one process. Under torchrun or srun the processes are there: each finds its rank, and all but rank 0 wait to be told.
-Ranks above 0 write to a temporary folder, which is deleted.
+`trainer.devices=N` starts N - 1 processes; this one is rank 0, so that exit code, signals and locks are those of a
+single process. Under torchrun or srun the launcher starts all processes: each finds its rank, and all but rank 0 wait
+for the configuration. Rank 0 owns the run folder; the others write to a temporary folder, which is deleted.
 """
 
 import os
@@ -27,43 +27,45 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.parallel import SINGLE_PROCESS, RankInfo, current_rank, is_lost_peer, ranks, refusal
 
 ADDRESS = "127.0.0.1"
-FIRST_PORT, PORTS = 15_000, 20_000  # one of these where nobody chose, by the number of the job
-ENDING_S = 20.0  # that ranks have to end by themselves when another has failed
-GONE = 1  # exit code of a rank that ended because another one did; the first that failed reports why
-# On rank 0 of a launcher one entry, whether the configuration was broadcast to the other ranks; elsewhere empty.
+# The rendezvous port, if the environment has none: FIRST_PORT + job number modulo NUM_PORTS, the same on all ranks.
+FIRST_PORT, NUM_PORTS = 15_000, 20_000
+SHUTDOWN_S = 20.0  # seconds in which ranks have to end by themselves when another rank has failed
+PEER_LOST_EXIT_CODE = 1  # of a rank that ended because another rank did; the rank that failed first reports the reason
+PARENT = "BAOC_RANK_0"  # environment variable with the process id of rank 0, without which the others end
+# On rank 0 of a launcher: one entry, whether the configuration was broadcast to the other ranks. Elsewhere empty.
 _BROADCAST: list[bool] = []
 
 
 # -- ranks that a launcher has started --------------------------------------------------------------------------------
 
 
-def join(told: RankInfo) -> int:
-    """Makes the process group with the launcher's other processes and returns this one's rank.
+def join(rank: RankInfo) -> int:
+    """Joins the process group of the launcher's processes and returns this process's rank.
 
-    Raises BadInputError where an environment variable is missing.
+    Sets environment variables that torch reads. Raises BadInputError if one is unknown.
     """
-    environment = rendezvous_environment(told)
+    environment = rendezvous_environment(rank)
     os.environ.update(environment)
-    _make_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
+    _init_process_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
     if ranks().rank == 0:
         _BROADCAST[:] = [False]
     return ranks().rank
 
 
 def is_nonzero_rank() -> bool:
-    """True on ranks above 0 of a job that a launcher has started; joins its process group."""
-    told = current_rank()
-    return told is not None and ranks() is SINGLE_PROCESS and join(told) > 0
+    """True on ranks above 0 of a job that a launcher has started. Joins the process group."""
+    rank = current_rank()
+    return rank is not None and ranks() is SINGLE_PROCESS and join(rank) > 0
 
 
 def leave(code: int) -> None:
-    """Ends rank 0 of a launcher: ranks that still wait for a configuration exit with `code`."""
+    """Leaves the process group on rank 0 of a launcher. Ranks that still wait for a configuration exit with `code`."""
     if _BROADCAST:
         if not _BROADCAST[0]:
             with suppress(RuntimeError):
                 ranks().broadcast(code)
         _BROADCAST.clear()
-        _leave_group()
+        _destroy_process_group()
 
 
 def serve() -> int:
@@ -74,67 +76,75 @@ def serve() -> int:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            given: Any = ranks().broadcast(None)
-            if isinstance(given, int):
-                return given
+            message: Any = ranks().broadcast(None)  # (configuration, command), or an exit code
+            if isinstance(message, int):
+                return message
             from baoc.cli.fast_import import import_torchmetrics
 
             import_torchmetrics()
             from baoc.training.run import run
 
-            run(given[0], run_dir=folder / "runs" / "run", command=given[1])
+            config, command = message
+            run(config, run_dir=folder / "runs" / "run", command=command)
         return 0
     except BaseException as error:
         if is_lost_peer(error):
-            return GONE
+            return PEER_LOST_EXIT_CODE
         failure = failure_of(error)
         if failure.exit_code != INTERRUPTED:
             report(failure, where=f"rank {rank}: ")
         return failure.exit_code
     finally:
-        _leave_group()
+        _destroy_process_group()
 
 
-def rendezvous_environment(told: RankInfo) -> dict[str, str]:
-    """RANK, WORLD_SIZE and what else torch reads: as set by the launcher, or from variables of Slurm and submitit."""
+def rendezvous_environment(rank: RankInfo) -> dict[str, str]:
+    """The environment variables by which torch makes a process group.
+
+    They are taken from the environment, and where it lacks them from variables of Slurm and submitit. Raises
+    BadInputError if one is unknown.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    get, found = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
-    if told.source.startswith("srun") and "SLURM_NODELIST" in os.environ:
-        of_node = get("SLURM_STEP_TASKS_PER_NODE", get("SLURM_NTASKS_PER_NODE", "")).partition("(")[0]
+    get, variables = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
+    if rank.source.startswith("srun") and "SLURM_NODELIST" in os.environ:
+        node_tasks = get("SLURM_STEP_TASKS_PER_NODE", get("SLURM_NTASKS_PER_NODE", "")).partition("(")[0]
         host, job = first_host(os.environ["SLURM_NODELIST"]), get("SLURM_JOB_ID", "0")
-        given = {"LOCAL_RANK": get("SLURM_LOCALID", told.rank), "LOCAL_WORLD_SIZE": of_node or str(told.size)}
-    elif told.source.startswith("submitit"):  # its local executor; under Slurm it is srun
+        local = {"LOCAL_RANK": get("SLURM_LOCALID", rank.rank), "LOCAL_WORLD_SIZE": node_tasks or str(rank.size)}
+    elif rank.source.startswith("submitit"):  # its local executor; under Slurm the source is srun
         host, job = ADDRESS, get("SUBMITIT_LOCAL_JOB_ID", "0")
-        given = {"LOCAL_RANK": get("SUBMITIT_LOCAL_LOCALID", told.rank)}
+        local = {"LOCAL_RANK": get("SUBMITIT_LOCAL_LOCALID", rank.rank)}
     else:
-        host, job, given = None, "0", {}
+        host, job, local = None, "0", {}
     if host is not None:
-        port = FIRST_PORT + (int(job) if job.isdecimal() else 0) % PORTS
-        own = {"RANK": told.rank, "WORLD_SIZE": str(told.size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        found = {**own, **given, **found}
-    if any(name not in found for name in names):
-        raise refusal("run", ranks=told)
-    return found
+        port = FIRST_PORT + (int(job) if job.isdecimal() else 0) % NUM_PORTS
+        world = {"RANK": rank.rank, "WORLD_SIZE": str(rank.size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        variables = {**world, **local, **variables}
+    if any(name not in variables for name in names):
+        raise refusal("run", ranks=rank)
+    return variables
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of a list as Slurm writes it, such as `gpu[03-05,9],cpu1`."""
-    found = re.match(r"([^,\[]*)(?:\[([^\],-]*))?", nodes)
-    return "".join(part or "" for part in found.groups()) if found is not None else nodes
+    """The first machine of a list in Slurm's notation: `gpu03` of `gpu[03-05,9],cpu1`."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match is not None else nodes
 
 
-def _make_group(store: Any, *, rank: int, size: int) -> None:
+def _init_process_group(store: Any, *, rank: int, size: int) -> None:
     import torch
 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    given: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **given)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if store is None:  # by environment variables
+        torch.distributed.init_process_group(backend)
+    else:
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     ranks()
 
 
-def _leave_group() -> None:
+def _destroy_process_group() -> None:
     import torch
 
     if torch.distributed.is_initialized():
@@ -146,9 +156,9 @@ def _leave_group() -> None:
 
 @contextmanager
 def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
-    """Inside, this process is rank 0 of all that the run needs, and the others do the same run.
+    """Starts the other ranks if the run needs some, and broadcasts the configuration to all. This process is rank 0.
 
-    Raises TrainingFailedError where another rank ended first.
+    Yields the configuration with the number of devices. Raises TrainingFailedError if another rank ended first.
     """
     if _BROADCAST:
         size, devices = ranks().size, config.trainer.devices
@@ -164,7 +174,7 @@ def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
         yield config
     else:
         _refuse_devices(config)
-        with _SpawnedRanks(config.trainer.devices) as others, others.explained():
+        with _SpawnedRanks(config.trainer.devices) as others, others.naming_the_failed_rank():
             ranks().broadcast((config, command))
             yield config
 
@@ -181,13 +191,13 @@ def _refuse_devices(config: RunConfig) -> None:
 
 
 class _SpawnedRanks:
-    """The processes of ranks 1 to `size` - 1. They end with the block: those that do not by themselves are killed."""
+    """Starts the processes of ranks 1 to `size` - 1. At the end of the block it waits for them, then kills them."""
 
     def __init__(self, size: int):
         self.size = size
-        self.first: tuple[int, int] | None = None  # rank and exit code of the one that failed first
+        self.first_failure: tuple[int, int] | None = None  # (rank, exit code)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._variables: dict[str, str | None] = {}
+        self._old_variables: dict[str, str | None] = {}  # values of environment variables that this class sets
         self._ended = threading.Event()
 
     def __enter__(self) -> "_SpawnedRanks":
@@ -198,64 +208,68 @@ class _SpawnedRanks:
         )
         variables = {"WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size, "MASTER_ADDR": ADDRESS}
         variables |= {"MASTER_PORT": store.port, "RANK": 0, "LOCAL_RANK": 0}
-        self._variables = {key: os.environ.get(key) for key in variables}
+        self._old_variables = {key: os.environ.get(key) for key in variables}
         os.environ.update({key: str(value) for key, value in variables.items()})
         paths = [str(Path(baoc.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-        given = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        environment[PARENT] = str(os.getpid())
         try:
             for rank in range(1, self.size):
-                own = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
-                words = [sys.executable, "-m", "baoc.cli.ranks"]
-                self._processes.append(subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL))
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, "-m", "baoc.cli.ranks"]
+                self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             threading.Thread(target=self._watch, daemon=True).start()
-            _make_group(store, rank=0, size=self.size)
+            _init_process_group(store, rank=0, size=self.size)
         except BaseException:
             self._end(0.0)
             raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        _leave_group()
-        on_all_ranks = isinstance(error, Exception) and getattr(error, "exit_code", 0)
-        self._end(ENDING_S if error is None or self.first is not None or on_all_ranks else 2.0)
+        _destroy_process_group()
+        raised_on_all_ranks = isinstance(error, Exception) and getattr(error, "exit_code", 0)
+        others_will_end = error is None or self.first_failure is not None or raised_on_all_ranks
+        self._end(SHUTDOWN_S if others_will_end else 2.0)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Replaces the connection errors that follow when another rank ends by one that says which rank, and how."""
+    def naming_the_failed_rank(self) -> Iterator[None]:
+        """Replaces the connection error that follows the end of another rank by one that names this rank."""
         try:
             yield
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            raise self._why() from error
+            raise self._rank_error() from error
 
-    def _why(self) -> TrainingFailedError:
-        ends = monotonic() + ENDING_S  # the connection is gone before the process, on a busy machine by seconds
-        while self.first is None and monotonic() < ends:
+    def _rank_error(self) -> TrainingFailedError:
+        deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
+        while self.first_failure is None and monotonic() < deadline:
             sleep(0.05)
-        failed = TrainingFailedError(_told(self.first) + "; resume=auto goes on from the newest checkpoint")
-        if self.first is not None and self.first[1] > 0:
-            failed.exit_code = self.first[1]
-        return failed
+        message = _describe_failure(self.first_failure)
+        error = TrainingFailedError(f"{message}; resume=auto goes on from the newest checkpoint")
+        if self.first_failure is not None and self.first_failure[1] > 0:
+            error.exit_code = self.first_failure[1]
+        return error
 
     def _watch(self) -> None:
-        """Notes who failed first. Where that leaves this process in a call that never returns, it is ended."""
-        while self.first is None and not self._ended.wait(0.1):
+        """Runs in a thread: records the first failure, and exits if this process then hangs for SHUTDOWN_S."""
+        while self.first_failure is None and not self._ended.wait(0.1):
             codes = [(rank, process.poll()) for rank, process in enumerate(self._processes, start=1)]
-            self.first = next(((rank, code) for rank, code in codes if code), None)
-        if self.first is None or self._ended.wait(ENDING_S):
+            self.first_failure = next(((rank, code) for rank, code in codes if code), None)
+        if self.first_failure is None or self._ended.wait(SHUTDOWN_S):
             return
-        report(Failure(kind="TrainingFailedError", message=_told(self.first), exit_code=5))
+        report(Failure(kind="TrainingFailedError", message=_describe_failure(self.first_failure), exit_code=5))
         self._kill()
-        os._exit(self.first[1] if self.first[1] > 0 else TrainingFailedError.exit_code)
+        os._exit(self.first_failure[1] if self.first_failure[1] > 0 else TrainingFailedError.exit_code)
 
     def _end(self, patience_s: float) -> None:
-        ends = monotonic() + patience_s
-        while any(process.poll() is None for process in self._processes) and monotonic() < ends:
+        """Waits `patience_s` for the processes, kills them, and restores the environment."""
+        deadline = monotonic() + patience_s
+        while any(process.poll() is None for process in self._processes) and monotonic() < deadline:
             sleep(0.05)
         self._ended.set()
         self._kill()
-        for key, value in self._variables.items():
+        for key, value in self._old_variables.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 
     def _kill(self) -> None:
@@ -265,43 +279,40 @@ class _SpawnedRanks:
             process.wait()
 
 
-PARENT = "BAOC_RANK_0"  # process id of rank 0, without which the others end
-
-
-def _told(first: tuple[int, int] | None) -> str:
-    if first is None:
+def _describe_failure(failure: tuple[int, int] | None) -> str:
+    if failure is None:
         return "the connection to another rank was lost"
-    rank, code = first
+    rank, code = failure
     if code < 0:
         with suppress(ValueError):
             return f"rank {rank} was ended by {signal.Signals(-code).name}"
     return f"rank {rank} ended with exit code {code}: see its message"
 
 
-def _follow(parent: int) -> None:
-    """Ends this process when rank 0 is gone."""
+def _exit_with_parent(parent: int) -> None:
+    """Runs in a thread: ends this process SHUTDOWN_S after rank 0 is gone."""
     while os.getppid() == parent:
         sleep(0.5)
-    sleep(ENDING_S)
-    os._exit(GONE)
+    sleep(SHUTDOWN_S)
+    os._exit(PEER_LOST_EXIT_CODE)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """A process that rank 0 started."""
+    """Main function of the processes that rank 0 starts."""
     parent = os.environ.get(PARENT)
     if parent is not None:
-        threading.Thread(target=_follow, args=(int(parent),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(int(parent),), daemon=True).start()
     from torch import distributed
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         port = int(os.environ["MASTER_PORT"])
         store = distributed.TCPStore(ADDRESS, port, size, False)  # pyright: ignore[reportPrivateImportUsage]
-        _make_group(store, rank=rank, size=size)
+        _init_process_group(store, rank=rank, size=size)
     except Exception as error:
         if not is_lost_peer(error):
             raise
-        return GONE
+        return PEER_LOST_EXIT_CODE
     return serve()
 
 

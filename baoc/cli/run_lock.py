@@ -1,4 +1,4 @@
-"""One process per run folder: it holds a lock, which the system releases however the process ends.
+"""A lock that keeps a run folder to one process. The system releases it however the process ends.
 
 Two runs in one folder would supersede each other's metrics and mix their checkpoints.
 """
@@ -19,7 +19,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "run.lock"
-_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCKED_BY_OTHER = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderInUseError(BadInputError):
@@ -28,9 +28,11 @@ class FolderInUseError(BadInputError):
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock; forked workers do not keep it. Raises FolderInUseError if another process holds it. Does
-    nothing on systems and file systems without such locks, or if the folder cannot be written: the first write reports
-    that."""
+    """Holds the folder's lock; forked workers do not keep it. Raises FolderInUseError if another process holds it.
+
+    Does nothing on systems and file systems without such locks, or if the folder cannot be written, which the first
+    write of the run reports.
+    """
     file = _acquire(folder / LOCK)
     try:
         yield
@@ -42,7 +44,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> IO[str] | None:
-    """The open lock file with this process's name in it; None if the system offers no lock."""
+    """Returns the open lock file with this process's id in it; None if the system offers no lock."""
     if fcntl is None:
         return None
     while True:
@@ -54,7 +56,7 @@ def _acquire(path: Path) -> IO[str] | None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             with file:
-                if error.errno not in _HELD:
+                if error.errno not in _LOCKED_BY_OTHER:
                     return None
                 file.seek(0)
                 holder = file.read(200).strip() or "another process"
@@ -65,8 +67,8 @@ def _acquire(path: Path) -> IO[str] | None:
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 break
-        file.close()  # its holder has just removed it, and the next process would lock a new file
-    with suppress(OSError):  # on a full disk the lock holds without its holder's name
+        file.close()  # another process has just removed this file: lock the new one
+    with suppress(OSError):  # on a full disk the file stays empty, but locked
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

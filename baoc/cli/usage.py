@@ -1,4 +1,4 @@
-"""`--help`: how to start a run, every group with its options, and every value as composed.
+"""`--help`: how to start a run, every group with its options, and every composed value.
 
 Hydra's own help reads all of conf/ again for each group, which takes most of a second.
 """
@@ -35,7 +35,7 @@ the folder for what is kept between runs, instead of the user's cache: tokens, m
 
 
 def help_text(overrides: Sequence[str]) -> str:
-    """The help, with the values that `overrides` compose. Raises what composing raises."""
+    """The text of `--help`, with the values that `overrides` compose. Raises Hydra's errors."""
     composed = OmegaConf.to_yaml(compose(overrides))
     folders = sorted(folder.name for folder in assets.conf().iterdir() if folder.is_dir() and folder.name != "hydra")
     groups = [*folders, *COLLECTIONS]

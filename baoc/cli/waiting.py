@@ -1,18 +1,18 @@
-"""How OpenMP's threads wait for each other at the end of a loop: set before torch is loaded, which reads it once.
+"""Sets how OpenMP's threads wait for each other at the end of a loop. Must run before torch is loaded.
 
-By default they spin, which is fastest on cores of one's own. Where another process is busy on these cores too, a step
-waits for a thread that is not running while the others spin.
+By default they spin, which is fastest if no other process uses the cores. If one does, spinning threads take the cores
+from the thread that they wait for.
 """
 
 import os
 from collections.abc import MutableMapping
 
-# Of the user: any of these says how threads wait, so nothing is set beside it.
+# If the user has set one of these, nothing is changed.
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def sleep_where_shared(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Makes waiting threads sleep where other processes want these cores, unless the user has said how they wait.
+    """Makes waiting threads sleep if other processes use these cores, unless the user has set VARIABLES.
 
     Returns whether it did.
     """

@@ -20,7 +20,7 @@ from baoc.types import Budget
 
 _NAME_CHARACTERS = "letters, digits and . , = + - _ only, as it names the run folder"
 _NUM_LAYERS = at_least(0, " layers, true, false, auto or null")
-_Beta = Annotated[float, Allowed("", ge=0, lt=1)]
+_Beta = Annotated[float, Allowed(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

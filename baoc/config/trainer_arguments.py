@@ -30,11 +30,9 @@ _Precision = Literal[
 ]
 _CLIP_RANGE = "zero or more, or null for no clipping"
 _BATCHES = "more than 0, since 0 trains or validates nothing: a whole number of batches, or a share from 0.0 to 1.0"
-_Batches = Annotated[
-    Annotated[int, Allowed("", ge=1)] | Annotated[float, Allowed("", gt=0, le=1)] | None, Allowed(_BATCHES)
-]
+_Batches = Annotated[Annotated[int, Allowed(ge=1)] | Annotated[float, Allowed(gt=0, le=1)] | None, Allowed(_BATCHES)]
 _Overfit = Annotated[
-    Annotated[int, Allowed("", ge=0)] | Annotated[float, Allowed("", ge=0, le=1)],
+    Annotated[int, Allowed(ge=0)] | Annotated[float, Allowed(ge=0, le=1)],
     Allowed("a whole number of batches, or a share from 0.0 to 1.0"),
 ]
 _Duration = Annotated[str, Allowed("days:hours:minutes:seconds, as in '00:12:00:00'", pattern=r"^\d+:\d\d:\d\d:\d\d$")]

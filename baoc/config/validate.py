@@ -83,7 +83,7 @@ class Allowed:
     The constraints of a union stand at its types, the words at the union.
     """
 
-    words: str
+    words: str = ""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
