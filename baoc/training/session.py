@@ -234,11 +234,12 @@ class Session:
             if exact or not needs_confirmation(self.device, error):
                 raise
             refusal = error.without_frames()
-        if refusal.least_feasible_bytes - refusal.budget_bytes <= REMEASURED_BYTES:
-            clear_cache(self.device)  # the first step of a process may take a page more than a later one
+        confirmed = self.confirm_refusal(refusal, replan=replan)
+        if confirmed.least_feasible_bytes - refusal.budget_bytes <= REMEASURED_BYTES:
+            # First steps of a process may take a page more than later ones, by which another process named a budget.
             with suppress(InfeasibleBudgetError):
                 return replan()
-        raise self.confirm_refusal(refusal, replan=replan)
+        raise confirmed
 
     def confirm_refusal(self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None]) -> InfeasibleBudgetError:
         """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
