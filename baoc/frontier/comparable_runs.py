@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from baoc.frontier.pareto import Frontier, Objective, average_seeds, build_frontier, hypervolume_history, knee
-from baoc.frontier.runs import AT, RunFolder, Workload, failed_run, frontier_point, result_of, setting_labels
+from baoc.frontier.runs import HASH_MARK, RunFolder, Workload, failed_run, frontier_point, result_of, setting_labels
 from baoc.types import FailedRun, FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # memory objectives, each against quality
@@ -52,7 +52,7 @@ def group_by_workload(runs: Sequence[RunFolder]) -> list[tuple[Workload, list[Ru
     for run in runs:
         if run.result is not None:
             workloads.setdefault(run.workload, []).append(run)
-    short = [(task, model, data.rpartition(AT)[0] or data, quality) for task, model, data, quality in workloads]
+    short = [(task, model, data.rpartition(HASH_MARK)[0] or data, quality) for task, model, data, quality in workloads]
     names = [name if short.count(name) == 1 else full for name, full in zip(short, workloads, strict=True)]
     return list(zip(names, workloads.values(), strict=True))
 

@@ -148,13 +148,11 @@ def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[st
     except ImportError:
         return {}
     runs = [run for run in runs if isinstance(result_of(run)["quality"]["value"], int | float)]
+    if len(runs) < MIN_RUNS_FOR_IMPORTANCES:
+        return {}
     settings_of_runs = [settings[run.path] for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(chain.from_iterable(settings_of_runs))
-        if all(key in own for own in settings_of_runs)
-    ]
-    if len(runs) < MIN_RUNS_FOR_IMPORTANCES or not keys:
+    keys = [key for key in settings_of_runs[0] if all(key in own for own in settings_of_runs)]
+    if not keys:
         return {}
     space: dict[str, Any] = {}
     columns: dict[str, list[Any]] = {}

@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # inside a run; their config.yaml
 _UNQUOTED = re.compile(  # text that Hydra reads as a string without quotes
     r"(?!(?:true|false|null|[-+]?(?:nan|inf|[\d_.]+(?:e[-+]?[\d_]+)?))\Z)[A-Z0-9_./:+@-]+", re.IGNORECASE | re.ASCII
 )
-AT, SHA_CHARS = "@", 8  # between a data set's name and its hash; characters of the hash
+HASH_MARK, HASH_CHARS = "@", 8  # as in digits@1f2e3d4c
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 
 
@@ -47,8 +47,9 @@ class RunFolder:
         """
         result = result_of(self)
         dataset = str(result.get("dataset") or self.settings.get("dataset.name", ""))
-        sha = str(result.get("data_sha256") or "")[:SHA_CHARS]
-        return result["task"], result["model"], f"{dataset}{AT}{sha}" if sha else dataset, result["quality"]["name"]
+        sha = str(result.get("data_sha256") or "")[:HASH_CHARS]
+        dataset = f"{dataset}{HASH_MARK}{sha}" if sha else dataset
+        return result["task"], result["model"], dataset, result["quality"]["name"]
 
 
 def result_of(run: RunFolder) -> Mapping[str, Any]:
@@ -208,11 +209,8 @@ def _budget_as_name(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _natural_key(path: Path) -> list[tuple[bool, int, str]]:
     """Sort key for paths: leading numbers of a folder's name by value, before names without one."""
-    keys = []
-    for part in path.parts:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        keys.append((not digits, int(digits or 0), part))
-    return keys
+    numbers = [re.sub(r"[^0-9].*", "", part, flags=re.DOTALL) for part in path.parts]
+    return [(not number, int(number or 0), part) for number, part in zip(numbers, path.parts, strict=True)]
 
 
 def _nan_if_null(value: float | None) -> float:

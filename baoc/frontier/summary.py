@@ -85,9 +85,7 @@ def summary_sentence(
     ranked = sorted(level.best.items(), key=lambda item: quality.cost(item[1][0].point))
     better = "higher" if quality.higher_is_better else "lower"
     (first, (best, num_points)), others = ranked[0], ranked[1:]
-    parts = [
-        f"Within {level.name}, {first} is best: {metric} {_quality_text(best, num_points)}, {better} is better.",
-    ]
+    parts = [f"Within {level.name}, {first} is best: {metric} {_quality_text(best, num_points)}, {better} is better."]
     for family, (entry, num_points) in others:
         name = family.capitalize() if family in ("uniform", "random feasible") else family  # a study's name stays
         parts.append(f"{name}: {_quality_text(entry, num_points)}.")

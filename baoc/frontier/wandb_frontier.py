@@ -27,10 +27,7 @@ def log_frontier(folder: Path, built: SweepFrontier) -> bool:
         **settings,
         run_dir=folder,
         name=f"frontier of {group}",
-        config={
-            "runs": sum(len(frontier.points) for frontier in built.frontiers),
-            "failed": len(built.failed),
-        },
+        config={"runs": sum(len(frontier.points) for frontier in built.frontiers), "failed": len(built.failed)},
         group=group,
         job_type=JOB_TYPE,
         tags=(JOB_TYPE, *sorted({frontier.points[0].task for frontier in built.frontiers if frontier.points})),

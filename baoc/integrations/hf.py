@@ -1,8 +1,8 @@
 """Hugging Face's Trainer inside a budget: `trainer = with_budget(Trainer(...), budget="8gb")`.
 
-The Trainer builds its AdamW as it always does, at the start of `train`, when the model is on its device; the budgeted
-optimizer takes its groups (decay and no decay), rates, betas and eps. Schedule, accumulation, clipping, checkpoints and
-resuming stay the Trainer's.
+The Trainer builds its AdamW as usual, at the start of `train`, when the model is on its device. The budgeted optimizer
+replaces it and takes its groups (decay and no decay), rates, betas and eps. Schedule, accumulation, clipping,
+checkpoints and resuming stay the Trainer's.
 """
 
 from collections.abc import Callable, Sized
@@ -27,12 +27,13 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool = False, **options: Any) -> AnyTrainer:
-    """The same trainer, which trains inside `budget` from now on; to be called before `train`.
+    """Makes a trainer train inside `budget`, and returns it. Call it before `train`.
 
-    Replaces `trainer.create_optimizer` and adds a callback; subclasses that override it work if they build an
-    AdamW. The plan, moves and verdict are printed and logged as the trainer's own metrics are.
+    Replaces `trainer.create_optimizer` and adds a callback; subclasses that override it work if they build an AdamW.
+    The plan, moves and verdict are printed, and logged like the trainer's own metrics.
 
     Args:
+        budget: Every spelling of the command line, such as "8gb" or "state_25".
         auto_batch: Choose `per_device_train_batch_size`, `gradient_accumulation_steps` and recomputed layers by
             `baoc.advise`. Their product, the samples of a step, stays as the arguments have it.
         options: Those of BaocOptimizer: `recipe`, `pretrained`, `settings`, `verbose`, ...
@@ -63,14 +64,14 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
 
 
 def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> Advice:
-    """Sets the trainer's micro-batch, accumulation and recomputed layers to what fits `budget` best, and says so.
+    """Chooses the trainer's micro-batch, accumulation and recomputed layers by `baoc.advise`, and prints them.
 
-    The Trainer's own `compute_loss` is tried on the first samples of its training set. Raises BadInputError for a set
-    without numbered samples, for several processes, and for fp16.
+    Measures steps of the trainer's own `compute_loss` on the first samples of its training set. Raises BadInputError
+    for a set whose samples have no index, for several processes, and for fp16.
     """
     arguments, dataset, model = trainer.args, trainer.train_dataset, trainer.model
-    numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not numbered or isinstance(dataset, IterableDataset) or not len(cast(Sized, dataset)):
+    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not has_index or isinstance(dataset, IterableDataset) or not len(cast(Sized, dataset)):
         raise BadInputError(
             "auto_batch takes the first samples of train_dataset, and there are none by number: leave it out"
         )
@@ -84,7 +85,7 @@ def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> 
     samples: Any = dataset
     collate = trainer.data_collator
     if hasattr(dataset, "column_names") and arguments.remove_unused_columns:
-        collate = trainer._get_collator_with_removed_columns(collate, description="training")
+        collate = trainer._get_collator_with_removed_columns(collate, description="training")  # as in transformers 5
 
     def make_batch(size: int) -> Any:
         return dict(collate([samples[number % len(samples)] for number in range(size)]))
@@ -103,11 +104,8 @@ def split_batches(trainer: Trainer, *, budget: Any = "auto", **options: Any) -> 
         device=arguments.device,
         **options,
     )
-    arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = (
-        advice.micro_batch,
-        advice.accumulation,
-    )
-    trainer._train_batch_size = advice.micro_batch
+    arguments.per_device_train_batch_size = trainer._train_batch_size = advice.micro_batch
+    arguments.gradient_accumulation_steps = advice.accumulation
     advice.recompute()
     say(f"auto_batch: {advice}")
     return advice
@@ -118,8 +116,8 @@ def make_optimizer(
 ) -> BaocOptimizer:
     """For `Trainer(model, arguments, optimizers=(make_optimizer(model, arguments, budget=...), None))`.
 
-    Groups, rates, betas and eps are those that the Trainer would give its AdamW. The model moves to its device first,
-    because that is where it is planned for.
+    Groups, rates, betas and eps are those that the Trainer would give its AdamW. Moves the model to its device first,
+    for which the plan is made.
     """
     if arguments.place_model_on_device:
         model.to(arguments.device)
@@ -141,7 +139,7 @@ def make_optimizer(
 
 
 class BudgetCallback(TrainerCallback):
-    """Logs plan, moves and peak through the trainer, and says at the end of `train` whether the budget held.
+    """Logs plan, moves and peak through the trainer, and prints at the end of `train` whether the budget was met.
 
     `with_budget` adds it. With `optimizers=` add it by `trainer.add_callback(BudgetCallback(trainer))`.
     """
@@ -163,7 +161,7 @@ class BudgetCallback(TrainerCallback):
 
 
 def budgeted(optimizer: Any) -> BaocOptimizer | None:
-    """The BaocOptimizer itself, which accelerate may have wrapped; None for other optimizers."""
+    """The BaocOptimizer inside accelerate's wrappers; None for another optimizer."""
     while optimizer is not None and not isinstance(optimizer, BaocOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

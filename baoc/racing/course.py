@@ -81,11 +81,9 @@ Course = Generator[list[Run], Mapping[Run, RunEnd], RaceOutcome]
 class _State:
     entrants: Sequence[Entrant]
     settings: RaceSettings
-    rates: dict[str, float] = field(default_factory=dict[str, float])
-    dropped: dict[str, str] = field(default_factory=dict[str, str])
-    scores: dict[float | str, dict[str, dict[int, float]]] = field(
-        default_factory=dict[float | str, dict[str, dict[int, float]]]
-    )
+    rates: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    scores: dict[float | str, dict[str, dict[int, float]]] = field(default_factory=dict)
 
     @property
     def remaining(self) -> list[Entrant]:
@@ -123,7 +121,6 @@ class _State:
         )
 
     def drop_behind(self, stage: float) -> None:
-        """Drops the entrants that are clearly behind at a rung."""
         scores = self.scores[stage]
         best = incumbent(self.remaining, scores)
         if not math.isfinite(sum(scores[best].values())):

@@ -15,7 +15,7 @@ from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import AUTO
 from baoc.core.own_code import short_name
-from baoc.core.recipes import BY_RACE, RACED, Recipe, recipe_from_node, recipe_node
+from baoc.core.recipes import BY_RACE, RACED, recipe_from_node, recipe_node
 from baoc.errors import BadInputError
 from baoc.models import choose_size
 from baoc.racing.course import FRESH, RaceOutcome
@@ -42,11 +42,6 @@ class RaceScale:
 def num_epochs(steps: int, target: RaceTarget) -> float:
     """Epochs of a run of `steps` steps; 0 for a stream."""
     return steps * target.batch_size / target.num_train if target.num_train else 0.0
-
-
-def is_raced_recipe(recipe: Recipe | None) -> bool:
-    """Whether `recipe=raced` was given: the bare name. A recipe file of that name has specs or blocks."""
-    return recipe is not None and recipe.name == RACED and not recipe.specs and not recipe.blocks
 
 
 def race_family(config: RunConfig, *, size: str) -> dict[str, Any]:
@@ -129,7 +124,6 @@ def summary_text(outcome: RaceOutcome, *, target: RaceTarget) -> str:
 def race_content(
     outcome: RaceOutcome, *, config: RunConfig, target: RaceTarget, scale: RaceScale, seconds: float, command: str
 ) -> dict[str, Any]:
-    """The content of race.json."""
     verdict = outcome.verdict
     rate = outcome.rates[verdict.choice]
     recipe = next(racer.recipe for racer in target.racers if racer.name == verdict.choice)
@@ -253,7 +247,8 @@ def apply_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
 
 def resolve_raced_recipe(config: RunConfig) -> RunConfig:
     """`config`, with the choice of an earlier race in place of recipe=raced. Raises BadInputError if there is none."""
-    if not is_raced_recipe(config.recipe):
+    recipe = config.recipe
+    if recipe is None or recipe.name != RACED or recipe.specs or recipe.blocks:  # a recipe file of that name has those
         return config
     size = choose_size(config.model.name, size=config.model.size, device=choose_device(config.device)).size.name
     content = find_race(config, size=size, library=Path(config.race.library))

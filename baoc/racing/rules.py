@@ -21,6 +21,7 @@ Nothing is claimed about other sizes or horizons.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from baoc.core.statistics import DEFAULT_LEVEL, Interval, paired_difference, upper_bound
@@ -150,6 +151,7 @@ def verdict(
     mixed = challenger(entrants, pilot)
     comparisons = max(len(uniforms) - 1 + (mixed is not None), 1)
     each = 1 - (1 - level) / comparisons
+    choose = partial(Verdict, margin=allowed, level=level)
     if mixed is not None and fresh.get(mixed):
         against = {
             entrant.name: paired_difference(fresh[mixed], fresh[entrant.name])
@@ -159,15 +161,8 @@ def verdict(
         bounds = {name: upper_bound(difference, level=each) for name, difference in against.items()}
         if len(against) == len(uniforms) and max(bounds.values()) < 0:
             rival = max(against, key=lambda name: against[name].mean)
-            return Verdict(
-                choice=mixed,
-                reason=f"{mixed} beats every uniform on fresh seeds, the best of them by {against[rival]}",
-                rival=rival,
-                difference=against[rival],
-                margin=allowed,
-                margin_held=0.0,
-                level=level,
-            )
+            reason = f"{mixed} beats every uniform on fresh seeds, the best of them by {against[rival]}"
+            return choose(choice=mixed, reason=reason, rival=rival, difference=against[rival], margin_held=0.0)
     held = {
         entrant.name: _margin_held(entrant.name, uniforms=uniforms, scores=both, level=each) for entrant in uniforms
     }
@@ -176,15 +171,8 @@ def verdict(
     rivals = [entrant.name for entrant in uniforms if entrant.name != choice]
     rival = min(rivals, key=lambda name: _mean(both[name]), default=None)
     difference = paired_difference(both[choice], both[rival]) if rival is not None else None
-    return Verdict(
-        choice=choice,
-        reason=_uniform_reason(choice, rival=rival, difference=difference, within=bool(within), held=held[choice]),
-        rival=rival,
-        difference=difference,
-        margin=allowed,
-        margin_held=max(held[choice], 0.0),
-        level=level,
-    )
+    reason = _uniform_reason(choice, rival=rival, difference=difference, within=bool(within), held=held[choice])
+    return choose(choice=choice, reason=reason, rival=rival, difference=difference, margin_held=max(held[choice], 0.0))
 
 
 def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | None, within: bool, held: float) -> str:

@@ -110,10 +110,11 @@ def find_dominating_trial(
     better nor worse.
     """
     for number, other in others:
-        if all(
+        better = [
             _is_better(other.get(name), values.get(name), name=name, direction=direction, margin=margin)
             for name, direction in objectives.items()
-        ):
+        ]
+        if all(better):
             return number
     return None
 

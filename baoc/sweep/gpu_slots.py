@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,13 +21,9 @@ _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 def count_oom_kills(counters: Sequence[Path] = _OOM_COUNTERS) -> int:
     """How many processes of this container the kernel has killed for memory so far; 0 if no counter is readable."""
     for file in counters:
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        with suppress(OSError):
+            if match := re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE):
+                return int(match[1])
     return 0
 
 

@@ -41,7 +41,6 @@ class Progress:
             detach_live(self._console)
 
     def trial_ended(self, text: str) -> None:
-        """Prints a trial's outcome."""
         status = self.status()
         say(f"{text}  [{status.text}]" if self._live is None else text)
         self.refresh(force=True)

@@ -125,7 +125,6 @@ def run_race(
 
 
 def race_command(config: RunConfig, *, overrides: Sequence[str], folder: Path, command: str) -> None:
-    """The command mode=race."""
     if run_race(config, overrides=overrides, folder=folder, command=command, cap_s=config.race.cap_s) is None:
         raise BadInputError(
             f"nothing was raced within race={config.race.cap_s:g}, and the lines above say why: where time is short, "
@@ -221,12 +220,7 @@ class RaceRun:
             say("nothing is raced: the first stage alone would not end in time")
             return None
         content = records.race_content(
-            outcome,
-            config=self.config,
-            target=self.target,
-            scale=scale,
-            seconds=self.elapsed_s(),
-            command=self.command,
+            outcome, config=self.config, target=self.target, scale=scale, seconds=self.elapsed_s(), command=self.command
         )
         records.write_race(content, folder=self.folder, library=Path(race.library))
         print_race(content)
@@ -318,7 +312,7 @@ class RaceRun:
         for number in range(first, len(self.runs)):  # checkpoints of hundreds of runs would fill the disk
             for checkpoint in (self.folder / f"{number:04d}").rglob("*.ckpt"):
                 checkpoint.unlink()
-        trials = self.study.get_trials(deepcopy=False)[first : len(self.runs)]  # a resumed study may have later ones
+        trials = self._trials()[first : len(self.runs)]  # a resumed study may have later ones
         return {run: self._run_end(trial) for (run, _), trial in zip(runs, trials, strict=True)}
 
     def _run_end(self, trial: FrozenTrial) -> RunEnd:
@@ -517,16 +511,19 @@ class RaceRun:
         """Whether the rest of a stage ends within the cap, or its next `runs` had ended already before a kill."""
         if cap_s is None:
             return True
-        assert self.study is not None
-        trials = self.study.get_trials(deepcopy=False)[len(self.runs) : len(self.runs) + len(runs)]
+        trials = self._trials()[len(self.runs) : len(self.runs) + len(runs)]
         had_ended = len(trials) == len(runs) and all(trial.state.is_finished() for trial in trials)
         return had_ended or self.elapsed_s() + self._predict_stage_s(stage) <= cap_s
 
     def _predict_stage_s(self, runs: Sequence[Run]) -> float:
         """Predicted seconds of runs, corrected by the seconds that earlier runs took."""
-        raced = [(run.steps, self._trial_s(i)) for i, (run, _) in enumerate(self.runs) if not is_timing_run(run)]
+        measured = [
+            (run.steps, self._trial_s(number))
+            for number, (run, _) in enumerate(self.runs)
+            if not str(run.stage).startswith(TIMING_STAGE)
+        ]
         workers = self.config.race.workers
-        return predict_seconds([run.steps for run in runs], pace=self.pace, measured=raced, workers=workers)
+        return predict_seconds([run.steps for run in runs], pace=self.pace, measured=measured, workers=workers)
 
     def elapsed_s(self) -> float:
         """Seconds since the race began. Of processes that were killed, the seconds of their plan and runs count."""
@@ -534,15 +531,16 @@ class RaceRun:
 
     def _training_s(self, *, until: float = math.inf) -> float:
         """Seconds of the runs that have ended, or had ended by the time `until`, divided by the workers."""
-        assert self.study is not None
-        trials = self.study.get_trials(deepcopy=False)[: len(self.runs)]
-        ends = [trial.datetime_complete for trial in trials]
+        ends = [trial.datetime_complete for trial in self._trials()[: len(self.runs)]]
         seconds = [self._trial_s(i) for i, end in enumerate(ends) if end is not None and end.timestamp() < until]
         return sum(seconds) / self.config.race.workers
 
-    def _trial_s(self, number: int) -> float:
+    def _trials(self) -> list[FrozenTrial]:
         assert self.study is not None
-        duration = self.study.get_trials(deepcopy=False)[number].duration
+        return self.study.get_trials(deepcopy=False)
+
+    def _trial_s(self, number: int) -> float:
+        duration = self._trials()[number].duration
         return 0.0 if duration is None else duration.total_seconds()
 
     def _time_size(self, size: str) -> tuple[int, Mapping[str, Any]]:
@@ -571,7 +569,6 @@ class RaceRun:
         return [(number, read_json(self.folder / f"{number:04d}" / "result.json")) for number in numbers]
 
     def _pace(self, number: int, result: Mapping[str, Any]) -> Pace:
-        """The pace of a timing run, by its trial number and result."""
         trial_s = self._trial_s(number)
         step_s = float(result["step_ms"]) / 1e3 if result["step_ms"] else trial_s / TIMING_STEPS
         return Pace(step_s, max(trial_s - TIMING_STEPS * step_s, 0.0))
@@ -608,9 +605,7 @@ class RaceRun:
         return (*self._fixed, *budget, f"model.size={scale.size}", *recipe, *own)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """The rows of race.csv, one per run."""
-        assert self.study is not None
-        trials = self.study.get_trials(deepcopy=False)
+        trials = self._trials()
         state_bytes = {racer.name: racer.entrant.state_bytes for racer in self.target.racers}
         rows = []
         for number, (run, overrides) in enumerate(self.runs):
@@ -653,11 +648,6 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
 
 
-def is_timing_run(run: Run) -> bool:
-    """Whether a run is trained for its seconds alone."""
-    return str(run.stage).startswith(TIMING_STAGE)
-
-
 def predict_seconds(
     steps: Sequence[int], *, pace: Pace, measured: Sequence[tuple[int, float]] = (), workers: int = 1
 ) -> float:
@@ -674,7 +664,6 @@ def predict_seconds(
 
 
 def print_race(content: Mapping[str, Any]) -> None:
-    """Prints the table of a race, the verdict and the claim."""
     table = race_table(content)
     words = Column("", overflow="fold", ratio=1, min_width=24)
     columns = (Column("recipe", no_wrap=True), *number_columns(*table["head"][1:-1]), words)

@@ -1,26 +1,27 @@
 """The Optuna storage of a study, which all of its workers share: how a trial gets from waiting to finished.
 
-A worker is one process that runs `run_study`, on any machine. Workers agree through the storage alone.
+A worker is one process that runs `run_study`, on any machine; its code is `_Worker` in `study.py`. Workers agree
+through the storage alone.
 
-1. `open_study` adds all `n_trials` trials in state WAITING, so the total needs no agreement between workers. If it is
-   killed half-way, the next start adds the missing ones.
+1. `open_study` refuses a stored study of other settings (`_check_definition`) or of another folder
+   (`_check_home_folder`). Then it adds all `n_trials` trials in state WAITING, so the total needs no agreement between
+   workers. If it is killed half-way, the next start adds the missing ones.
 2. `next_trial` sets one trial to RUNNING. The storage grants that change to one worker only. sqlite cannot lock a row,
    so its workers take turns by `folder_lock`.
-3. The worker stores two attributes of the trial: its own name (OWNER_KEY), then the sampled overrides (OVERRIDES_KEY).
-   These and the next three steps are methods of `_Worker` in `study.py`: `_choose_overrides`, `_start_process`,
-   `_retry`, `_finish`.
-4. It starts a process with these overrides in the folder `NNNN`, the trial's number.
-5. It starts a process that was killed again, up to `retries` times. The run resumes from its newest checkpoint; a run
-   that has written its result is not repeated (`trial_process.py`).
-6. When the process has ended, it hands the values and constraints to Optuna. Optuna refuses to change a finished trial,
-   so each trial is finished once.
+3. `_Worker._choose_overrides` stores two attributes of the trial: the worker's name (OWNER_KEY), then the sampled
+   overrides (OVERRIDES_KEY).
+4. `_Worker._start_process` starts a process with these overrides in the folder `NNNN`, the trial's number.
+5. `_Worker._retry` starts a process that was killed again, up to `retries` times. The run resumes from its newest
+   checkpoint; a run that has written its result is not repeated (`trial_process.py`).
+6. `_Worker._finish` hands the values and constraints of an ended process to Optuna. Optuna refuses to change a finished
+   trial, so each trial is finished once.
 
 What a kill leaves behind:
 
-7. The trials of a dead worker stay RUNNING. `_take_over` finds them by the missing heartbeat (`workers.py`) and, under
-   `setup_lock`, replaces the owner. The trial keeps its number, folder and overrides. A trial whose worker died before
-   step 3 has no overrides; they are sampled again from the seed of the trial's number.
-8. A worker whose machine slept through its takeover finds another owner (`_owns`) and drops the trial.
+7. The trials of a dead worker stay RUNNING. `_Worker._take_over` finds them by the missing heartbeat (`workers.py`)
+   and, under `setup_lock`, replaces the owner. The trial keeps its number, folder and overrides. If its worker died
+   within step 3, it has no overrides; they are sampled again from the seed of the trial's number.
+8. A worker whose machine slept through its takeover finds another owner (`_Worker._owns`) and drops the trial.
 9. A writer that dies in mid-line leaves a torn last line in a journal file. `RepairedJournal` moves it into `NAME.torn`
    on opening and before each append. sqlite and servers roll back an unfinished transaction themselves.
 """
@@ -42,7 +43,9 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import Trial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from baoc.errors import BadInputError, OutputError
 from baoc.frontier.runs import STUDY_FILE, read_study_file
@@ -220,7 +223,6 @@ def release_connections(storage: BaseStorage) -> None:
 def retry_connections(engine: Any, *, patience_s: float = CONNECT_PATIENCE_S) -> None:
     """Makes `engine` repeat refused connections for up to `patience_s` seconds, with growing random pauses. A server
     refuses connections while it restarts, or when all of them (100 by default) are in use by other workers."""
-    from sqlalchemy import event
 
     def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
         end, pause_s = time.monotonic() + patience_s, 0.05
@@ -274,14 +276,10 @@ def setup_lock(folder: Path, *, url: str) -> Iterator[None]:
         if not url.startswith("postgresql"):
             yield
             return
-        import sqlalchemy
-        import sqlalchemy.pool
-        from sqlalchemy.exc import OperationalError
-
         try:
-            engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.pool.NullPool)
+            engine = create_engine(url, poolclass=NullPool)
             with engine.connect() as connection:  # two workers on an empty database would both create its tables
-                connection.execute(sqlalchemy.text("select pg_advisory_lock(hashtext('baoc study'))"))
+                connection.execute(text("select pg_advisory_lock(hashtext('baoc study'))"))
                 yield
         except (OperationalError, ImportError) as error:
             raise _no_server(url, error) from error
@@ -329,12 +327,10 @@ def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path
     stored = definitions.get(config.name)
     changes = differences(stored, config.definition()) if stored else []
     if changes:
-        text = "; ".join(
-            f"{path} {setting_text(old)} and was asked for {setting_text(new)}" for path, old, new in changes
-        )
+        clauses = [f"{path} {setting_text(old)} and was asked for {setting_text(new)}" for path, old, new in changes]
         raise BadInputError(
-            f"study {config.name} has {text}: trials of both cannot be compared. Give it another hydra.sweeper.name, "
-            "or the settings it has"
+            f"study {config.name} has {'; '.join(clauses)}: trials of both cannot be compared. Give it another "
+            "hydra.sweeper.name, or the settings it has"
         )
 
 

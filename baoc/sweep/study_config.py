@@ -52,7 +52,6 @@ class Domain:
 
     @property
     def is_integer(self) -> bool:
-        """Whether a range is of integers only."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
@@ -67,7 +66,6 @@ class Param(Domain):
         return {name: _plain(getattr(self, name)) for name in DOMAIN_KEYS if name != "when" or self.when}
 
     def override(self, value: Any) -> str:
-        """The override `key=value` of a value."""
         return f"{self.key}={self._text(value)}"
 
     def _text(self, value: Any) -> str:
@@ -199,7 +197,6 @@ def read_study(settings: Mapping[str, Any]) -> StudyConfig:
 
 
 def key_of(override: str) -> str:
-    """The setting that an override changes."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 

@@ -4,6 +4,7 @@ torch does not read the checksums of its archives and loads a file with flipped 
 damaged or foreign file is a CheckpointError with a message of its own.
 """
 
+import fnmatch
 import logging
 import os
 import pickle
@@ -154,6 +155,7 @@ def resolve_resume(
 
 
 def _load(path: Path, *, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
+    """The content of a checkpoint that passes `check`."""
     content = load_checked(path)
     try:
         check(content)
@@ -168,12 +170,8 @@ def _find_newest(
     if not folder.is_dir():
         return None
     walk = os.walk(folder)  # skips folders that disappear meanwhile or cannot be read
-    paths = [
-        Path(top, name)
-        for top, _, names in walk
-        for name in names
-        if name.endswith(CHECKPOINT_SUFFIX) and name[0] != "."
-    ]
+    pattern = f"[!.]*{CHECKPOINT_SUFFIX}"
+    paths = [Path(top, name) for top, _, names in walk for name in fnmatch.filter(names, pattern)]
     files = [path for path in paths if os.path.isfile(path)]
     for path in newest_first(path for path in files if RACE_FOLDER not in path.relative_to(folder).parts):
         try:

@@ -369,7 +369,6 @@ def print_frontier(
 
 
 def make_table(title: str, *columns: Column) -> Table:
-    """An empty table."""
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "pad_edge": False, "expand": True}
     return Table(*columns, box=SIMPLE_HEAD, title=title, **style)
 

@@ -34,11 +34,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def series(path: str | os.PathLike[str], key: str) -> list[tuple[int, float | None]]:
-    """(step, value) of one metric, one value per step; None stands for NaN or infinity."""
-    return [(line["step"], line[key]) for line in read_metrics(path) if key in line]
-
-
 def supersede(
     path: str | os.PathLike[str], *, from_step: int, also: Callable[[Mapping[str, Any]], bool] = lambda line: False
 ) -> int:

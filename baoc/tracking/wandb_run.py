@@ -38,32 +38,27 @@ class WandbRunLogger(WandbLogger):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self.closed = self._guarding = self._media_refused = False
         self._say = say
-        self._guard(lambda: run.define_metric("trainer/global_step", hidden=True))
-        self._guard(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
+        self._guard(run.define_metric, "trainer/global_step", hidden=True)
+        self._guard(run.define_metric, "*", step_metric="trainer/global_step", step_sync=True)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        log = super().log_hyperparams
-        self._guard(lambda: log(*args, **kwargs))
+        self._guard(super().log_hyperparams, *args, **kwargs)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        log = super().log_metrics
-        self._guard(lambda: log(metrics, step))  # a failed fit logs after `finalize`
+        self._guard(super().log_metrics, metrics, step)  # a failed fit logs after `finalize`
 
     def log_table(self, key: str, *args: Any, **kwargs: Any) -> None:
-        log = super().log_table
-        self._guard(lambda: log(key, *args, **kwargs), media=key)
+        self._guard(super().log_table, key, *args, media=key, **kwargs)
 
     def log_image(self, key: str, *args: Any, **kwargs: Any) -> None:
-        log = super().log_image
-        self._guard(lambda: log(key, *args, **kwargs), media=key)
+        self._guard(super().log_image, key, *args, media=key, **kwargs)
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         self._guard(lambda: self.experiment.summary.update(values))
 
     def finalize(self, status: str) -> None:
         """Called by Lightning after each fit and validation; ends the run after a failure only."""
-        finalize = super().finalize
-        self._guard(lambda: finalize(status))
+        self._guard(super().finalize, status)
         if status != "success":
             self.finish(exit_code=1)
 
@@ -72,18 +67,18 @@ class WandbRunLogger(WandbLogger):
         self._guard(lambda: self.experiment.finish(exit_code=exit_code))
         self.closed = True
 
-    def _guard(self, call: Callable[[], Any], *, media: str | None = None) -> None:
-        """Runs `call`; after an exception closes the W&B run, and later calls do nothing. An exception while logging
-        `media` (a table or a picture) stops media only: a server may refuse them and still take numbers, and each of
-        them would wait for an answer again."""
+    def _guard(self, call: Callable[..., Any], *args: Any, media: str | None = None, **kwargs: Any) -> None:
+        """Runs `call(*args, **kwargs)`; after an exception closes the W&B run, and later calls do nothing. An exception
+        while logging `media` (a table or a picture) stops media only: a server may refuse them and still take numbers,
+        and each of them would wait for an answer again."""
         if self.closed or (media is not None and self._media_refused):
             return
         if self._guarding:  # log_table calls log_metrics
-            call()
+            call(*args, **kwargs)
             return
         self._guarding = True
         try:
-            call()
+            call(*args, **kwargs)
         except Exception as error:
             if media is not None:
                 self._media_refused = True

@@ -10,8 +10,13 @@ import pytest
 from baoc.errors import BadInputError
 from baoc.tracking.files import read_jsonl
 from baoc.tracking.jsonl import JsonlLogger
-from baoc.tracking.metrics import read_metrics, series, supersede
+from baoc.tracking.metrics import read_metrics, supersede
 from tests.support.commands import start_script
+
+
+def series(path: Path, key: str) -> list[tuple[int, float | None]]:
+    """(step, value) of one metric."""
+    return [(row["step"], row[key]) for row in read_metrics(path) if key in row]
 
 
 def log_steps(run_dir: Path, steps: range, *, value: float = 0.0) -> JsonlLogger:
