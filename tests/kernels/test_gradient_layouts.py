@@ -15,7 +15,7 @@ def make(*, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Gra
     """Two tables: 19 tensors of one, and one of another."""
     params = [nn.Parameter(torch.zeros(6, 6, dtype=dtype)) for _ in range(NUM)]
     tables = [FusedTable(own, kind=Kind(rule="sign"), states=[{} for _ in own]) for own in (params[:-1], params[-1:])]
-    return params, Gradients(tables, begins=[0, NUM, NUM + 4])
+    return params, Gradients(tables, starts=[0, NUM, NUM + 4])
 
 
 def give(params: list[nn.Parameter]) -> list[Tensor]:
@@ -105,7 +105,7 @@ def test_a_gradient_that_comes_with_a_type_of_its_own_to_places_that_were_known_
 
 def test_few_gradients_are_looked_at_closely_though_they_stay_where_they_are() -> None:
     param = nn.Parameter(torch.zeros(6, 6))
-    gradients = Gradients([FusedTable([param], kind=Kind(rule="sign"), states=[{}])], begins=[0, 4])
+    gradients = Gradients([FusedTable([param], kind=Kind(rule="sign"), states=[{}])], starts=[0, 4])
     grad = torch.arange(36.0).view(6, 6)
     param.grad = grad
     gradients.refresh()

@@ -65,5 +65,5 @@ def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **cal
     if not track:
         return None
     alone = engine_of(table)
-    alone.sum()
+    alone.sum_squares()
     return alone.sums[: len(table.params)]

@@ -1,7 +1,7 @@
-"""One Triton kernel for the elementwise rules: rule, storage and weights are switches, tensors come from a table.
+"""One Triton kernel for all elementwise rules: rule, codecs and weights format are compile-time constants.
 
-A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row is a quantiser's group. Its eager twin
-is `baoc.optim.rules` with `baoc.optim.codecs`; payloads and scales are theirs, so either may take the next step.
+A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row is a quantiser's group. The eager
+counterpart is `baoc.optim.rules` with `baoc.optim.codecs`; stored bytes are the same, so either may take the next step.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baoc.kernels.triton import kinds
 from baoc.kernels.triton.device import GRAD_LIMIT, load_numbers, reciprocal, root, tile_of, usable, usable_and_differ
 from baoc.kernels.triton.kinds import Call
 from baoc.kernels.triton.storage import (
@@ -33,10 +34,10 @@ from baoc.kernels.triton.storage import (
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
 
-WIDTH = tl.constexpr(8)
-# Columns of addresses (filled by `FusedTable`) and of settings (by the rows of `kinds`), both WIDTH per tensor.
-PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT, MATCH_AT = (tl.constexpr(i) for i in range(7))
-DECAY, SIZE, W1, B2, W2, INV_BC2, EPS = (tl.constexpr(i) for i in range(7))
+WIDTH = tl.constexpr(kinds.WIDTH)
+# Columns of a tensor's addresses, which `FusedTable` fills, and of its settings, which functions of `kinds` compute.
+PARAM_AT, M_AT, M_SCALE_AT, V_AT, V_SCALE_AT, CORRECTION_AT, MATCH_AT = map(tl.constexpr, kinds.ADDRESS_COLUMNS)
+DECAY, SIZE, W1, B2, W2, INV_BC2, EPS, PER_LR = map(tl.constexpr, kinds.SETTING_COLUMNS)
 REPAIRERS = tl.constexpr(64)  # programs per tensor of a repair, which nearly always has nothing to do
 
 
@@ -54,7 +55,7 @@ def _sign(x):
 
 @triton.jit
 def average(x, scale, g, weight, M: tl.constexpr):
-    """m = x scale averaged with g; where m is not coded as torch has it to the last bit, which may decide a tie."""
+    """The new m, from the old m = x * scale and g. fp32 and bf16 m equal torch's lerp to the last bit, as ties need."""
     m = x * (scale * (1.0 - weight)) + weight * g
     if M == "fp32" or M == "bf16":
         m = lerp(x, g, weight)
@@ -63,7 +64,7 @@ def average(x, scale, g, weight, M: tl.constexpr):
 
 @triton.jit
 def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
-    """The rule's own update from the new averages; s is sqrt(v). Lion passes its interpolation as m."""
+    """The rule's update, from the new m and s = sqrt(new v). Lion passes its interpolation as m."""
     if RULE == "adamw":
         update = m * reciprocal(s * inv_bc2 + eps)
     elif RULE == "rmsprop":
@@ -77,7 +78,7 @@ def _update(g, m, s, inv_bc2, eps, RULE: tl.constexpr):
 
 @triton.jit
 def is_plain(g, p, new, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
-    """Whether all elements of the chunk are stepped and, where that matters, every weight is another than it was."""
+    """Whether all elements of the chunk are stepped and, for split8, every weight changes."""
     plain = usable_and_differ(g, new, p) if WEIGHTS == "split8" else usable(g)
     if MARKED:
         plain = plain & (g.to(tl.int32, bitcast=True) != -2147483648).to(tl.int32)
@@ -86,7 +87,7 @@ def is_plain(g, p, new, WEIGHTS: tl.constexpr, MARKED: tl.constexpr):
 
 @triton.jit
 def matched_factor(match_addr):
-    """The factor of an update: target over own RMS; 0 where that is not known yet, for `repair` to make good."""
+    """The factor of an update: target / RMS of the update before. 0 at the first one, which `repair` then adds."""
     match = match_addr.to(tl.pointer_type(tl.float32))
     target, own = tl.load(match), tl.load(match + 1)
     return tl.where(own > 1e-30, target / tl.maximum(own, 1e-30), 0.0)
@@ -95,8 +96,8 @@ def matched_factor(match_addr):
 @triton.jit
 def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.constexpr, VEC: tl.constexpr,
               FULL: tl.constexpr):  # fmt: skip
-    """Gradient as fp32 with 0 where it is left out; where it is finite, of what `kernels.usable` calls so; where it is
-    kept, which marks may narrow."""
+    """Returns (g, finite, stepped): the gradient as fp32 with 0 where it is not stepped, where it is usable
+    (`kernels.usable`), and where it is stepped, which excludes marked elements too."""
     return keep_finite(load_numbers(grad_addr, start, tile, inside, GRAD, VEC, FULL), MARKED)
 
 
@@ -104,29 +105,30 @@ def load_grad(grad_addr, start, tile, inside, GRAD: tl.constexpr, MARKED: tl.con
 def keep_finite(raw, MARKED: tl.constexpr):
     """`load_grad`'s results for a gradient that was read already."""
     g = raw.to(tl.float32)
-    whole = tl.abs(g) < GRAD_LIMIT
-    kept = whole
+    finite = tl.abs(g) < GRAD_LIMIT
+    stepped = finite
     if MARKED:
-        kept = whole & (g.to(tl.int32, bitcast=True) != -2147483648)
-    return tl.where(kept, g, 0.0), whole, kept
+        stepped = finite & (g.to(tl.int32, bitcast=True) != -2147483648)
+    return tl.where(stepped, g, 0.0), finite, stepped
 
 
 @triton.jit
-def count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK: tl.constexpr, COUNT: tl.constexpr):
-    """Adds up what was not finite, and what was not stepped; what is outside of a tensor was read as 0."""
+def count_skipped(finite, stepped, tensor, skipped, nonfinite, TRACK: tl.constexpr, COUNT: tl.constexpr):
+    """Adds the elements that were not finite to `nonfinite`, and those not stepped to `skipped`. Elements outside of
+    the tensor were read as 0 and count as stepped."""
     if COUNT:
-        num_nonfinite = tl.sum(tl.where(whole, 0, 1))
+        num_nonfinite = tl.sum(tl.where(finite, 0, 1))
         tl.atomic_add(nonfinite + tensor, num_nonfinite.to(tl.int64), mask=num_nonfinite > 0, sem="relaxed")
     if TRACK:
-        num_out = tl.sum(tl.where(kept, 0, 1))
-        tl.atomic_add(skipped + tensor, num_out, mask=num_out > 0, sem="relaxed")
+        num_skipped = tl.sum(tl.where(stepped, 0, 1))
+        tl.atomic_add(skipped + tensor, num_skipped, mask=num_skipped > 0, sem="relaxed")
 
 
 @triton.jit
 def _new_m(m_old, scale, g, w1, w2, RULE: tl.constexpr, M: tl.constexpr, MODE: tl.constexpr):
-    """The m of the update: Lion's interpolation, else the new m."""
+    """The m that the update is computed from: Lion's interpolation, else the new m."""
     m = m_old * scale
-    if MODE == "repair":  # which is there already; Lion's update needs the one before
+    if MODE == "repair":  # m is the new one already; Lion's update needs the old one
         m = lerp(m + (m - g) * (w2 / (1.0 - w2)), g, w1) if RULE == "lion" else m
     elif RULE == "adamw":
         m = average(m_old, scale, g, w1, M)
@@ -137,7 +139,7 @@ def _new_m(m_old, scale, g, w1, w2, RULE: tl.constexpr, M: tl.constexpr, MODE: t
 
 @triton.jit
 def _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE: tl.constexpr, TRACK: tl.constexpr):
-    """Weights after the step and the update, which AdamW does without where nobody asks for it."""
+    """Returns (weights after the step, update). AdamW without TRACK does not compute the update."""
     if RULE == "adamw" and not TRACK:
         per = reciprocal(size)
         moves = tl.abs(size) > 1e-37
@@ -151,9 +153,9 @@ def _new_weights(g, p, m, s, decay, size, inv_bc2, eps, RULE: tl.constexpr, TRAC
 
 
 @triton.jit
-def facts(tensor, ptrs, settings):
-    """Addresses and settings of a tensor, asked for all at once before anything depends on them: a program lives as
-    long as its chain of reads."""
+def load_row(tensor, ptrs, settings):
+    """Loads a tensor's addresses (param, correction, m, m.scale, v, v.scale, match) and settings (decay, size, w1, w2,
+    b2, inv_bc2, eps), all at once before anything depends on them: a program lives as long as its chain of loads."""
     addrs, row = ptrs + tensor * WIDTH, settings + tensor * WIDTH
     at = (
         tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT), tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT),
@@ -173,10 +175,12 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` (at most CHUNK) elements from `start`, whatever they are. QUICK promises a whole chunk, and leaves
-    it alone unless all elements are stepped and, split, moved: what the others take is a third of the instructions.
-    Returns whether it is done."""
-    at, row = facts(tensor, ptrs, settings)
+    """Steps `left` (at most CHUNK) elements from `start`. Returns whether it has.
+
+    QUICK needs a full chunk, and does nothing unless all elements are stepped and split8 weights all change. It saves
+    the masks for other elements, a third of the instructions.
+    """
+    at, row = load_row(tensor, ptrs, settings)
     p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, match_addr = at
     decay, size, w1, w2, b2, inv_bc2, eps = row
     tile, groups = tile_of(CHUNK)
@@ -187,7 +191,7 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
     if QUICK:
         g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, True)
     else:
-        g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        g, finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     p, stored = g, 0
     if MODE != "measure":
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, QUICK)
@@ -203,7 +207,7 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
         else:
             v = restore_v(v_old, scale_old, V)
             if MODE != "repair":
-                v = tl.where(kept, average_v(v_old, scale_old, g, b2, w2, V), v)
+                v = tl.where(stepped, average_v(v_old, scale_old, g, b2, w2, V), v)
         s = root(v) if V == "sqrt8" else tl.sqrt(v)
     done = True
     if MODE == "step":
@@ -211,17 +215,17 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
         if QUICK:
             done = is_plain(g, p, new, WEIGHTS, MARKED)
         else:
-            new = tl.where(kept, new, p)
+            new = tl.where(stepped, new, p)
     else:
         update = _update(g, m, s, inv_bc2, eps, RULE)
         new = p
     if MODE == "repair":
-        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+        new = tl.where(stepped, p - size * tl.load(repair + tensor) * update, p)
     if done:
         if MODE == "step" and M != "none":
             m = lerp(m_old * m_scale, g, w2) if RULE == "lion" else m
             if not QUICK:
-                m = tl.where(kept, m, m_old * m_scale)
+                m = tl.where(stepped, m, m_old * m_scale)
             store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, QUICK)
         if MODE == "step" and V != "none":
             store_v(v_addr, v_scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, V, VEC, QUICK)
@@ -229,10 +233,10 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
             store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM,
                         VEC, QUICK, QUICK)  # fmt: skip
         if TRACK and MODE != "repair":
-            square = update * update if QUICK else tl.where(kept & inside, update * update, 0.0)
+            square = update * update if QUICK else tl.where(stepped & inside, update * update, 0.0)
             tl.store(partial + pid, tl.sum(square))
     if not QUICK and MODE != "repair":
-        count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
+        count_skipped(finite, stepped, tensor, skipped, nonfinite, TRACK, COUNT)
     return done
 
 
@@ -253,8 +257,8 @@ def step_kernel(
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk; a tensor without gradient is left as it is. To repair, REPAIRERS programs share a tensor,
-    so that one with nothing to repair costs little."""
+    """One program per chunk; a tensor without gradient stays as it is. In mode "repair", REPAIRERS programs share a
+    tensor, so that a tensor without anything to repair costs little."""
     pid = tl.program_id(0)
     if MODE == "repair":
         grad_addr = tl.load(grad_ptrs + pid)
@@ -276,8 +280,8 @@ def step_kernel(
         if grad_addr != 0:
             done = False
             if MODE == "step":
-                is_whole = left == CHUNK
-                if is_whole:
+                is_full = left == CHUNK
+                if is_full:
                     done = _step_chunk(
                         pid, tensor, grad_addr, start, left, ptrs, settings, thresholds, repair, partial, skipped,
                         nonfinite, RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC,
@@ -296,28 +300,29 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def launch_step(
-    kernel: Any, table: "FusedTable", call: Call, *, sizes: Tensor, places: Sequence[Tensor] = (), **own: Any
+    kernel: Any, table: "FusedTable", call: Call, *, sizes: Tensor, buffers: Sequence[Tensor] = (), **constants: Any
 ) -> None:
-    """Launches a stepping kernel: a program per chunk, and to repair, REPAIRERS per tensor.
+    """Launches a stepping kernel: a program per chunk, or REPAIRERS per tensor in mode "repair".
 
     Args:
-        sizes: What the kernel knows of each tensor's size.
-        places: Tensors of the family's own, behind the settings.
-        own: Constants of the family's own.
+        sizes: `table.numels` or `table.shape_tensor`, whichever the kernel takes.
+        buffers: arguments of the family's own, which follow the settings.
+        constants: compile-time constants of the family's own.
     """
     repairs = call.mode == "repair"
     limits = {"maxnreg": table.config.registers} if table.config.registers else {}
     kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
-        table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *places,
+        table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
         table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
-        **own, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype], MODE=call.mode,
-        MATCHED=call.matched, TRACK=call.track and not repairs, COUNT=call.count and call.mode == "step",
-        MARKED=call.marked, VEC=table.vector, num_warps=table.config.warps, **limits,
+        **constants, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype],
+        MODE=call.mode, MATCHED=call.matched, TRACK=call.track and not repairs,
+        COUNT=call.count and call.mode == "step", MARKED=call.marked, VEC=table.vector, num_warps=table.config.warps,
+        **limits,
     )  # fmt: skip
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`."""
+    """Launches the step of the elementwise rules, see `kinds.Call`."""
     kind, traits = table.kind, table.kind.traits
     m, v = kind.m if traits.has_m else "none", kind.v if traits.has_v else "none"
     launch_step(step_kernel, table, call, sizes=table.numels, RULE=kind.rule, M=m, V=v, CHUNK=table.config.chunk)

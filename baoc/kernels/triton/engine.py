@@ -1,20 +1,26 @@
-"""Steps several tables at once: one upload, one launch per table, matching on the device, all in one CUDA graph.
+"""Steps all tables of a device together: one upload, one kernel launch per table, one CUDA graph.
 
-The launch path of a fused step, in order:
+The launch path of a fused step, in the order of calls:
 
-1. `FusedBackend` groups tensors into tables: one `FusedTable` per rule, codecs, weights and type (`kinds.Kind`). An
-   `Engine` holds all tables of a device and lays their rows of addresses and settings side by side in one buffer.
-2. `Engine.stage` (host): `Gradients.refresh` reads the address of each gradient; `Settings.fill` computes one row of
-   settings per parameter group, rule and step count, and spreads it over the tensors. Both go up through a pinned slot
-   of the `Upload`. Nothing waits for the device, unless it is more than `SLOTS` steps behind.
-3. `Engine.run` (device): each table is one launch of its family's kernel, whose programs find their tensor by
-   `chunk_tensor` and read addresses, settings and thresholds from the buffer; for matched blocks `match_kernel`
-   computes what a second, small launch (`repair`) takes off where the factor of this step was too large. Ranks that
-   have parts of the tensors add their sums up before it (`all_reduce_sums`).
-4. All of that takes what it needs from buffers that never move, so it is captured in a CUDA graph when a variant
-   (types of gradients, matched, marked) has run once, and replayed from then on (`Graphs`). Memory for the step alone
-   (Muon's matrix products) is taken before, and where it lies belongs to the variant.
-5. Non-finite elements are left out by the kernels themselves and counted; the host reads the counts as they arrive.
+1. `FusedBackend` (optim/backends/fused.py) sorts parameters into tables, one `FusedTable` per `Kind` (rule, codecs,
+   weights format) and dtype, and builds an `Engine` for each device. The engine puts the rows of all tables into shared
+   device buffers, and `_bind` gives each table its slices of them.
+2. `Engine.stage` prepares the step on the host. `Gradients.refresh` reads the address of each gradient. `Settings.fill`
+   computes a row of settings (step size, decay, ...) for each parameter group, rule and step count, and copies it to
+   the tensors that share it. `Upload.send` copies both, and the rounding thresholds, to the device through a pinned
+   buffer. The host waits only if it is more than `SLOTS` uploads ahead of the device.
+3. `Engine.run` launches the kernels. `_step` calls `launch` for each table, which is `launch` of `elementwise`,
+   `matrix`, `foam` or `muon`. A program finds its tensor in `chunk_tensor`, reads the tensor's addresses and settings
+   from its rows, and steps one chunk of it.
+4. `_repair` runs only for tables whose updates are matched, that is scaled by target / RMS. Step 3 used the RMS of the
+   update before. `sum_kernel` adds up the squares of this update, `match_kernel` computes the factor that should have
+   been used, and the table's kernel runs again in mode "repair": it subtracts
+   size x (right factor - used factor) x update. Where tensors are sharded, `all_reduce_sums` comes before it.
+5. `Graphs.run` wraps steps 3 and 4. The first step of a variant (dtypes and alignment of gradients, matched, marked,
+   address of the workspace) launches each kernel, the second is captured as a CUDA graph, later ones replay that. This
+   is why kernels read everything from buffers that never move.
+6. `Upload.receive` starts the copy of counters back to the host: non-finite gradient elements, which the kernels leave
+   out. The host reads them at a later step, without waiting.
 """
 
 import ctypes
@@ -23,48 +29,56 @@ import logging
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from baoc.cache import ensure_private_folder
-from baoc.kernels.triton.kinds import NUM_THRESHOLDS, Call, Options
+from baoc.kernels.triton.kinds import NUM_THRESHOLDS, WIDTH, Call, Options
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
-from baoc.kernels.triton.table import WIDTH, FusedTable
+from baoc.kernels.triton.table import FusedTable
 
 if TYPE_CHECKING:
-    from baoc.kernels.triton.matching import Marks
+    from baoc.kernels.triton.marks import Marks
 
 log = logging.getLogger(__name__)
-MOST_GRAPHS = 24  # variants kept: gradients that wander between layouts are launched plainly
-_TRIES = 3  # captures that may fail before steps are launched plainly for good
-_PAD = 4  # tensors: slices of a table begin at multiples of 16 bytes, so that kernels are compiled once
-_NUM_SHARED = NUM_THRESHOLDS + 4  # numbers for all tensors: lanes, the phase (and padding)
+MOST_GRAPHS = 24  # captured variants; gradients that keep changing layouts are launched without a graph
+_MAX_FAILED_CAPTURES = 3  # after these no more captures are tried
+_PAD = 4  # tensors: slices of buffers then begin at multiples of 16 bytes, so that kernels are compiled only once
+_NUM_SHARED = NUM_THRESHOLDS + 4  # fp32 numbers for all tensors: thresholds, bits of the phase, padding
 _PER_PHASE = 0x85EBCA77  # as baoc.optim.weights
-_SUM_LANES, _MATCH_LANES = 1024, 64
+_SUM_BLOCK_SIZE, _MATCH_BLOCK_SIZE = 1024, 64
+
+
+class _SlotViews(NamedTuple):
+    """Parts of a pinned slot of the upload, as the host writes them."""
+
+    addresses: memoryview  # int64 [tensors]
+    settings: Tensor  # fp32 [tensors, WIDTH]
+    thresholds: memoryview  # fp32 [_NUM_SHARED]
 
 
 class Engine:
-    """The buffers that tables share and the order of launches. All tables are on one device.
+    """The buffers that the tables of one device share, and the order of their launches.
 
-    A step is `stage` (the host's part) and `run` (the device's). `mark` comes before both where gradients are looked at
-    first. `num_nonfinite_host` follows `num_nonfinite` without anyone waiting: what it says may be some steps old.
+    A step is `stage` (host) and `run` (device). `mark` comes before both where gradients are clipped or reduced before
+    the step. `places[i]` is the index of tensor i, counted over all tables, in the engine's arrays.
+    `num_nonfinite_host` follows `num_nonfinite` asynchronously, so it may be some steps old.
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, graphs: bool = True):
-        from triton import knobs  # as late as the kernels, for it takes half a second and is not everywhere
+        from triton import knobs  # imported late, like the kernels: it takes half a second and is not always installed
 
         ensure_private_folder("TRITON_CACHE_DIR", Path(knobs.cache.dir))
         self.tables = list(tables)
         self.device = self.tables[0].device
-        self._begins = _padded_ends(len(table.params) for table in self.tables)
-        self.size = self._begins[-1]
-        self.gradients = Gradients(self.tables, begins=self._begins)
+        self._table_starts = _padded_starts(len(table.params) for table in self.tables)
+        self.size = self._table_starts[-1]
+        self.gradients = Gradients(self.tables, starts=self._table_starts)
         self.places = self.gradients.places
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
@@ -81,60 +95,63 @@ class Engine:
 
     def _allocate(self) -> None:
         size, device = self.size, self.device
-        self._upload = Upload(size * (8 + 4 * WIDTH) + 4 * _NUM_SHARED, num_back=size, device=device)
-        bytes_ = self._upload.device
-        self.grad_ptrs = bytes_[: size * 8].view(torch.int64)
-        self._settings = bytes_[size * 8 : size * (8 + 4 * WIDTH)].view(torch.float32).view(size, WIDTH)
-        self._thresholds = bytes_[size * (8 + 4 * WIDTH) :].view(torch.float32)
-        self._staging = [self._views(slot) for slot in self._upload.slots]
-        self._held = [-1] * len(self._staging)  # which addresses a slot holds, as `Gradients.version` says
-        self._on_device = -1  # and which the device holds
-        self.ptrs = self._spread([row for table in self.tables for row in table.addresses], width=WIDTH)
+        # Bytes of an upload: int64 addresses, then fp32 settings, then what all tensors share.
+        self._settings_at, self._thresholds_at = 8 * size, (8 + 4 * WIDTH) * size
+        self._upload = Upload(self._thresholds_at + 4 * _NUM_SHARED, num_back=size, device=device)
+        uploaded = self._upload.device
+        self.grad_ptrs = uploaded[: self._settings_at].view(torch.int64)
+        self._settings = uploaded[self._settings_at : self._thresholds_at].view(torch.float32).view(size, WIDTH)
+        self._thresholds = uploaded[self._thresholds_at :].view(torch.float32)
+        self._slots = [self._slot_views(slot) for slot in self._upload.slots]
+        self._slot_versions = [-1] * len(self._slots)  # `Gradients.version` of the addresses in each slot
+        self._device_version = -1  # and on the device
+        self.ptrs = self._at_places([row for table in self.tables for row in table.addresses], width=WIDTH)
         shapes = [shape for table in self.tables for shape in table.shapes]
-        self._shapes = self._spread([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
+        self._shapes = self._at_places([[s.numel, s.rows, s.cols, int(s.transposed)] for s in shapes], width=4)
         self.numels = self._shapes[:, 0].contiguous()
-        self.unsharded_numels = self.numels  # those that `sums` are over
+        self.unsharded_numels = self.numels  # the elements that `sums` are over
         self.repair = torch.zeros(size, dtype=torch.float32, device=device)
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
         self.num_skipped = torch.zeros(size, dtype=torch.int32, device=device)
         self.num_nonfinite, self.num_nonfinite_host = self._upload.back, self._upload.received
-        self._programs = _padded_ends(table.num_chunks for table in self.tables)
-        self.partial = torch.zeros(max(self._programs[-1], 1), dtype=torch.float32, device=device)
+        self._program_starts = _padded_starts(table.num_chunks for table in self.tables)
+        self.partial = torch.zeros(max(self._program_starts[-1], 1), dtype=torch.float32, device=device)
 
-    def _spread(self, rows: list[list[int]], *, width: int) -> Tensor:
+    def _at_places(self, rows: list[list[int]], *, width: int) -> Tensor:
         """One row per tensor -> int64 [size, width] on the device, each row at its tensor's place."""
-        spread = torch.zeros(self.size, width, dtype=torch.int64, device="cpu")
-        spread[self.places] = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        return spread.to(self.device)
+        placed = torch.zeros(self.size, width, dtype=torch.int64, device="cpu")
+        placed[self.places] = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return placed.to(self.device)
 
-    def _views(self, slot: Tensor) -> tuple[memoryview, Tensor, memoryview]:
-        """Addresses (int64), settings (fp32 [tensors, 8]) and what all share (fp32) in a slot of the upload."""
-        memory, addresses, settings = memory_of(slot), self.size * 8, self.size * 4 * WIDTH
-        return (
-            memory[:addresses].cast("q"),
-            slot[addresses : addresses + settings].view(torch.float32).view(self.size, WIDTH),
-            memory[addresses + settings :].cast("f"),
+    def _slot_views(self, slot: Tensor) -> _SlotViews:
+        memory = memory_of(slot)
+        settings = slot[self._settings_at : self._thresholds_at].view(torch.float32)
+        return _SlotViews(
+            addresses=memory[: self._settings_at].cast("q"),
+            settings=settings.view(self.size, WIDTH),
+            thresholds=memory[self._thresholds_at :].cast("f"),
         )
 
     def _lay_out_blocks(self) -> None:
-        """Programs of each tensor, and matched blocks: the tensors that share a match, in whatever tables."""
-        blocks: dict[int, list[int]] = {}
+        """Range of programs of each tensor, and the tensors of each matched block, which may lie in several tables."""
+        members: dict[int, list[int]] = {}  # places by the block's match
         spans: list[list[int]] = []
         self.matches: dict[int, Tensor] = {}
-        for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
-            spans += [[program + first, program + last] for first, last in pairwise(table.firsts)]
+        for table, start, program in zip(self.tables, self._table_starts, self._program_starts, strict=False):
+            spans += [[program + first, program + last] for first, last in pairwise(table.chunk_starts)]
             for index, match in enumerate(table.matches):
                 if match is not None:
                     self.matches[id(match)] = match
-                    blocks.setdefault(id(match), []).append(begin + index)
-        self._spans = self._spread(spans, width=2).to(torch.int32)
-        members = [place for places in blocks.values() for place in places] or [0]
-        self._members = torch.tensor(members, dtype=torch.int32, device="cpu").to(self.device)
-        ends = list(accumulate((len(places) for places in blocks.values()), initial=0))
-        self._blocks = torch.tensor(ends, dtype=torch.int32, device="cpu").to(self.device)
+                    members.setdefault(id(match), []).append(start + index)
+        self._program_spans = self._at_places(spans, width=2).to(torch.int32)
+        places = [place for block in members.values() for place in block] or [0]
+        self._block_members = torch.tensor(places, dtype=torch.int32, device="cpu").to(self.device)
+        starts = list(accumulate(map(len, members.values()), initial=0))
+        self._block_starts = torch.tensor(starts, dtype=torch.int32, device="cpu").to(self.device)
 
     def _bind(self) -> None:
-        for table, begin, program in zip(self.tables, self._begins, self._programs, strict=False):
+        """Gives each table its slices of the buffers."""
+        for table, begin, program in zip(self.tables, self._table_starts, self._program_starts, strict=False):
             end = begin + len(table.params)
             table.ptrs, table.numels = self.ptrs[begin:end], self.numels[begin:end]
             table.shape_tensor, table.grad_ptrs = self._shapes[begin:end], self.grad_ptrs[begin:end]
@@ -145,38 +162,43 @@ class Engine:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes held beyond the optimizer's state, the tables' own included."""
-        own = (self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.num_skipped)
-        more = (self.partial, self._spans, self._blocks, self._members)
-        total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in (*own, *more))
+        """Device bytes beyond the optimizer's state, those of the tables included."""
+        own = (
+            self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.num_skipped, self.partial,
+            self._program_spans, self._block_starts, self._block_members,
+        )  # fmt: skip
+        total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in own)
         return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
 
     # -- the host's part ------------------------------------------------------------------------------------------
 
     def stage(self, options: Sequence[Options], *, thresholds: memoryview | None = None, phase: int = 0) -> None:
-        """Sends addresses and settings of the coming step, and counts it.
+        """Sends gradient addresses and settings of the coming step to the device, and counts the step.
 
-        `phase` is that of the step, `thresholds` what `kernel_thresholds` makes of the codecs' lanes of it.
+        Args:
+            options: the settings of each parameter group.
+            thresholds: this step's row of `kernel_thresholds`; tables that round by thresholds need it.
+            phase: the number from which stochastic rounding draws its bits, usually that of the step.
         """
         self.gradients.refresh()
         if thresholds is None and self._needs_thresholds:
             kinds = [table.kind for table in self.tables if table.needs_thresholds]
             raise ValueError(f"{kinds[0]} rounds by thresholds: pass those of this step's phase")
-        _, settings, shared = self._staging[self._place()]
-        self.settings.fill(options, gradients=self.gradients, out=settings)
+        slot = self._slots[self._fill_addresses()]
+        self.settings.fill(options, gradients=self.gradients, out=slot.settings)
         if self._needs_thresholds and thresholds is not None:
-            shared[:NUM_THRESHOLDS] = thresholds
-            struct.pack_into("I", shared, 4 * NUM_THRESHOLDS, phase * _PER_PHASE % 2**32)
+            slot.thresholds[:NUM_THRESHOLDS] = thresholds
+            struct.pack_into("I", slot.thresholds, 4 * NUM_THRESHOLDS, phase * _PER_PHASE % 2**32)
         self._upload.send()
-        self._on_device = self.gradients.version
+        self._device_version = self.gradients.version
         self.settings.advance()
 
-    def _place(self) -> int:
-        """The slot to fill, with the addresses of the gradients in it."""
+    def _fill_addresses(self) -> int:
+        """Writes the gradients' addresses to the next slot of the upload, unless it has them. Returns its index."""
         slot = self._upload.slot()
-        if self._held[slot] != self.gradients.version:
-            self._staging[slot][0][:] = memoryview(self.gradients.addresses)
-            self._held[slot] = self.gradients.version
+        if self._slot_versions[slot] != self.gradients.version:
+            self._slots[slot].addresses[:] = memoryview(self.gradients.addresses)
+            self._slot_versions[slot] = self.gradients.version
         return slot
 
     # -- the device's part ----------------------------------------------------------------------------------------
@@ -189,44 +211,38 @@ class Engine:
         measure: Sequence[FusedTable] = (),
         other_ranks_measure: bool = False,
     ) -> None:
-        """Kernels, and what they count comes back. `measure`: tables with blocks that have no own RMS yet, which is
-        found before they step; `other_ranks_measure`: so have other ranks, who share.
+        """Launches the kernels of the staged step, by a graph where there is one.
+
+        Args:
+            matched: scale updates of matched blocks to their target RMS.
+            marked: gradients have marks (`mark`), whose elements are left out.
+            measure: tables with matched blocks that have had no update yet; their RMS is measured before the step.
+            other_ranks_measure: another rank measures, so that this one takes part in the all-reduce.
         """
         workspace = self._take_workspace()
-        if (measure or other_ranks_measure) and matched:
+        if matched and (measure or other_ranks_measure):
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
-            self._add_up()
+            self._sum_over_ranks()
             self._match(measure=True)
-        # Room is taken anew in each step, and as a rule where it was in the last.
-        lies = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
-        key = (self.gradients.variant_number, matched, marked, *lies)
-        for number, launch_part in enumerate(self._parts(matched=matched, marked=marked)):
-            if number:
-                self._add_up()  # which no graph captures
-            if self.graphs.on:
-                self.graphs.run((number, key), launch_part)
-            else:
-                launch_part()
+        # The workspace is allocated anew in each step, mostly at the same address.
+        address = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
+        variant = (self.gradients.variant_number, matched, marked, *address)
+        if matched and self.all_reduce_sums is not None:
+            self._replay((0, variant), lambda: self._step(matched=True, marked=marked))
+            self._sum_over_ranks()  # not captured
+            self._replay((1, variant), lambda: self._repair(marked=marked))
+        else:
+            self._replay((0, variant), lambda: self._step_and_repair(matched=matched, marked=marked))
         self._upload.receive()
         for table in self._workspace_tables:
             table.workspace = None
 
-    def _parts(self, *, matched: bool, marked: bool) -> list[Callable[[], None]]:
-        """The launches of a step; in two parts where ranks add their sums up between them."""
-        begin, end = (partial(part, matched=matched, marked=marked) for part in (self._step, self._finish))
-
-        def whole() -> None:
-            begin()
-            end()
-
-        return [begin, end] if matched and self.all_reduce_sums is not None else [whole]
-
     def _take_workspace(self) -> Tensor | None:
-        """Memory for the step alone, shared by the tables that need some, which step one after the other.
+        """Allocates the temporary memory of this step; tables that need some use it one after the other.
 
-        Within a cap there may be the bytes but, between gradients, no place for so many together: then tables take half
-        for good, and more launches.
+        Under a memory cap fragmentation may leave enough bytes but no contiguous range. Then the tables with the
+        largest need halve it for good, at the price of more launches. Raises OutOfMemoryError if they cannot.
         """
         if not self._workspace_tables:
             return None
@@ -235,52 +251,70 @@ class Engine:
             needs = [family.workspace_bytes(table) for table, family in families]
             try:
                 workspace = torch.empty(max(needs), dtype=torch.uint8, device=self.device)
+                break
             except torch.OutOfMemoryError:
-                largest = [one for one, need in zip(families, needs, strict=True) if need == max(needs)]
+                largest = [family for family, need in zip(families, needs, strict=True) if need == max(needs)]
                 if not all([family.halve_workspace(table) for table, family in largest]):
                     raise
-            else:
-                break
         for table in self._workspace_tables:
             table.workspace = workspace
         return workspace
 
+    def _replay(self, key: Hashable, launches: Callable[[], None]) -> None:
+        if self.graphs.on:
+            self.graphs.run(key, launches)
+        else:
+            launches()
+
+    def _step_and_repair(self, *, matched: bool, marked: bool) -> None:
+        self._step(matched=matched, marked=marked)
+        if matched and self._matched_tables():
+            self.sum_squares()
+            self._repair(marked=marked)
+
     def _step(self, *, matched: bool, marked: bool) -> None:
-        """Kernels one after the other: a graph of those takes the least to launch. Streams side by side would fill the
-        gaps between tables, and cost more than that (30 us of a step of 800)."""
+        """Steps each table by one launch, one after the other.
+
+        A graph of launches in sequence is the fastest to replay. Parallel streams would fill the gaps between tables
+        and cost more than that: 30 us of a step of 800.
+        """
         for table in self.tables:
-            on = matched and table.matches[0] is not None
-            launch(table, Call(matched=on, track=on, marked=marked))
+            scaled = matched and table.matches[0] is not None
+            launch(table, Call(matched=scaled, track=scaled, marked=marked))
 
-    def _finish(self, *, matched: bool, marked: bool) -> None:
-        """Matches updates."""
-        matching = [table for table in self.tables if matched and table.matches[0] is not None]
-        if matching:
-            if self.all_reduce_sums is None:
-                self.sum()
+    def _matched_tables(self) -> list[FusedTable]:
+        return [table for table in self.tables if table.matches[0] is not None]
+
+    def _repair(self, *, marked: bool) -> None:
+        """Corrects matched updates that were scaled by too large a factor; `sums` are those of this step."""
+        tables = self._matched_tables()
+        if tables:
             self._match(measure=False)
-            for table in matching:
-                launch(table, Call(mode="repair", matched=True, marked=marked))
+        for table in tables:
+            launch(table, Call(mode="repair", matched=True, marked=marked))
 
-    def sum(self) -> None:
-        """Sums of squares by tensor from those by program."""
+    def sum_squares(self) -> None:
+        """Adds up the squares of the update: from one number per program to one per tensor (`sums`)."""
         from baoc.kernels.triton.matching import sum_kernel
 
-        sum_kernel[(self.size,)](self.partial, self._spans, self._settings, self.sums, LANES=_SUM_LANES)
+        sum_kernel[(self.size,)](
+            self.partial, self._program_spans, self._settings, self.sums, BLOCK_SIZE=_SUM_BLOCK_SIZE
+        )
 
-    def _add_up(self) -> None:
-        self.sum()
+    def _sum_over_ranks(self) -> None:
+        self.sum_squares()
         if self.all_reduce_sums is not None:
             self.all_reduce_sums()
 
     def _match(self, *, measure: bool) -> None:
+        """Stores the RMS of each matched block; with `measure` only of blocks that have none, else `repair` too."""
         from baoc.kernels.triton.matching import match_kernel
 
         if not self.matches:
             return
         match_kernel[(len(self.matches),)](
-            self._blocks,
-            self._members,
+            self._block_starts,
+            self._block_members,
             self.unsharded_numels,
             self.grad_ptrs,
             self.ptrs,
@@ -288,17 +322,17 @@ class Engine:
             self.num_skipped,
             self.repair,
             MEASURE=measure,
-            LANES=_MATCH_LANES,
+            BLOCK_SIZE=_MATCH_BLOCK_SIZE,
         )
 
     # -- non-finite gradients -------------------------------------------------------------------------------------
 
     def mark(self, *, first: bool = True) -> None:
-        """Non-finite elements of all gradients become -0.0, in place, and are counted; nobody waits.
+        """Sets non-finite elements of all gradients to -0.0, in place, and counts them; does not synchronize.
 
-        `first` False: these gradients were marked before, so their -0.0 stay.
+        `first` False: these gradients were marked before, so that a -0.0 is a mark and stays.
         """
-        from baoc.kernels.triton.matching import Marks, mark_strided_
+        from baoc.kernels.triton.marks import Marks, mark_strided_
 
         self.gradients.refresh()
         self._send_addresses()
@@ -310,30 +344,33 @@ class Engine:
             self.num_nonfinite[self.places[index]] += mark_strided_(grad, first=first)
 
     def _send_addresses(self) -> None:
-        """Sends the addresses that a kernel may write to, not those of copies; does nothing if the device has them."""
+        """Sends the addresses of gradients that a kernel can write in place, unless the device has them.
+
+        A gradient that steps read from a copy counts as missing here: its copy must not be marked in its stead.
+        """
         copied = self.gradients.copied
-        if not copied and self._on_device == self.gradients.version:
+        if not copied and self._device_version == self.gradients.version:
             return
-        slot = self._place()
+        slot = self._fill_addresses()
         if copied:
             for index in copied:
-                self._staging[slot][0][self.places[index]] = 0
-            self._held[slot] = -1
-        self._on_device = self._held[slot]
+                self._slots[slot].addresses[self.places[index]] = 0
+            self._slot_versions[slot] = -1
+        self._device_version = self._slot_versions[slot]
         self._upload.send(8 * self.size)
 
     def read_num_nonfinite(self) -> None:
-        """Brings `num_nonfinite_host` up to date, waiting for the device."""
+        """Brings `num_nonfinite_host` up to date; waits for the device."""
         self._upload.receive(wait=True)
 
 
-def _padded_ends(lengths: Iterable[int]) -> list[int]:
-    """Where slices of these lengths begin, padded, and where the last one ends."""
+def _padded_starts(lengths: Iterable[int]) -> list[int]:
+    """Where each slice of a shared buffer begins, padded to `_PAD`, and where the last one ends."""
     return list(accumulate((-(-length // _PAD) * _PAD for length in lengths), initial=0))
 
 
 def launch(table: FusedTable, call: Call) -> None:
-    """The launch of the table's family."""
+    """Launches the kernels of the table's family: `launch` of `elementwise`, `matrix`, `foam` or `muon`."""
     if table.num_chunks:
         import_module(table.kind.family.module).launch(table, call)
 
@@ -342,45 +379,45 @@ def launch(table: FusedTable, call: Call) -> None:
 
 
 def capturing() -> bool:
-    """True while someone captures the current stream."""
+    """True while the current stream is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Graphs:
-    """`run(key, launch)` launches plainly the first time for a key, then captures, and replays.
+    """CUDA graphs by key: `run` launches the kernels at a key's first call, captures them at its second, then replays.
 
-    What is launched must take all it needs from buffers that never move, and be the same whenever `key` is. A capture
-    that fails is tried again at the next step; after some, `on` is False.
+    Launches must read only buffers that never move, and be the same whenever `key` is. A capture that fails is tried
+    again at the next step; after `_MAX_FAILED_CAPTURES` failures `on` is False.
     """
 
     def __init__(self, device: torch.device, *, on: bool):
         self.device = device
         self.on = on and device.type == "cuda"
         self._failed = 0
-        self._warm: set[Hashable] = set()
+        self._launched: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
-        if graph is None and key in self._warm and len(self._graphs) < MOST_GRAPHS:
+        if graph is None and key in self._launched and len(self._graphs) < MOST_GRAPHS:
             graph = self.capture(launch)
             if graph is not None:
                 self._graphs[key] = graph
         if graph is None:
-            self._warm.add(key)
+            self._launched.add(key)
             launch()
         else:
             graph.replay()
 
     def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """On a stream of its own, as capturing needs; other threads may go on using the device."""
+        """Captures `launch` on a stream of its own; None if that fails. Other threads may go on using the device."""
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         begun = False
         try:
             with nothing_collected(), torch.cuda.stream(stream):
-                _room_for_generator(self.device)
+                _reserve_generator_memory(self.device)
                 graph.capture_begin(capture_error_mode="thread_local")
                 begun = True
                 try:
@@ -388,7 +425,7 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            if not begun:  # torch ends the process where a graph is destroyed whose capture could not begin: it stays
+            if not begun:  # torch aborts the process where it frees a graph whose capture did not begin: keep it alive
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             self.give_up(error)
             return None
@@ -396,18 +433,18 @@ class Graphs:
         return graph
 
     def give_up(self, error: RuntimeError) -> None:
-        """Launches this step plainly, and all later ones after `_TRIES` failures."""
+        """Counts a failed capture and logs it; turns graphs off after `_MAX_FAILED_CAPTURES`."""
         self._failed += 1
-        self.on = self._failed < _TRIES
+        self.on = self._failed < _MAX_FAILED_CAPTURES
         what = "is tried again" if self.on else "is launched plainly from now on"
         log.warning("the optimizer step could not be captured in a CUDA graph and %s: %s", what, error)
 
 
-def _room_for_generator(device: torch.device) -> None:
-    """Makes torch's allocator hold, for the current stream, what beginning a capture takes; raises OutOfMemoryError.
+def _reserve_generator_memory(device: torch.device) -> None:
+    """Makes torch's allocator cache what the beginning of a capture allocates; raises OutOfMemoryError.
 
-    The first capture gives the device's random generator a seed and an offset in device memory, of 8 bytes each. Where
-    those find no memory a graph is left half registered, and to free it ends the process ("should be registered").
+    The first capture on a device allocates a seed and an offset for its random generator, 8 bytes each. If that fails,
+    torch leaves the graph half registered, and freeing it aborts the process ("should be registered").
     """
     seed, offset = (torch.empty(1, dtype=torch.int64, device=device) for _ in range(2))
     del seed, offset
@@ -415,8 +452,10 @@ def _room_for_generator(device: torch.device) -> None:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Python's collector rests: what it frees may be a CUDA graph, of an optimizer that is gone, and to free one is not
-    permitted while another is captured, which ends the capture."""
+    """Disables Python's garbage collector inside.
+
+    It might free a CUDA graph of an optimizer that is gone, and CUDA does not permit that during a capture.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
-"""The FOAM step: folds of the gradient, their averages, and the update by averages and residual, in one pass.
+"""The FOAM step: means over folds of the gradient, their averages, and the update from averages and residual.
 
-A program steps the elements of some folded numbers, in order of the folded tensor, so that its groups of 32 are whole.
-Bytes moved per element: gradient once, weights both ways, and the folded states over 2^level. The residual is never
-stored. Whole folds of plain elements are stepped by `_step_whole`; padded folds and elements that are left out by
-`_step_anywhere`. The eager twin is `baoc.optim.rules.foam`.
+A program steps the elements of ENTRIES folded numbers, in order of the folded tensor, so that it holds complete groups
+of 32. Bytes moved per element: the gradient once, weights both ways, and the folded states over 2^level. The residual
+is never stored. `_step_whole` steps full folds whose elements are all stepped, `_step_anywhere` all others. The eager
+counterpart is `baoc.optim.rules.foam`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -19,10 +19,10 @@ from baoc.kernels.triton.device import differ, load_numbers, reciprocal, tile_of
 from baoc.kernels.triton.elementwise import (
     REPAIRERS,
     count_skipped,
-    facts,
     launch_step,
     lerp,
     load_grad,
+    load_row,
     matched_factor,
 )
 from baoc.kernels.triton.kinds import Call
@@ -37,15 +37,15 @@ _SURE = tl.constexpr(2.0**32)
 
 @triton.jit
 def _spread(x):
-    """Folded numbers [groups, 32] beside their elements: [groups, 32, 1]."""
+    """Folded numbers [groups, 32] -> [groups, 32, 1], to broadcast over the elements of their folds."""
     return x[:, :, None]
 
 
 @triton.jit
-def _stepped(
-    tensor, g, kept, p, folded, m, v, at, row, repair, MODE: tl.constexpr, MATCHED: tl.constexpr,
+def _new_weights(
+    tensor, g, stepped, p, folded, m, v, at, row, repair, MODE: tl.constexpr, MATCHED: tl.constexpr,
 ):  # fmt: skip
-    """Weights after the step, and the update; what folds have in common lies beside their elements."""
+    """Returns (weights after the step, update). `folded`, m and v are [groups, 32, 1], one number per fold."""
     decay, size, _w1, _w2, _b2, _inv_bc2, eps = row
     if MATCHED and MODE == "step":
         size *= matched_factor(at[6])
@@ -55,20 +55,20 @@ def _stepped(
     new = p
     if MODE == "step":
         new = p * decay - size * update
-        if kept is not True:
-            new = tl.where(kept, new, p)
+        if stepped is not True:
+            new = tl.where(stepped, new, p)
     if MODE == "repair":
-        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+        new = tl.where(stepped, p - size * tl.load(repair + tensor) * update, p)
     return new, update
 
 
 @triton.jit
 def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.constexpr, RAGGED: tl.constexpr):
-    """Whether all elements are stepped (else sums and weights are made again) and every split weight is another.
+    """Whether all elements are stepped and, for split8, every weight changes. If not, `_step_anywhere` steps the chunk.
 
-    Means over folds tell that all elements are usable: a NaN, an infinity or one beyond 2^48 brings them to 2^32 or
-    more. Only where others cancel it, to 8 bits at least, is one not noticed; it then counts as the number that it is,
-    and averages do not suffer, as the mean is small."""
+    Usable elements are recognised by the means over folds: a NaN, an infinity or an element beyond 2^48 makes the mean
+    2^32 or more. One goes unnoticed only if others cancel it to 8 bits at least; it then counts as the number that it
+    is, which does not harm the averages, because the mean is small."""
     plain = tl.min(tl.where(tl.abs(folded) < _SURE, 1, 0))
     if MARKED:
         plain = tl.minimum(plain, tl.min(tl.where(g.to(tl.int32, bitcast=True) != -2147483648, 1, 0)))
@@ -82,7 +82,7 @@ def _is_plain(g, folded, p, new, inside, WEIGHTS: tl.constexpr, MARKED: tl.const
 
 @triton.jit
 def _by_fold(x, ENTRIES: tl.constexpr, FOLD: tl.constexpr):
-    """Elements one after the other, as `_spread` has them."""
+    """Consecutive elements -> [groups, 32, FOLD]."""
     return tl.reshape(x, [ENTRIES // 32, 32, FOLD])
 
 
@@ -93,11 +93,11 @@ def _step_whole(
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
     FOLD: tl.constexpr, VEC: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Steps whole folds of plain elements; does nothing where elements need care (`_step_anywhere`). Returns whether it
-    is done, and the update's sum of squares. RAGGED folds begin anywhere, padded by what is not `inside`, which counts
-    as zero."""
+    """Steps full folds if `_is_plain`, else does nothing. Returns (whether it has, the update's sum of squares).
+
+    RAGGED folds begin anywhere; elements that are not `inside` pad them and count as zero."""
     FULL: tl.constexpr = not RAGGED
-    # As many of a thread's folded numbers follow each other as its elements' folds do: no exchange between threads.
+    # A thread holds consecutive folded numbers, those of its own elements: nothing is exchanged between threads.
     KEPT: tl.constexpr = max(VEC // FOLD, 1)
     entry, groups = tile_of(ENTRIES)
     there = entry >= 0
@@ -111,7 +111,7 @@ def _step_whole(
     folded = tl.sum(g, axis=2) * (1.0 / FOLD)
     m = lerp(m, folded, w1)
     v = lerp(v, folded * folded, w2)
-    new, update = _stepped(
+    new, update = _new_weights(
         tensor, g, True, p, _spread(folded), _spread(m), _spread(v), at, row, repair, "step", MATCHED
     )
     inside_folds = _by_fold(inside, ENTRIES, FOLD)
@@ -137,8 +137,8 @@ def _step_ragged(
     GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, MARKED: tl.constexpr, ENTRIES: tl.constexpr,
     FOLD: tl.constexpr,
 ):  # fmt: skip
-    """As `_step_whole`, of matrices whose sides folds or groups do not divide: folds at an end are shorter, and none is
-    aligned. A program sees two lines of folds at most, so that it does not divide."""
+    """`_step_whole` for matrices whose columns FOLD does not divide: the last fold of a line is shorter, and none is
+    aligned. A program covers two lines of folds at most, so that it needs no division."""
     above = first // width
     rest = first - above * width
     flat = tl.arange(0, ENTRIES * FOLD)
@@ -160,8 +160,8 @@ def _step_anywhere(
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` folded numbers from `first`, in a matrix of any sides, stored either way. What pads a fold counts as
-    zero. Returns the update's sum of squares."""
+    """Steps `left` folded numbers from `first`, in a matrix of any shape, stored either way, with any gradients.
+    Elements that pad a fold count as zero. Returns the update's sum of squares."""
     entry, groups = tile_of(ENTRIES)
     above = first // width
     rest = first - above * width
@@ -175,19 +175,21 @@ def _step_anywhere(
     lane = (tile & 31).to(tl.int32)
     p_addr, correction_addr, m_addr, m_scale_addr, v_addr, v_scale_addr, _match = at
     # All reads come first: a store in between would keep the compiler from moving them up.
-    g, finite, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, 1, False)
+    g, finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, 1, False)
     p, stored = g, 0
     if MODE != "measure":
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, 1, False)
     m = load_m(m_addr, m_scale_addr, first, entry, entry < left, groups, left, M, 1, False)
     v, scale_old = load_v(v_addr, v_scale_addr, first, entry, entry < left, groups, left, V, 1, False)
-    folded, count = tl.sum(g, axis=2), tl.sum(tl.where(kept, 1, 0), axis=2)
+    folded, count = tl.sum(g, axis=2), tl.sum(tl.where(stepped, 1, 0), axis=2)
     folded = folded / tl.maximum(count, 1).to(tl.float32)
     if MODE != "repair":  # a fold of nothing keeps its averages
         _decay, _size, w1, w2, _b2, _inv_bc2, _eps = row
         m = tl.where(count > 0, lerp(m, folded, w1), m)
         v = tl.where(count > 0, lerp(v, folded * folded, w2), v)
-    new, update = _stepped(tensor, g, kept, p, _spread(folded), _spread(m), _spread(v), at, row, repair, MODE, MATCHED)
+    new, update = _new_weights(
+        tensor, g, stepped, p, _spread(folded), _spread(m), _spread(v), at, row, repair, MODE, MATCHED
+    )
     if MODE == "step":
         store_m(m_addr, m_scale_addr, m, thresholds, first, entry, entry < left, groups, left, M, 1, False)
         store_v(v_addr, v_scale_addr, v, tl.sqrt(v), scale_old, thresholds, first, entry, entry < left, groups, left, V,
@@ -196,8 +198,8 @@ def _step_anywhere(
         store_param(p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, 1,
                     False, False)  # fmt: skip
     if MODE != "repair":
-        count_skipped(finite, kept, tensor, skipped, nonfinite, TRACK, COUNT)
-    return tl.sum(tl.where(kept & inside, update * update, 0.0)) if TRACK else 0.0
+        count_skipped(finite, stepped, tensor, skipped, nonfinite, TRACK, COUNT)
+    return tl.sum(tl.where(stepped & inside, update * update, 0.0)) if TRACK else 0.0
 
 
 @triton.jit
@@ -208,13 +210,13 @@ def _program(
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """Finds where the elements of ENTRIES folded numbers lie, and steps them. Returns the update's sum of squares.
+    """Steps ENTRIES folded numbers by the fastest function that can. Returns the update's sum of squares.
 
-    WIDE: places may need 64 bits, in which dividing is slow.
+    WIDE: positions need 64 bits, in which division is slow.
     """
     PLACE: tl.constexpr = tl.int64 if WIDE else tl.int32
     rows, cols = rows.to(PLACE), cols.to(PLACE)
-    # A folded number's place is (high, low) with `width` of them to a high one.
+    # Folded numbers form lines of `width` each.
     width = (cols + FOLD - 1) // FOLD
     total = rows * width
     first = index.to(PLACE) * ENTRIES
@@ -265,8 +267,8 @@ def foam_kernel(
     MARKED: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, WIDE: tl.constexpr,
     REPEAT: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per ENTRIES folded numbers. To repair, REPAIRERS programs share a tensor, so that one with nothing to
-    repair costs little."""
+    """One program per ENTRIES * REPEAT folded numbers. In mode "repair", REPAIRERS programs share a tensor, so that a
+    tensor without anything to repair costs little."""
     pid = tl.program_id(0)
     tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
@@ -274,7 +276,7 @@ def foam_kernel(
         if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
             programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
             rows, cols, transposed = _sides(shapes, tensor)
-            at, row = facts(tensor, ptrs, settings)
+            at, row = load_row(tensor, ptrs, settings)
             for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
                 _program(
                     tensor, grad_addr * 0 + index, grad_addr, rows, cols, transposed, at, row, thresholds, repair,
@@ -284,7 +286,7 @@ def foam_kernel(
     else:
         index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
         rows, cols, transposed = _sides(shapes, tensor)
-        at, row = facts(tensor, ptrs, settings)
+        at, row = load_row(tensor, ptrs, settings)
         if grad_addr != 0:
             square = tl.full([], 0.0, tl.float32)
             for part in range(REPEAT):
@@ -300,7 +302,7 @@ def foam_kernel(
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`."""
+    """Launches the FOAM step, see `kinds.Call`."""
     kind = table.kind
     launch_step(
         foam_kernel, table, call, sizes=table.shape_tensor, M=kind.m, V=kind.v,

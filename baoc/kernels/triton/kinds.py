@@ -1,7 +1,7 @@
-"""Kinds of fused steps: rule x storage x weights, in families of rules that share kernels. Needs no Triton.
+"""Kinds of fused steps: rule x codecs x weights format, in families of rules that share kernels. Needs no Triton.
 
-A family is registered with `register`: its rules, how many programs a tensor gets, and the module with its launches.
-Tables, uploads, matching and graphs are the same for all; see `table` and `engine`.
+`register` adds a family: its rules, the bytes of its states, how many programs a tensor gets, and the module with its
+kernels. Tables, uploads, matching and graphs are the same for all families, see `table` and `engine`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,29 +11,34 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+# A tensor has a row of addresses (int64) and a row of settings (fp32) in the engine's buffers, both of WIDTH columns.
+WIDTH = 8
+ADDRESS_COLUMNS = PARAM, M, M_SCALE, V, V_SCALE, CORRECTION, MATCH = range(7)
+SETTING_COLUMNS = DECAY, SIZE, W1, B2, W2, INV_BC2, EPS, PER_LR = range(WIDTH)
+
 GROUP, PACKED_GROUP = 32, 64  # elements that share a scale, of 8 and of 4 bits
 WEIGHTS = ("native", "split8", "bf16_sr")
-PHASED = ("sqrt8", "root8v", "root4", "lattice4")  # codecs that round by thresholds, beside bf16 as that of v
+PHASED = ("sqrt8", "root8v", "root4", "lattice4")  # codecs that round by thresholds; bf16 does too where it keeps v
 PACKED = ("root4", "lattice4")
 M_CODECS = ("fp32", "bf16", "softsign8", "root8m", "root4")
 V_CODECS = ("fp32", "bf16", "sqrt8", "root8v", "lattice4")
-NUM_THRESHOLDS = 4 * GROUP  # numbers that `kernel_thresholds` makes
+NUM_THRESHOLDS = 4 * GROUP  # columns of `kernel_thresholds`
 _FINE = 1.5 * 2**15  # as baoc.kernels.triton.device
 _LION_DECAY = 0.99  # as baoc.optim.rules.sign
 Row = tuple[float, float, float, float, float, float, float, float]
 
 
 def kernel_thresholds(thresholds: Tensor) -> Tensor:
-    """The codecs' lanes, fp32 [n, 32], as kernels take them: fp32 [n, 128] on the CPU.
+    """Rounding thresholds as kernels read them: fp32 [steps, 32] -> fp32 [steps, 128], on the CPU.
 
-    After the thresholds th come 2 th / 255^2 and th / 255^2, for sqrt8; and 1 - th in steps of 1/256 above the number
-    at which these are the least that fp32 has, for corrections of 8 bits.
+    A threshold t in (0, 1) is where a fraction starts to round up. Its 32 positions in a group are followed by
+    2 t / 255^2 and t / 255^2, for sqrt8, and by _FINE + (1 - t), for 8-bit corrections: there fp32 has steps of 1/256.
     """
     return torch.cat([thresholds, thresholds * (2 / 65025), thresholds / 65025, _FINE + (1 - thresholds)], dim=1)
 
 
 class Options(Protocol):
-    """A parameter group's settings in one step."""
+    """A parameter group's hyperparameters in one step."""
 
     @property
     def lr(self) -> float: ...
@@ -46,10 +51,13 @@ class Options(Protocol):
 
 
 def adam_row(options: Options, step: int) -> Row:
-    """Settings as the kernels read them: decay, size, w1, b2, w2, 1 / sqrt(bias correction of v), eps, size / lr.
+    """Settings of a tensor as its kernel reads them, in the order of SETTING_COLUMNS.
 
-    The weight becomes `weight * decay - size * factor * update`; `w1` is the weight of g in m, `b2` and `w2` those of
-    v and g^2 in v. `step` counts from 1. Written out for each rule, because a step makes a row for each rule and group.
+    decay, size: the weight becomes weight * decay - size * factor * update, with the factor of matched updates, else 1.
+    w1: the weight of g in m. b2, w2: the weights of v and of g^2 in v. inv_bc2: 1 / sqrt(bias correction of v).
+    per_lr: size / lr. `step` counts from 1.
+
+    Each rule has its own function, because a step calls it for each rule and parameter group.
     """
     (beta1, beta2), lr = options.betas, options.lr
     divisor, inv_bc2 = 1 - beta1**step, (1 - beta2**step) ** -0.5
@@ -75,7 +83,7 @@ def _lion_row(options: Options, step: int) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleKind:
-    """A rule as the kernels see it. `row` makes its settings for a step, counted from 1 (1 if it counts none)."""
+    """A rule as the kernels see it. `row(options, step)` computes its settings; `step` is 1 if it counts no steps."""
 
     has_m: bool
     has_v: bool
@@ -85,7 +93,7 @@ class RuleKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A tensor: its elements and, where it is a matrix, (fan_out, fan_in) and whether it is stored transposed."""
+    """Size of a tensor; for a matrix also rows (fan_out), cols (fan_in) and whether it is stored transposed."""
 
     numel: int
     rows: int = 0
@@ -95,10 +103,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The kind of a table's tensors. `m` and `v` name codecs and are read only where the rule has that state.
+    """What decides which kernel steps a tensor. `m` and `v` name codecs, and count only where the rule has that state.
 
-    `weights`: "native" (fp32 or bf16 as the parameter is), "split8" (bf16 parameter with an int8
-    correction) or "bf16_sr" (bf16 parameter rounded at random by the tensor's seed and the step's phase).
+    `weights`: "native" (fp32 or bf16 as the parameter is), "split8" (bf16 parameter and int8 correction) or "bf16_sr"
+    (bf16 parameter, rounded stochastically by the tensor's seed and the step's phase).
     """
 
     rule: str
@@ -124,7 +132,7 @@ class Kind:
         return self.family.rules[self.rule]
 
     def sizes(self, shape: Shape) -> dict[str, int]:
-        """State key -> bytes of a tensor's state."""
+        """Bytes of each state of a tensor, by state key."""
         sizes = self.family.sizes(self, shape)
         if self.weights == "split8":
             sizes["correction"] = shape.numel
@@ -133,12 +141,13 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """How a launch is cut: elements that a program steps at once, its warps, elements that a thread loads at once, how
-    many registers it may have (0: as many as it likes), and how often a program goes on with the next elements, which
-    spares it the tensor's addresses and settings (rules that see a matrix alone).
+    """How a launch divides its work.
 
-    `vector` 4 keeps fp32, bf16 and int8 accesses in one layout, so that nothing passes through shared memory; 8 suits
-    launches without any fp32 tensor.
+    chunk: elements that a program steps at once. warps: of a program. registers: limit for a thread, 0 for none.
+    repeat: chunks that a program steps one after the other, which saves loading the tensor's addresses and settings
+    again; only for rules that see a matrix.
+    vector: elements that a thread loads at once. 4 keeps accesses of fp32, bf16 and int8 in one layout, so that nothing
+    passes through shared memory; 8 suits launches without any fp32 tensor.
     """
 
     chunk: int = 1024
@@ -156,16 +165,16 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Options of a launch. All of them are compile-time constants.
+    """Options of a launch, all of them compile-time constants of the kernel.
 
-    `mode`: "step" steps. "measure" changes no weight and no state, only sums. "repair" takes another
-    `size * table.repair[tensor] * update` off the weights where that is not 0, with the update computed again from the
-    gradient and the states that the step left (approximately, where storage rounds them), and no decay.
-    `matched`: the update is multiplied by what `elementwise.matched_factor` reads from the tensor's match.
-    `track`: each program stores in `table.partial` the sum of squares of the tensor's own update, before factor and
-    size, over the elements that are stepped, and adds the number of elements left out to `table.num_skipped`.
-    `marked`: elements of the gradient that are -0.0 are left out as non-finite ones are (see `kernels.matching`).
-    `count`: adds the number of non-finite elements to `table.num_nonfinite`.
+    mode: "step" steps. "measure" only sums up and changes no weight and no state. "repair" changes only weights, where
+        `table.repair[tensor]` is not 0: it subtracts `size * repair * update`, with the update recomputed from the
+        gradient and the states after the step (approximately, where storage rounds them), without decay.
+    matched: multiply the update by `elementwise.matched_factor`.
+    track: store the sum of squares of each program's update, before factor and size, in `table.partial`, and add the
+        elements that are not stepped to `table.num_skipped`.
+    marked: skip elements whose gradient is -0.0, as non-finite ones are (see `marks`).
+    count: add the non-finite elements to `table.num_nonfinite`.
     """
 
     mode: Literal["step", "measure", "repair"] = "step"
@@ -179,13 +188,15 @@ class Call:
 class Family:
     """Rules that share kernels.
 
-    `module` is imported at the first launch, for it needs Triton: its `launch(table, call)` does what `Call` says, with
-    kernels alone and from buffers of the table that never move, so that it can be captured. `programs` says how many
-    programs (places in `table.partial`) a tensor gets. `sizes`: bytes of each state of a tensor, by key. `columns`:
-    state key -> column of its address in `table.ptrs` (0 is the parameter, 5 the correction, or
-    the seed of weights rounded at random, 6 the match). `takes_workspace`: launches need temporary memory, of
-    `workspace_bytes(table)` bytes by the module's function. The engine allocates it, because memory allocated during a
-    capture stays with the graph. If that fails, the module's `halve_workspace(table)` lowers the need.
+    module: name of the module with `launch(table, call)`, imported at the first launch because it imports Triton. Its
+        launches read only buffers that never move, so that a graph can capture them.
+    columns: column of `table.ptrs` for each state key.
+    sizes: bytes of each state of a tensor, by key.
+    programs: number of programs of a tensor, which is its number of places in `table.partial`.
+    launch_config: the default config of a kind; the second argument says whether parameters are fp32.
+    takes_workspace: launches need temporary memory, of `workspace_bytes(table)` bytes by the module's function. The
+        engine allocates it, because memory allocated during a capture stays with the graph. If that fails, the module's
+        `halve_workspace(table)` lowers the need.
     """
 
     module: str
@@ -195,7 +206,7 @@ class Family:
     columns: Mapping[str, int]
     sizes: Callable[[Kind, Shape], dict[str, int]]
     programs: Callable[[Shape, LaunchConfig], int]
-    launch_config: Callable[[Kind, bool], LaunchConfig]  # the kind, and whether parameters are fp32
+    launch_config: Callable[[Kind, bool], LaunchConfig]
     takes_workspace: bool = False
 
 
@@ -203,13 +214,13 @@ FAMILIES: dict[str, Family] = {}  # by rule
 
 
 def register(family: Family) -> Family:
-    """Makes the family's rules known."""
+    """Adds the family under the names of its rules."""
     FAMILIES.update(dict.fromkeys(family.rules, family))
     return family
 
 
 def codec_bytes(codec: str, numel: int, *, name: str) -> dict[str, int]:
-    """State key -> bytes of one state of `numel` numbers called `name` in an elementwise codec."""
+    """Bytes of a state of `numel` numbers and of its scales in an elementwise codec, by state key."""
     if codec in ("fp32", "bf16"):
         return {name: numel * (4 if codec == "fp32" else 2)}
     if codec in PACKED:
@@ -230,11 +241,10 @@ def _chunks(shape: Shape, config: LaunchConfig) -> int:
 
 
 def _launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
-    """The cut that did best on an H100 for 1.3 billion elements; see experiments/benchmarks/optimizer_step.py.
+    """The fastest config on an H100 for 1.3 billion elements, by experiments/benchmarks/optimizer_step.py.
 
-    Few elements per thread leave registers for more threads, which hide more of the memory's latency; with only 16-bit
-    and 8-bit tensors a thread needs 8 for wide accesses, and is kept from taking more registers than half as many
-    threads could have.
+    Few elements per thread leave registers for more threads, which hide more memory latency. Where all tensors have 16
+    or 8 bits, a thread needs 8 elements for wide accesses; the limit on registers keeps occupancy at a half.
     """
     states = [kind.m] * kind.traits.has_m + [kind.v] * kind.traits.has_v
     if any(state in PACKED for state in states):  # on an H200
@@ -257,7 +267,7 @@ ELEMENTWISE = register(
             "sign": RuleKind(has_m=False, has_v=False, counts_steps=False, row=sign_row),
         },
         v=V_CODECS,
-        columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
+        columns={"m": M, "m.scale": M_SCALE, "v": V, "v.scale": V_SCALE},
         sizes=_sizes,
         programs=_chunks,
         launch_config=_launch_config,

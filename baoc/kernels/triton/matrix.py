@@ -19,11 +19,11 @@ from baoc.kernels.triton.elementwise import (
     REPAIRERS,
     average,
     count_skipped,
-    facts,
     is_plain,
     launch_step,
     lerp,
     load_grad,
+    load_row,
     matched_factor,
 )
 from baoc.kernels.triton.kinds import Call
@@ -131,7 +131,7 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
     if QUICK:
         g = load_numbers(grad_addr, start, tile, inside, GRAD, VEC, True)
     else:
-        g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+        g, finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     if MODE != "measure":
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, QUICK)
     m = g
@@ -145,9 +145,9 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
         if QUICK:
             done = is_plain(g, p, new, WEIGHTS, MARKED)
         else:
-            new = tl.where(kept, new, p)
+            new = tl.where(stepped, new, p)
             if M != "none":
-                m = tl.where(kept, m, m_old * scale)
+                m = tl.where(stepped, m, m_old * scale)
         if done:
             if M != "none":
                 store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, QUICK)
@@ -156,7 +156,7 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
                 QUICK, QUICK,
             )  # fmt: skip
     if MODE == "repair":
-        new = tl.where(kept, p - size * tl.load(repair + tensor) * update, p)
+        new = tl.where(stepped, p - size * tl.load(repair + tensor) * update, p)
         store_param(
             p_addr, correction_addr, new, p, stored, thresholds, lane, start, tile, inside, WEIGHTS, PARAM, VEC, False,
             False,
@@ -167,9 +167,9 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
             square = tl.where(done, tl.sum(update * update), 0.0)
     else:
         if MODE != "repair":
-            count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
+            count_skipped(finite, stepped, tensor, skipped, nonfinite, TRACK, COUNT)
         if TRACK:
-            square = tl.sum(tl.where(kept & inside, update * update, 0.0))
+            square = tl.sum(tl.where(stepped & inside, update * update, 0.0))
     return done, square
 
 
@@ -190,9 +190,9 @@ def _line_sum(
         out = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
         for begin in range(0, length, CHUNK):
             inside = (groups * 32 < length - begin) & (tile >= 0)
-            g, _, kept = load_grad(grad_addr, start + begin, tile, inside, GRAD, MARKED, VEC, False)
+            g, _, stepped = load_grad(grad_addr, start + begin, tile, inside, GRAD, MARKED, VEC, False)
             total += g * g
-            out += tl.where(kept, 0, 1)
+            out += tl.where(stepped, 0, 1)
         square, count = tl.sum(total), length - tl.sum(out)
     return square, count
 
@@ -237,8 +237,8 @@ def _step_line(
         inside = (groups * 32 < left) & (tile >= 0)
         done = False
         if MODE == "step":
-            is_whole = left == CHUNK
-            if is_whole:
+            is_full = left == CHUNK
+            if is_full:
                 done, part = _step_tile(
                     tensor, grad_addr, first + begin, left, inside, factor, at, row, thresholds,
                     repair, skipped, nonfinite, M, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK,
@@ -367,7 +367,7 @@ def apply_kernel(
             lines, length = stored_shape(shapes, tensor)
             line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
             column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
-            at, row = facts(tensor, ptrs, settings)
+            at, row = load_row(tensor, ptrs, settings)
             scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
             for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
                 index = grad_addr * 0 + part
@@ -382,7 +382,7 @@ def apply_kernel(
         lines, length = stored_shape(shapes, tensor)
         line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
         column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
-        at, row = facts(tensor, ptrs, settings)
+        at, row = load_row(tensor, ptrs, settings)
         scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
         if grad_addr != 0:
             square = tl.full([], 0.0, tl.float32)
@@ -410,7 +410,7 @@ def launch(table: "FusedTable", call: Call) -> None:
     if call.mode != "repair":
         bring_up_to_date(table, plan, call)
     launch_step(
-        apply_kernel, table, call, sizes=table.shape_tensor, places=(plan.places, plan.vectors, plan.scales),
+        apply_kernel, table, call, sizes=table.shape_tensor, buffers=(plan.places, plan.vectors, plan.scales),
         ADAFACTOR=plan.adafactor, NORM=plan.norm, M=table.kind.m if table.kind.traits.has_m else "none",
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes), KINDS=plan.kinds, REPEAT=table.config.repeat,
         CHUNK=table.config.chunk,

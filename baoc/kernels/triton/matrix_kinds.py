@@ -10,16 +10,20 @@ from math import prod
 
 from baoc.kernels.triton.kinds import (
     M_CODECS,
+    M_SCALE,
     PACKED,
     PACKED_GROUP,
     V_CODECS,
+    V_SCALE,
     Family,
     Kind,
     LaunchConfig,
+    M,
     Options,
     Row,
     RuleKind,
     Shape,
+    V,
     adam_row,
     codec_bytes,
     register,
@@ -110,7 +114,7 @@ for _rule in ("adamw_shared_in", "adamw_shared_out"):
         Family(
             module="baoc.kernels.triton.matrix",
             rules={_rule: RuleKind(has_m=True, has_v=False, counts_steps=True, row=adam_row)},
-            columns={"m": 1, "m.scale": 2, "v": 3},
+            columns={"m": M, "m.scale": M_SCALE, "v": V},
             sizes=_shared_sizes,
             programs=_programs(_rule),
             launch_config=_lines_launch_config if _rule == "adamw_shared_in" else _parts_launch_config,
@@ -135,7 +139,7 @@ register(
             name: RuleKind(has_m=has_m, has_v=False, counts_steps=True, row=partial(adafactor_row, has_m=has_m))
             for name, has_m in (("adafactor", False), ("adafactor_momentum", True))
         },
-        columns={"m": 1, "m.scale": 2, "v_row": 3, "v_col": 4},
+        columns={"m": M, "m.scale": M_SCALE, "v_row": V, "v_col": V_SCALE},
         sizes=_adafactor_sizes,
         programs=_chunks,
         launch_config=_parts_launch_config,
@@ -146,7 +150,7 @@ register(
     Family(
         module="baoc.kernels.triton.muon",
         rules={"muon": RuleKind(has_m=True, has_v=False, counts_steps=False, row=sign_row)},
-        columns={"m": 1, "m.scale": 2},
+        columns={"m": M, "m.scale": M_SCALE},
         sizes=_m_sizes,
         programs=_chunks,
         launch_config=_launch_config,
@@ -204,7 +208,7 @@ for _rule in FOLDS:
             rules={_rule: RuleKind(has_m=True, has_v=True, counts_steps=True, row=foam_row)},
             m=_FOLD_M,
             v=_FOLD_V,
-            columns={"m": 1, "m.scale": 2, "v": 3, "v.scale": 4},
+            columns={"m": M, "m.scale": M_SCALE, "v": V, "v.scale": V_SCALE},
             sizes=_foam_sizes,
             programs=_foam_programs(_rule),
             launch_config=_foam_launch_config,

@@ -68,9 +68,9 @@ def _line_sums(grad_addr, line, first, lines, length, LINES: tl.constexpr, PIECE
         columns = begin + tl.arange(0, STEP)[None, :]
         inside = (columns < width) & (rows < lines)
         tile = rows * (length // VEC) * VEC + columns
-        g, _, kept = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
+        g, _, stepped = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
         total += g * g
-        out += tl.where(kept, 0, 1)
+        out += tl.where(stepped, 0, 1)
     return tl.sum(total, axis=1), tl.sum(out, axis=1)
 
 
@@ -120,15 +120,15 @@ def _column_sums(grad_addr, m_addr, m_scale_addr, w1, factors, line, column, lin
         rows = begin + tl.arange(0, STEP)[:, None].to(tl.int64)
         inside = (columns < width) & (rows < lines)
         tile = rows * (length // VEC) * VEC + columns
-        g, _, kept = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
+        g, _, stepped = load_grad(grad_addr, lines * 0, tile, inside, GRAD, MARKED, VEC, False)
         total += g * g
-        out += tl.where(kept, 0, 1)
+        out += tl.where(stepped, 0, 1)
         if ADAFACTOR:
             x = g
             if M != "none":
                 code, bits = load_m_codes(m_addr, m_scale_addr, lines * 0, tile, inside, M, VEC)
                 x = lerp(restore_m(code, bits, M), g, w1)
-            y = tl.where(kept & inside, x * tl.load(factors + rows, mask=rows < lines, other=0.0), 0.0)
+            y = tl.where(stepped & inside, x * tl.load(factors + rows, mask=rows < lines, other=0.0), 0.0)
             square += y * y
     return tl.sum(total, axis=0), tl.sum(square, axis=0), tl.sum(out, axis=0)
 
@@ -225,8 +225,8 @@ def _count_columns(grad_addr, start, num, stride, GRAD: tl.constexpr, MARKED: tl
     for begin in range(0, num, LINES):
         part = begin + tl.arange(0, LINES)[:, None]
         inside = (part < num) & (columns < stride * VEC)
-        _, _, kept = load_grad(grad_addr, start, part * stride * VEC + columns, inside, GRAD, MARKED, VEC, False)
-        out += tl.sum(tl.where(kept, 0, 1), axis=0)
+        _, _, stepped = load_grad(grad_addr, start, part * stride * VEC + columns, inside, GRAD, MARKED, VEC, False)
+        out += tl.sum(tl.where(stepped, 0, 1), axis=0)
     return out
 
 
@@ -263,11 +263,11 @@ def _sum_lines(
         num_out = tl.zeros([LINES], dtype=tl.int32)
         out = tl.max(tl.where(of_line < GRAD_LIMIT * GRAD_LIMIT, 0, 1)) > 0
         if MARKED or out:
-            g, _, kept = keep_finite(now, MARKED)
+            g, _, stepped = keep_finite(now, MARKED)
             g2 = product(g, g) if LINES > 1 else g * g
             if M != "none":
-                x = tl.where(kept, _averaged(m, g, w1, M), 0.0)
-            of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(kept, 0, 1), axis=1)
+                x = tl.where(stepped, _averaged(m, g, w1, M), 0.0)
+            of_line, num_out = tl.sum(g2, axis=1), tl.sum(tl.where(stepped, 0, 1), axis=1)
         there = begin + part < num
         count = length.to(tl.int32) - num_out
         mean = of_line * reciprocal(tl.maximum(count, 1).to(tl.float32)) + _FLOOR

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.kernels.triton.kinds import GROUP, PACKED, Shape
 from baoc.kernels.triton.matrix_kinds import shares_lines, stored, whole_lines
-from baoc.kernels.triton.table import FusedTable, kept_by_table
+from baoc.kernels.triton.table import FusedTable, cached_per_table
 
 PLACES = 8  # columns of `places`
 NONE, WHOLE = -1, -2  # in place of a vector: there is none; a program steps whole lines and needs none
@@ -53,7 +53,7 @@ class Jobs:
 
 
 class Plan:
-    """Programs and buffers of one table. Buffers are the table's (`FusedTable.extra`), so its `nbytes` has them."""
+    """Programs and buffers of one table. Buffers are the table's (`FusedTable.buffer`), so its `nbytes` has them."""
 
     def __init__(self, table: FusedTable):
         self._table, self._rule, self._device = table, table.kind.rule, table.device
@@ -166,7 +166,7 @@ class Plan:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """On the device, counted among the table's bytes."""
-        return self._table.extra(f"plan {len(self._table._extra)}", lambda: tensor.to(self._device))
+        return self._table.buffer(f"plan {len(self._table._buffers)}", lambda: tensor.to(self._device))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._keep(torch.zeros(shape, dtype=dtype, device=self._device))
@@ -182,4 +182,4 @@ class Plan:
         self.scales = self._zeros(len(self._places))  # factor of a tensor's update, clipping included
 
 
-plan_of = kept_by_table(Plan)
+plan_of = cached_per_table(Plan)

@@ -80,12 +80,12 @@ def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, G
     tile, groups = tile_of(CHUNK)
     inside, addrs = tile < left, ptrs + tensor * WIDTH
     w1 = tl.load(settings + tensor * WIDTH + W1)
-    g, whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    g, finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
     m_old, scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, False)
     m = average(m_old, scale, g, w1, M)
-    ahead = tl.where(kept & inside, lerp(g, m, 1.0 - w1), 0.0)
-    return ahead, tl.where(kept, m, m_old * scale), whole, kept
+    ahead = tl.where(stepped & inside, lerp(g, m, 1.0 - w1), 0.0)
+    return ahead, tl.where(stepped, m, m_old * scale), finite, stepped
 
 
 @triton.jit
@@ -147,13 +147,15 @@ def gather_kernel(
     inside = tile < left
     target = stack + _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     if grad_addr != 0:
-        ahead, m, whole, kept = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
+        ahead, m, finite, stepped = _momentum(
+            tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC
+        )
         x = ahead * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
         tl.store(target, x.to(tl.float16), mask=inside)
         if MODE == "step":
             m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
             store_m(m_addr, m_scale_addr, m, thresholds, start, tile, inside, groups, left, M, VEC, False)
-        count_skipped(whole, kept, tensor, skipped, nonfinite, TRACK, COUNT)
+        count_skipped(finite, stepped, tensor, skipped, nonfinite, TRACK, COUNT)
     else:
         tl.store(target, tl.zeros([CHUNK // 32, 32], dtype=tl.float16), mask=inside)
 
@@ -166,16 +168,16 @@ def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own
 
 
 @triton.jit
-def _kept(tensor, grad_addr, start, tile, inside, skipped, TRACK: tl.constexpr, GRAD: tl.constexpr,
+def _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, TRACK: tl.constexpr, GRAD: tl.constexpr,
           MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
     """Which elements are stepped; gradients are read again only where some may have been left out."""
-    kept = inside
+    stepped = inside
     if TRACK:
         if tl.load(skipped + tensor) != 0:
-            _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+            _g, _finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
     else:
-        _g, _whole, kept = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
-    return kept
+        _g, _finite, stepped = load_grad(grad_addr, start, tile, inside, GRAD, MARKED, VEC, False)
+    return stepped
 
 
 @triton.jit
@@ -195,9 +197,9 @@ def square_kernel(
     if grad_addr != 0:
         tile, _groups = tile_of(CHUNK)
         inside = tile < left
-        kept = _kept(tensor, grad_addr, start, tile, inside, skipped, True, GRAD, MARKED, VEC)
+        stepped = _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, True, GRAD, MARKED, VEC)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
-        square = tl.sum(tl.where(kept & inside, update * update, 0.0))
+        square = tl.sum(tl.where(stepped & inside, update * update, 0.0))
     tl.store(partial + place, square)
 
 
@@ -246,12 +248,12 @@ def apply_kernel(
         size = tl.load(row + SIZE)
         if MATCHED:
             size *= tl.load(factors + tensor)
-        kept = _kept(tensor, grad_addr, start, tile, inside, skipped, TRACK, GRAD, MARKED, VEC)
+        stepped = _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, TRACK, GRAD, MARKED, VEC)
         p_addr, correction_addr = tl.load(addrs + PARAM_AT), tl.load(addrs + CORRECTION_AT)
         p, stored = load_param(p_addr, correction_addr, start, tile, inside, WEIGHTS, PARAM, VEC, False)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
         new = p * tl.load(row + DECAY) - size * update
-        new = tl.where(kept, new, p)
+        new = tl.where(stepped, new, p)
         store_param(
             p_addr, correction_addr, new, p, stored, thresholds, lanes_like(tile), start, tile, inside, WEIGHTS, PARAM,
             VEC, False, False,

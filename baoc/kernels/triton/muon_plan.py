@@ -9,7 +9,7 @@ from torch import Tensor
 from baoc.kernels.polar import padded, workspace_bytes
 from baoc.kernels.triton.kinds import Shape
 from baoc.kernels.triton.matrix_kinds import stored
-from baoc.kernels.triton.table import FusedTable, kept_by_table
+from baoc.kernels.triton.table import FusedTable, cached_per_table
 
 # Bytes that a batch may take: enough that products of matrices of 768 keep an H100 busy. One matrix may take more.
 BATCH_BYTES = 256 * 2**20
@@ -61,13 +61,13 @@ class Batch:
 
 
 class Plan:
-    """Batches and small buffers of one table, all of them the table's (`FusedTable.extra`), as its `nbytes` has."""
+    """Batches and small buffers of one table, all of them the table's (`FusedTable.buffer`), as its `nbytes` has."""
 
     def __init__(self, table: FusedTable):
         device, num, max_bytes = table.device, len(table.params), table.max_workspace_bytes
 
         def keep(name: str, tensor: Tensor) -> Tensor:
-            return table.extra(f"muon {name} {max_bytes}", lambda: tensor.to(device))
+            return table.buffer(f"muon {name} {max_bytes}", lambda: tensor.to(device))
 
         self.batches: list[Batch] = []
         first, slots = [0] * num, [0] * num
@@ -76,7 +76,7 @@ class Plan:
             owner: list[int] = []
             for slot, member in enumerate(members):
                 first[member], slots[member] = len(owner), slot
-                owner += [member] * (table.firsts[member + 1] - table.firsts[member])
+                owner += [member] * (table.chunk_starts[member + 1] - table.chunk_starts[member])
             own_lines, own_length = stored(table.shapes[members[0]])
             sides = stored(table.unsharded_shapes[members[0]])
             whole_lines, length = whole_sides(sides, ranks=ranks)
@@ -111,7 +111,7 @@ def _int32(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-_plans = kept_by_table(lambda _: dict[int | None, Plan]())
+_plans = cached_per_table(lambda _: dict[int | None, Plan]())
 
 
 def plan_of(table: FusedTable) -> Plan:

@@ -1,8 +1,7 @@
-"""The host's part of a step: collects gradient addresses and settings of each tensor, and copies them to the device.
+"""The host's part of a step: gradient addresses and settings of each tensor, and their upload to the device.
 
-Few rows of settings serve all tensors (parameter group x step), so a step computes those and spreads them; per tensor
-it reads the gradient's address and nothing else, as long as gradients stay where they were. All of it goes up through
-one pinned slot of an `Upload`.
+Few rows of settings serve all tensors (parameter group x rule x step count), so a step computes those and copies them
+to the tensors. Per tensor it reads the gradient's address and nothing else, as long as gradients stay where they were.
 """
 
 import ctypes
@@ -18,183 +17,193 @@ import torch
 from torch import Tensor
 
 from baoc.kernels.cpp.grad_addresses import grad_addresses
-from baoc.kernels.triton.kinds import Options, Row
-from baoc.kernels.triton.table import WIDTH, FusedTable
+from baoc.kernels.triton.kinds import WIDTH, Options, Row
+from baoc.kernels.triton.table import FusedTable
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients, as kernels read them
-_ALIGNED = 31  # of addresses: enough for every vector that a cut may ask for
-_FEW = 16  # gradients that are looked at closely in every step
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
-MOST_LAYOUTS = 16  # sets of addresses that are remembered
-_GRAD: Callable[[Tensor], Any] = attrgetter("grad")
-_DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
-# Of the class: a third faster than looked up in each tensor.
-_DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
+MOST_LAYOUTS = 16  # sets of gradient addresses whose properties are cached
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients that kernels read
+_ALIGNMENT_MASK = 31  # low bits of an address that are 0 if it is aligned for every launch config
+_FEW = 16  # so few gradients have dtype and strides checked at every step
+_get_grad: Callable[[Tensor], Any] = attrgetter("grad")
+_get_dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
+# Called through the class, which is a third faster than the lookup in each tensor.
+_data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
-
-def _dtype_or(grad: Tensor | None, known: torch.dtype) -> torch.dtype:
-    return known if grad is None else grad.dtype
-
-
-def _addresses(grads: Sequence[Tensor | None]) -> array:
-    try:
-        return array("q", map(_DATA_PTR, grads))  # pyright: ignore[reportArgumentType]
-    except TypeError:  # some have none
-        return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
-
-
-def _look(grad: Tensor | None) -> tuple[torch.dtype, bool] | None:
-    return None if grad is None else (grad.dtype, grad.is_contiguous())
-
-
-Variant = tuple[tuple[torch.dtype, bool], ...]
+Variant = tuple[tuple[torch.dtype, bool], ...]  # dtype of the gradients that each table reads, and if they are aligned
 
 
 class _Layout(NamedTuple):
-    """Properties of gradients at certain addresses, as `Gradients` found them."""
+    """Properties of gradients at certain addresses."""
 
     addresses: array
     active: list[bool]
     dtypes: list[torch.dtype]
-    wanted: list[torch.dtype]
+    read_dtypes: list[torch.dtype]
     variant: Variant
 
 
 class Gradients:
-    """Addresses of the gradients of all tables. `begins[i]` is where table i begins in arrays over all tensors.
+    """Addresses of the gradients of all tables, and what launches depend on: dtype, alignment, who has one.
 
-    A launch reads contiguous gradients of one type. A table with several types reads fp32; those of another type and
-    strided ones (`copied`) are read from copies. Types and strides are checked when the set of addresses is new, since
-    gradients of many parameters mostly reuse earlier addresses; where gradients are few, in every step.
+    A launch reads contiguous gradients of one dtype. A table whose gradients differ reads fp32; those of another dtype
+    and strided ones (`copied`) are read from copies. Dtypes and strides are checked when a set of addresses is new,
+    because gradients of many parameters mostly reuse earlier addresses; of up to `_FEW` gradients they are checked in
+    every step.
+
+    Args:
+        starts: index of each table's first tensor in arrays over all tensors, and the length of these arrays.
     """
 
-    def __init__(self, tables: Sequence[FusedTable], *, begins: Sequence[int]):
+    def __init__(self, tables: Sequence[FusedTable], *, starts: Sequence[int]):
         self.tables = tables
         self.params = [param for table in tables for param in table.params]
-        self.places = [b + i for b, table in zip(begins, tables, strict=False) for i in range(len(table.params))]
-        self.addresses = array("q", bytes(8 * begins[-1]))
-        self.version = 0  # of the addresses
-        self.active = [False] * len(self.params)  # which have a gradient
-        self.num_changes = 0  # of that
-        self.variant: Variant = ()  # of each table: gradients' type, and if aligned
-        self.variant_number = 0  # the same for the same
-        self._variants: dict[Variant, int] = {}
-        self.copied: list[int] = []
-        self._begins = begins
-        self._owners = [table for table in tables for _ in table.params]
-        self._dtypes = [table.grad_dtype for table in self._owners]
-        self._wanted = list(self._dtypes)  # the type that the launch of each reads
-        self._seen = array("q")
-        self._reader = grad_addresses(self.params) if len(self.params) > _FEW else None
+        self.places = [
+            start + i for start, table in zip(starts, tables, strict=False) for i in range(len(table.params))
+        ]
+        self.addresses = array("q", bytes(8 * starts[-1]))
+        self.version = 0  # counts changes of `addresses`
+        self.active = [False] * len(self.params)  # True for parameters with a gradient
+        self.num_changes = 0  # of `active`
+        self.variant: Variant = ()
+        self.variant_number = 0  # equal for equal variants
+        self.copied: list[int] = []  # parameters whose gradients are read from copies
         self.layouts: dict[Hashable, _Layout] = {}
-        self._layout: _Layout | None = None  # the present one, if it is remembered
+        self._variant_numbers: dict[Variant, int] = {}
+        self._starts = starts
+        self._table_of = [table for table in tables for _ in table.params]
+        self._dtypes = [table.grad_dtype for table in self._table_of]
+        self._read_dtypes = list(self._dtypes)  # which the launch of each parameter reads
+        self._last = array("q")  # addresses at the last refresh, in order of `params`, -1 without a gradient
+        self._reader = grad_addresses(self.params) if len(self.params) > _FEW else None
+        self._layout: _Layout | None = None  # the present one, if it is cached
         self._copies: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Takes note of where the gradients are. A sparse one has no address: torch raises."""
+        """Reads the addresses of all gradients. A sparse one has no address: torch raises."""
         reader = self._reader
         if reader is not None and reader.read():
-            if reader.addresses != self._seen:
-                seen = reader.addresses[:]  # the next read overwrites it
-                self._recall_or_notice(seen, key=seen.tobytes())
-                self._seen = seen
+            if reader.addresses != self._last:
+                addresses = reader.addresses[:]  # the next read overwrites it
+                self._recall_or_inspect(addresses, key=addresses.tobytes())
+                self._last = addresses
         else:
-            grads = list(map(_GRAD, self.params))
-            seen = _addresses(grads)
-            self._recall_or_notice(seen, key=(seen.tobytes(), *map(_look, grads)))
-            self._seen = seen
+            grads = list(map(_get_grad, self.params))
+            addresses = _addresses(grads)
+            self._recall_or_inspect(addresses, key=(addresses.tobytes(), *map(_dtype_and_contiguity, grads)))
+            self._last = addresses
         if self.copied:
             self._copy()
 
-    def _recall_or_notice(self, seen: array, *, key: Hashable) -> None:
-        now, layout = self._layout, self.layouts.get(key)
-        if layout is not None and layout is now:
+    def _recall_or_inspect(self, addresses: array, *, key: Hashable) -> None:
+        """Takes the gradients' properties from the cache, or inspects and caches them."""
+        current, layout = self._layout, self.layouts.get(key)
+        if layout is not None and layout is current:
             return
         self._layout = layout
         if layout is None:
-            self._notice(seen.tolist(), list(map(_GRAD, self.params)))
+            self._inspect(addresses.tolist(), list(map(_get_grad, self.params)))
             if not self.copied:
                 if len(self.layouts) >= MOST_LAYOUTS:
                     self.layouts.clear()
-                layout = _Layout(self.addresses, self.active, self._dtypes, self._wanted, self.variant)
+                layout = _Layout(self.addresses, self.active, self._dtypes, self._read_dtypes, self.variant)
                 self.layouts[key] = self._layout = layout
             return
         self.copied = []
-        self._dtypes, self._wanted = layout.dtypes, layout.wanted
+        self._dtypes, self._read_dtypes = layout.dtypes, layout.read_dtypes
         self.addresses = layout.addresses
         self.version += 1
-        self._take_variant(layout.variant)
-        self._take_active(layout.active)
+        self._set_variant(layout.variant)
+        self._set_active(layout.active)
         for table, (dtype, aligned) in zip(self.tables, layout.variant, strict=True):
             table.grad_dtype, table.grads_aligned = dtype, aligned
 
-    def _notice(self, seen: list[int], grads: Sequence[Tensor | None]) -> None:
-        """Gradients that were not there before: their types, strides, and who has one."""
-        whole = -1 not in seen
-        dtypes = list(map(_DTYPE, grads)) if whole else list(map(_dtype_or, grads, self._dtypes))
+    def _inspect(self, addresses: list[int], grads: Sequence[Tensor | None]) -> None:
+        """Finds dtypes, strides and missing gradients at new addresses."""
+        complete = -1 not in addresses
+        dtypes = list(map(_get_dtype, grads)) if complete else list(map(_dtype_or, grads, self._dtypes))
         if dtypes != self._dtypes:
-            self._notice_types(grads)
+            self._set_table_dtypes(grads)
             self._dtypes = dtypes
-            self._wanted = [table.grad_dtype for table in self._owners]
-        if whole and dtypes == self._wanted and all(map(_IS_CONTIGUOUS, grads)):
+            self._read_dtypes = [table.grad_dtype for table in self._table_of]
+        if complete and dtypes == self._read_dtypes and all(map(_is_contiguous, grads)):
             self.copied = []
         else:
             self.copied = [
                 index
-                for index, (grad, dtype, wanted) in enumerate(zip(grads, dtypes, self._wanted, strict=True))
-                if grad is not None and (dtype is not wanted or not grad.is_contiguous())
+                for index, (grad, dtype, read) in enumerate(zip(grads, dtypes, self._read_dtypes, strict=True))
+                if grad is not None and (dtype is not read or not grad.is_contiguous())
             ]
-        self._take_active([True] * len(seen) if whole else [address >= 0 for address in seen])
-        self._place(seen if whole else [max(address, 0) for address in seen])
+        self._set_active([True] * len(addresses) if complete else [address >= 0 for address in addresses])
+        self._set_addresses(addresses if complete else [max(address, 0) for address in addresses])
 
-    def _take_active(self, active: list[bool]) -> None:
+    def _set_active(self, active: list[bool]) -> None:
         if active != self.active:
             self.active = active
             self.num_changes += 1
 
-    def _take_variant(self, variant: Variant) -> None:
-        self.variant, self.variant_number = variant, self._variants.setdefault(variant, len(self._variants))
+    def _set_variant(self, variant: Variant) -> None:
+        self.variant = variant
+        self.variant_number = self._variant_numbers.setdefault(variant, len(self._variant_numbers))
 
-    def _notice_types(self, grads: Sequence[Tensor | None]) -> None:
+    def _set_table_dtypes(self, grads: Sequence[Tensor | None]) -> None:
+        """Gives each table the dtype of its gradients, fp32 if they differ."""
         begin = 0
         for table in self.tables:
             own = grads[begin : begin + len(table.params)]
             begin += len(own)
             dtypes = {grad.dtype for grad in own if grad is not None} or {table.grad_dtype}
-            alone = dtypes.pop()
-            table.grad_dtype = torch.float32 if dtypes or alone not in _TYPES else alone
+            dtype = dtypes.pop()
+            table.grad_dtype = torch.float32 if dtypes or dtype not in _DTYPES else dtype
 
-    def _place(self, addresses: list[int]) -> None:
-        """Puts the addresses, in order of `params`, where kernels look for them."""
-        all_aligned = not reduce(or_, addresses, 0) & _ALIGNED
-        placed = array("q", bytes(8 * self._begins[-1]))
+    def _set_addresses(self, addresses: list[int]) -> None:
+        """Stores the addresses, given in order of `params`, at the tensors' places, and notes their alignment."""
+        all_aligned = not reduce(or_, addresses, 0) & _ALIGNMENT_MASK
+        placed = array("q", bytes(8 * self._starts[-1]))
         first = 0
-        for table, begin in zip(self.tables, self._begins, strict=False):
+        for table, begin in zip(self.tables, self._starts, strict=False):
             own = addresses[first : first + len(table.params)]
             first += len(own)
             placed[begin : begin + len(own)] = array("q", own)
             size = table.grad_dtype.itemsize
             table.grads_aligned = all_aligned or all(table.is_aligned(address, size) for address in own)
-        self._take_variant(tuple((table.grad_dtype, table.grads_aligned) for table in self.tables))
+        self._set_variant(tuple((table.grad_dtype, table.grads_aligned) for table in self.tables))
         if placed != self.addresses or not self.version:
-            self.addresses = placed  # another object: layouts keep those that were
+            self.addresses = placed  # a new object, because cached layouts keep the old ones
             self.version += 1
 
     def _copy(self) -> None:
-        """Copies of those that no launch can read, in every step anew, for what they hold is new."""
-        addresses, self._copies = [max(address, 0) for address in self._seen], []
+        """Copies the gradients that no launch can read in place, anew in every step."""
+        addresses, self._copies = [max(address, 0) for address in self._last], []
         for index in self.copied:
             grad = self.params[index].grad
             assert grad is not None
-            self._copies.append(grad.to(self._owners[index].grad_dtype).contiguous())
+            self._copies.append(grad.to(self._table_of[index].grad_dtype).contiguous())
             addresses[index] = self._copies[-1].data_ptr()
-        self._place(addresses)
+        self._set_addresses(addresses)
+
+
+def _addresses(grads: Sequence[Tensor | None]) -> array:
+    """Address of each gradient, -1 where there is none."""
+    try:
+        return array("q", map(_data_ptr, grads))  # pyright: ignore[reportArgumentType]
+    except TypeError:  # some are None
+        return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
+
+
+def _dtype_or(grad: Tensor | None, default: torch.dtype) -> torch.dtype:
+    return default if grad is None else grad.dtype
+
+
+def _dtype_and_contiguity(grad: Tensor | None) -> tuple[torch.dtype, bool] | None:
+    return None if grad is None else (grad.dtype, grad.is_contiguous())
 
 
 class Settings:
     """Settings of all tensors in one step, and the count of each tensor's steps.
 
-    `steps` (fp32 [tensors], CPU) may be written to from outside, through views too: that is noticed.
+    Tensors with equal settings form a class (`_Class`); a step computes one row of settings for each class. Others may
+    write to `steps` (fp32 [tensors], CPU), through views too: its version counter shows that.
     """
 
     def __init__(self, tables: Sequence[FusedTable], *, places: Sequence[int], size: int):
@@ -202,60 +211,63 @@ class Settings:
         self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
         self._rules = [table.kind.traits for table in tables for _ in table.params]
         self._groups = [group for table in tables for group in table.groups]
-        first = [step for table in tables for step in table.first_steps]
-        self.steps[self._places] = torch.tensor(first, dtype=torch.float32, device="cpu")
-        self._added = torch.zeros(size, dtype=torch.float32, device="cpu")
-        self._classes: list[_Class] = []  # of every distinct setting
+        first_steps = [step for table in tables for step in table.first_steps]
+        self.steps[self._places] = torch.tensor(first_steps, dtype=torch.float32, device="cpu")
+        self._increments = torch.zeros(size, dtype=torch.float32, device="cpu")  # of `steps` by a step
+        self._classes: list[_Class] = []
         self._class_of = torch.zeros(size, dtype=torch.int64, device="cpu")
-        self._known = (-1, -1)
+        self._classified = (-1, -1)  # versions of `steps` and of `Gradients.active` that the classes are of
 
     def fill(self, options: Sequence[Options], *, gradients: Gradients, out: Tensor) -> None:
-        """Writes the settings of the coming step to `out`, fp32 [tensors, 8] on the CPU."""
-        if self._known != (self.steps._version, gradients.num_changes):
+        """Writes the settings of the coming step to `out`, fp32 [tensors, WIDTH] on the CPU."""
+        if self._classified != (self.steps._version, gradients.num_changes):
             self._classify(gradients)
-        rows = [cls.make(options[cls.group], cls.step + 1) for cls in self._classes]
-        self._pack(self._bytes, 0, *chain.from_iterable(rows))
+        rows = [cls.row(options[cls.group], cls.step + 1) for cls in self._classes]
+        self._pack_rows(self._row_bytes, 0, *chain.from_iterable(rows))
         torch.index_select(self._rows, 0, self._class_of, out=out)
 
     def advance(self) -> None:
-        """Counts the step of those that have a gradient."""
-        self.steps.add_(self._added)
+        """Counts a step of each tensor that has a gradient, if its rule counts steps."""
+        self.steps.add_(self._increments)
         for cls in self._classes:
-            cls.step += cls.added
-        self._known = (self.steps._version, self._known[1])
+            cls.step += cls.increment
+        self._classified = (self.steps._version, self._classified[1])
 
     def _classify(self, gradients: Gradients) -> None:
+        """Groups tensors by rule, parameter group, step count, and whether they count the coming step."""
         steps = self.steps[self._places].tolist()
-        added = [int(rule.counts_steps and active) for rule, active in zip(self._rules, gradients.active, strict=True)]
+        increments = [
+            int(rule.counts_steps and active) for rule, active in zip(self._rules, gradients.active, strict=True)
+        ]
         keys = [
-            (rule.row, group, int(step) if rule.counts_steps else 0, add)
-            for rule, group, step, add in zip(self._rules, self._groups, steps, added, strict=True)
+            (rule.row, group, int(step) if rule.counts_steps else 0, increment)
+            for rule, group, step, increment in zip(self._rules, self._groups, steps, increments, strict=True)
         ]
         distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         self._classes = [_Class(*key) for key in distinct]
-        self._added[self._places] = torch.tensor(added, dtype=torch.float32, device="cpu")
+        self._increments[self._places] = torch.tensor(increments, dtype=torch.float32, device="cpu")
         self._class_of[self._places] = torch.tensor([distinct[key] for key in keys], dtype=torch.int64, device="cpu")
-        self._bytes = bytearray(4 * WIDTH * len(distinct))
-        self._pack = struct.Struct(f"{WIDTH * len(distinct)}f").pack_into
-        self._rows = torch.frombuffer(self._bytes, dtype=torch.float32).view(-1, WIDTH)
-        self._known = (self.steps._version, gradients.num_changes)
+        self._row_bytes = bytearray(4 * WIDTH * len(distinct))
+        self._pack_rows = struct.Struct(f"{WIDTH * len(distinct)}f").pack_into
+        self._rows = torch.frombuffer(self._row_bytes, dtype=torch.float32).view(-1, WIDTH)
+        self._classified = (self.steps._version, gradients.num_changes)
 
 
 class _Class:
-    """Tensors with the same settings: who makes them, from which parameter group, and the steps they have made."""
+    """Tensors with equal settings: the rule's function, the parameter group, the steps so far and what a step adds."""
 
-    __slots__ = ("added", "group", "make", "step")
+    __slots__ = ("group", "increment", "row", "step")
 
-    def __init__(self, make: Callable[[Options, int], Row], group: int, step: int, added: int):
-        self.make, self.group, self.step, self.added = make, group, step, added
+    def __init__(self, row: Callable[[Options, int], Row], group: int, step: int, increment: int):
+        self.row, self.group, self.step, self.increment = row, group, step, increment
 
 
 class Upload:
-    """A small device buffer that the host refills every step, without waiting for the device and without racing it.
+    """A small device buffer that the host refills every step, without waiting for the device or racing with it.
 
-    The host fills one of a few pinned slots (`slot()`), and `send()` copies it to `device` (uint8 [nbytes]), whose
-    address never changes. An event behind the copy says when the slot is free again. `receive()` brings `back` (int64
-    [num_back] on the device) to `received` on the CPU.
+    `slot()` names one of SLOTS pinned slots for the host to fill, and `send()` copies it to `device` (uint8 [nbytes]),
+    whose address never changes. An event after the copy tells when the slot is free again. `receive()` copies `back`
+    (int64 [num_back] on the device) to `received` on the CPU.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
@@ -276,25 +288,25 @@ class Upload:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
-        """The slot to fill, the same until it is sent. It still holds an older step's bytes: write all that matter."""
+        """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
         if self.on_cuda:
-            self.events[self._next].synchronize()  # at once where it was never sent
+            self.events[self._next].synchronize()  # returns at once before the slot's first send
         return self._next
 
     def send(self, nbytes: int | None = None) -> None:
-        """The slot's bytes, or the first of them, go up on the current stream; the next slot is to be filled."""
+        """Copies the slot, or its first `nbytes`, to the device on the current stream, and moves to the next slot."""
         self.device[:nbytes].copy_(self.slots[self._next][:nbytes], non_blocking=True)
         if self.on_cuda:
             self.events[self._next].record()
         self._next = (self._next + 1) % len(self.slots)
 
     def receive(self, *, wait: bool = False) -> None:
-        """Copies `back` to the host, where it is when this returns if that is to `wait`."""
+        """Copies `back` to the host: asynchronously, or before this returns with `wait`."""
         self._received.copy_(self.back.view(torch.uint8), non_blocking=not wait)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read and write; keep the tensor alive meanwhile."""
+    """A writable view of the bytes of a contiguous CPU tensor, which the caller has to keep alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.numel():
         return memoryview(bytearray())
