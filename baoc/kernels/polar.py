@@ -1,48 +1,50 @@
-"""Newton-Schulz steps towards the polar factor of many matrices at once, for Muon: constants and room. No Triton.
+"""Newton-Schulz iteration towards the polar factor of a stack of matrices, for Muon: constants, workspace, operations.
 
-The quintic is the one that Muon's authors tuned for speed: singular values end between .7 and 1.2, not at 1.
+The quintic polynomial is the one that Muon's authors tuned for speed: singular values end between .7 and 1.2, not at 1.
+Needs no Triton; `baoc.kernels.triton.orthogonal` has the kernel.
 """
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of x (a + b x^2 + c x^4), steep at 0
 STEPS = 5
-# Steps that are taken on X X^T alone before X itself is brought up to date: its small eigenvalues carry the rounding of
-# the large ones, and each step makes those that fell below zero about 12 times as large.
+# Steps that are taken on X X^T alone before X itself is updated. More would be inaccurate: the small eigenvalues of
+# X X^T carry the rounding errors of the large ones, and a step multiplies those that fell below zero by about 12.
 STRETCHES = (2, 3)
-_ALIGNED = 256  # bytes: parts of the room begin at multiples of it
-_UNIT, _LONG_UNIT, _LONG = 16, 64, 1024  # sides are multiples of these, of the second from the third on
+_ALIGNMENT = 256  # bytes: spans of the workspace begin at multiples of it
+_UNIT, _LONG_UNIT, _LONG = 16, 64, 1024  # sides are padded to multiples of _UNIT, from _LONG on of _LONG_UNIT
 
 
 def padded(side: int) -> int:
-    """A side of a matrix as products are fast with: lines of odd lengths would be read two bytes at a time. What pads
-    it is zero, before and after each step.
+    """A side of a matrix, padded so that products are fast: lines of odd length would be read two bytes at a time. The
+    padding is zero, before and after each step.
     """
     unit = _LONG_UNIT if side >= _LONG else _UNIT
     return -(-side // unit) * unit
 
 
 def workspace_spans(num: int, lines: int, length: int) -> list[tuple[int, int]]:
-    """Where in the room `orthogonalize` keeps what it has: begin and end in bytes of two stacks of the matrices and of
-    three of squares of the shorter side, all of 16-bit numbers. A fourth stack of squares lies in that of the matrices
-    which is not in use.
+    """Layout of the workspace of `orthogonalize`: (begin, end) in bytes of two stacks of matrices [num, lines, length]
+    and of three stacks of squares of the shorter side, all fp16. A fourth stack of squares shares memory with whichever
+    stack of matrices is not in use.
     """
     sizes = [2 * num * lines * length] * 2 + [2 * num * min(lines, length) ** 2] * 3
-    parts, begin = [], 0
+    spans, begin = [], 0
     for size in sizes:
-        parts.append((begin, begin + size))
-        begin += -(-size // _ALIGNED) * _ALIGNED
-    return parts
+        spans.append((begin, begin + size))
+        begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return spans
 
 
 def workspace_bytes(num: int, lines: int, length: int) -> int:
-    """Bytes that `orthogonalize` of `num` matrices [lines, length] takes, those of the matrices included."""
-    return -(-workspace_spans(num, lines, length)[-1][1] // _ALIGNED) * _ALIGNED
+    """Bytes of the workspace for `num` matrices [lines, length], the matrices included."""
+    return -(-workspace_spans(num, lines, length)[-1][1] // _ALIGNMENT) * _ALIGNMENT
 
 
 def products(lines: int, length: int) -> float:
-    """Floating-point operations of one matrix's products, of symmetric ones the half that is computed."""
+    """Floating-point operations of one matrix's products; of symmetric products only the half that is computed."""
     short, long = sorted((lines, length))
     total = 0.0
     for steps in STRETCHES:
-        squares = 4 * steps - 3  # p of each step; q but in the first, two for the next X X^T but in the last
+        # p at each step, q at all but the first, and two for the next X X^T at all but the last
+        squares = 4 * steps - 3
         total += short * short * long + squares * short**3 + 2 * short * short * long
     return total

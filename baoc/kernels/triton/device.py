@@ -1,12 +1,8 @@
-"""Device functions of all kernels: loads and stores of tiles and scales, and fp32 instructions of the GPU.
+"""Device functions of all kernels: loads and stores of tiles and scales, and single instructions of the GPU.
 
-Every access of a tile uses one layout (VEC elements per thread), so promises of alignment are capped at VEC elements:
-with the full 16 bytes, Triton would load 16 int8 per thread and shuffle them through shared memory.
+Every access of a tile uses one layout, VEC elements per thread. Alignment hints are therefore limited to VEC elements:
+with 16 bytes, Triton would load 16 int8 per thread and shuffle them through shared memory.
 """
-
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
 import os
 
@@ -15,13 +11,15 @@ import triton.language as tl
 
 from baoc.kernels import usable as _usable
 
-GRAD_LIMIT = tl.constexpr(_usable.LIMIT)  # of what counts as non-finite from there on
+GRAD_LIMIT = tl.constexpr(_usable.LIMIT)  # magnitude from which on a gradient element counts as non-finite
 TINY = tl.constexpr(1.1754943508222875e-38)  # least normal fp32
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even, and leaves the integer in the low bits
 FINE = tl.constexpr(49152.0)  # 1.5 * 2^15: the same for multiples of 1/256
 
-if os.environ.get("TRITON_INTERPRET") == "1":  # it knows no inline PTX, and cuts where it should round to bf16
+# Each function twice: the interpreter has no inline PTX, and truncates where it should round to bf16. Docstrings are
+# at the compiled ones below.
+if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def reciprocal(x):
@@ -107,13 +105,13 @@ else:
 
     @triton.jit
     def product(a, b):
-        """a b, rounded before it is added to anything: threads that exchange numbers and add their own, not rounded,
-        would end with sums that differ in the last bit, where all are to have the same."""
+        """a * b, rounded, so that no addition is fused with it: threads that add unrounded products of their own to
+        rounded ones of others would end with different sums in the last bit."""
         return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def log2(x):
-        """Of normal numbers; tl.log2 takes care of others at three times the price."""
+        """log2 of normal numbers; tl.log2 handles others at three times the cost."""
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
@@ -122,12 +120,12 @@ else:
 
     @triton.jit
     def root(x):
-        """Of what is not negative; of subnormal numbers 0. tl.sqrt takes care of them at three times the price."""
+        """sqrt of non-negative numbers; 0 for subnormal ones, which tl.sqrt handles at three times the cost."""
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def share_of(x, inverse):
-        """x * inverse, at most 1, of what is not negative."""
+        """min(x * inverse, 1) of non-negative numbers."""
         return tl.inline_asm_elementwise(
             "mul.sat.f32 $0, $1, $2;", "=f,f,f", [x, inverse], tl.float32, is_pure=True, pack=1
         )
@@ -155,7 +153,7 @@ else:
 
     @triton.jit
     def floor_bytes(x, per, base):
-        """floor(x * per + base - FINE) as int8; base has steps of 1/256, so the floor is the number's second byte."""
+        """floor(x * per + base - FINE) as int8. The sum has steps of 1/256, so the floor is its second byte."""
         return tl.inline_asm_elementwise(
             """
             { .reg .f32 a, b, c, d; .reg .b32 r, s, t, u;
@@ -173,7 +171,7 @@ else:
 
     @triton.jit
     def signed_numbers(codes):
-        """int8 -> fp32 by bits: a byte in the low bits of 2^23, without the slow unit that converts."""
+        """int8 -> fp32 by bits: a byte in the low bits of 2^23, without the slow conversion unit."""
         return tl.inline_asm_elementwise(
             """
             { .reg .b32 x, r, s, t, u; .reg .f32 a, b, c, d;
@@ -193,7 +191,7 @@ else:
 
     @triton.jit
     def unsigned_times(codes, factor):
-        """int8, read as uint8, times fp32, in the same way: (2^23 + code) factor - 2^23 factor, rounded once."""
+        """int8, read as uint8, times fp32, by bits too: (2^23 + code) factor - 2^23 factor, rounded once."""
         return tl.inline_asm_elementwise(
             """
             { .reg .b32 r, s, t, u; .reg .f32 a, b, c, d;
@@ -224,7 +222,7 @@ else:
 
     @triton.jit
     def narrowed(x):
-        """Rounded to the nearest bf16: as int16, and as fp32."""
+        """fp32 rounded to the nearest bf16: (bits as int16, value as fp32)."""
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xFFFF0000;",
             "=&r,=&f,=&f,f,f",
@@ -236,12 +234,12 @@ else:
 
     @triton.jit
     def twice_inverse_power(x):
-        """2 / 2^e of a number; infinite where it is zero or subnormal."""
+        """2 / 2^e of a number with exponent e; infinite for zero and subnormal numbers."""
         return (~x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
     @triton.jit
     def differ(a, b):
-        """1 where a < b or a > b, else 0, for four elements together."""
+        """1 if a < b or a > b for each of a thread's four elements, else 0."""
         return tl.inline_asm_elementwise(
             """
             { .reg .pred q;
@@ -258,7 +256,7 @@ else:
 
     @triton.jit
     def usable(g):
-        """1 where g is below GRAD_LIMIT in size, else 0, for four elements together."""
+        """1 if |g| < GRAD_LIMIT for each of a thread's four elements, else 0."""
         return tl.inline_asm_elementwise(
             """
             { .reg .pred q; .reg .f32 a, b, c, d;
@@ -276,7 +274,7 @@ else:
 
     @triton.jit
     def usable_and_differ(g, a, b):
-        """Both of the above."""
+        """1 if `usable(g)` and `differ(a, b)`, else 0."""
         return tl.inline_asm_elementwise(
             """
             { .reg .pred q; .reg .f32 a, b, c, d;
@@ -297,21 +295,21 @@ else:
 
 @triton.jit
 def bf16_bits(x):
-    """Rounded to the nearest bf16, as int16."""
+    """Bits of x rounded to the nearest bf16, as int16."""
     bits, _ = narrowed(x)
     return bits
 
 
 @triton.jit
 def tile_of(CHUNK: tl.constexpr):
-    """Element index [CHUNK / 32, 32] and group index [CHUNK / 32, 1] in the chunk."""
+    """(element index [CHUNK / 32, 32], group index [CHUNK / 32, 1]) in a chunk."""
     groups = tl.arange(0, CHUNK // 32)[:, None]
     return groups * 32 + tl.arange(0, 32)[None, :], groups
 
 
 @triton.jit
 def pointer_to(addr, start, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Address of element `start` as a pointer, with the alignment that the table has checked."""
+    """Pointer to element `start`, with the alignment that `FusedTable.aligned` promises."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     return tl.multiple_of((addr + start * BYTES).to(tl.pointer_type(DTYPE)), BYTES * VEC)
 
@@ -324,7 +322,7 @@ def load_tile(addr, start, tile, inside, DTYPE: tl.constexpr, VEC: tl.constexpr,
 
 @triton.jit
 def load_numbers(addr, start, tile, inside, DTYPE: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
-    """As fp32."""
+    """A tile as fp32."""
     if tl.bfloat16 == DTYPE:
         numbers = widened(load_tile(addr, start, tile, inside, tl.int16, VEC, FULL))
     else:
@@ -372,7 +370,7 @@ def round_up(x):
 
 @triton.jit
 def low_byte(rounded):
-    """The low byte of an integer that ROUND was added to."""
+    """The low byte of an integer to which ROUND was added."""
     return rounded.to(tl.int32, bitcast=True).to(tl.int8)
 
 

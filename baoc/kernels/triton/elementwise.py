@@ -4,10 +4,6 @@ A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row
 counterpart is `baoc.optim.rules` with `baoc.optim.codecs`; stored bytes are the same, so either may take the next step.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 

@@ -6,10 +6,6 @@ is never stored. `_step_whole` steps full folds whose elements are all stepped, 
 counterpart is `baoc.optim.rules.foam`.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
-
 from typing import TYPE_CHECKING
 
 import triton

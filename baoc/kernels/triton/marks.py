@@ -3,10 +3,6 @@
 Clipping by norm or value, and reductions over ranks, keep a -0.0, and no norm counts it. A true -0.0 becomes 0.0 first.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 

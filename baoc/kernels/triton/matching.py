@@ -6,10 +6,6 @@ should have used (`baoc.optim.matching.factor`). Where both factors differ, as a
 of the step's kernel in mode "repair" adds the difference.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
-
 import triton
 import triton.language as tl
 

@@ -1,12 +1,10 @@
 """The step of rules that divide by means along lines or columns: AdamW with shared v, Adafactor, column norms.
 
-Bytes moved per element, at least: the gradient once where a whole line is a program's (v shared along lines), else
-twice, m and weights both ways. Means are `baoc.kernels.triton.means`; the eager twins are in `baoc.optim.rules`.
+`means` computes the means and the factors that follow from them, `apply_kernel` here steps the weights. Where v is
+shared along lines, one program steps a complete line, and reads its gradient only once. Bytes moved per element, at
+least: the gradient once (complete lines) or twice, m and weights both ways. The eager counterparts are in
+`baoc.optim.rules`.
 """
-
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,7 @@ from baoc.kernels.triton.elementwise import (
     matched_factor,
 )
 from baoc.kernels.triton.kinds import Call
-from baoc.kernels.triton.means import COLUMN_VECTOR, LINE_VECTOR, PLACES, bring_up_to_date, inverse_root, stored_shape
+from baoc.kernels.triton.means import COLUMN_VECTOR, LINE_VECTOR, OFFSETS, inverse_root, stored_shape, update_means
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
 
 if TYPE_CHECKING:
@@ -36,19 +34,19 @@ if TYPE_CHECKING:
 _WHOLE = tl.constexpr(means_plan.WHOLE)
 
 
-# -- factors of a chunk's elements by line and column of the stored matrix, and where each element lies ------------
+# -- factors of a chunk's elements, by line and column of the stored matrix ------------------------------------------
 
 
 @triton.jit
 def _position(start, length, WIDE: tl.constexpr):
-    """Line of an element, and its place in it. WIDE: elements are more than 32 bits count."""
+    """(line, position in it) of element `start`. WIDE: a tensor has 2^31 elements or more."""
     line = start // length if WIDE else (start.to(tl.int32) // length.to(tl.int32)).to(tl.int64)
     return line, (start - line * length).to(tl.int32)
 
 
 @triton.jit
 def _further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr):
-    """The position `part` chunks further on; dividing is slow, and lines are hardly ever that short."""
+    """The position `part` chunks further on. Divides only where lines are short, because division is slow."""
     rest += part * CHUNK
     over = rest // width if width < CHUNK * REPEAT else tl.where(rest >= width, 1, 0)
     return line + over, rest - over * width
@@ -56,7 +54,7 @@ def _further(line, rest, part, width, CHUNK: tl.constexpr, REPEAT: tl.constexpr)
 
 @triton.jit
 def _line_factors(line_at, line, rest, width, inside, vectors, CHUNK: tl.constexpr, HOW: tl.constexpr):
-    """Factors by line of a chunk's elements, shaped as `line`; of two lines at most they are two numbers."""
+    """Factors by line of a chunk's elements, in the shape of `line`; a chunk within two lines loads two numbers."""
     by_line = vectors + line_at
     if HOW == "aligned" or HOW == "two":
         first = tl.load(by_line)
@@ -70,7 +68,7 @@ def _line_factors(line_at, line, rest, width, inside, vectors, CHUNK: tl.constex
 
 @triton.jit
 def _column_factors(column_at, place, inside, vectors, HOW: tl.constexpr):
-    by_column = vectors + column_at // 32 * 32 + place  # vectors begin at multiples of it, which is told like this
+    by_column = vectors + column_at // 32 * 32 + place  # tells the compiler that vectors begin at multiples of 32
     return tl.load(by_column, mask=inside, other=1.0) if HOW == "any" else tl.load(by_column)
 
 
@@ -79,7 +77,7 @@ def _factors_of(
     line_at, column_at, rest, width, inside, scale, vectors, ADAFACTOR: tl.constexpr, CHUNK: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """Factors of Adafactor's updates, by line and column; of others, by what of both there is."""
+    """Factors of a chunk's updates: by line and column for Adafactor, else by the axis that has a vector."""
     line, place = _places(rest, width, CHUNK, HOW)
     if ADAFACTOR:
         factors = scale * _line_factors(line_at, line, rest, width, inside, vectors, CHUNK, HOW)
@@ -93,9 +91,11 @@ def _factors_of(
 
 @triton.jit
 def _places(rest, width, CHUNK: tl.constexpr, HOW: tl.constexpr):
-    """Line, and place in it, of the elements of a chunk that begins at place `rest` of line 0. Dividing by element is
-    slow; HOW says what makes it needless: "two" lines are all there can be, of whole groups if "aligned", or "groups"
-    lie in one line each."""
+    """(line, position in it) of the elements of a chunk that begins at position `rest` of line 0.
+
+    Division by element is slow. HOW says what makes it unnecessary: the chunk lies within "two" lines, within two lines
+    of complete groups ("aligned"), or each of its "groups" lies in one line. "any" divides.
+    """
     tile, groups = tile_of(CHUNK)
     if HOW == "groups" or HOW == "aligned":
         group, num = rest // 32 + groups, width // 32
@@ -120,8 +120,8 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
     MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr,
     VEC: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Steps `left` elements from `start`; the update is m (or g) times `factor`. Returns whether that is done, and its
-    sum of squares. QUICK promises a whole chunk, and leaves it alone if elements need care, as in `elementwise`."""
+    """Steps `left` elements from `start` by the update m (or g) times `factor`. Returns (whether it has, the update's
+    sum of squares). QUICK is that of `elementwise._step_chunk`. `at` and `row` come from `load_row`."""
     tile, groups = tile_of(CHUNK)
     lane = lanes_like(tile)
     p_addr, correction_addr, m_addr, m_scale_addr, _v, _v_scale, match_addr = at
@@ -177,7 +177,7 @@ def _step_tile(  # noqa: C901 (switches that are resolved when it is compiled)
 def _line_sum(
     grad_addr, start, length, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Sum of g^2 over a line, and its number of elements; non-finite ones are looked for if the sum shows any."""
+    """(sum of g^2 over a line, its number of stepped elements). Elements are checked if the sum shows a bad one."""
     tile, groups = tile_of(CHUNK)
     total = tl.zeros([CHUNK // 32, 32], dtype=tl.float32)
     for begin in range(0, length, CHUNK):
@@ -202,7 +202,7 @@ def _line_factor(
     grad_addr, start, line, length, v_addr, row, NORM: tl.constexpr, GRAD: tl.constexpr,
     MODE: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """AdamW's factor from the v of a whole line, brought up to date, or that of its norm. Lines are whole groups."""
+    """Factor of a complete line's update: 1 / norm, or AdamW's from the line's v, which is updated here."""
     _decay, _size, _w1, w2, _b2, inv_bc2, eps = row
     if NORM or MODE != "repair":
         total, count = _line_sum(grad_addr, start, length, GRAD, MARKED, CHUNK, VEC)
@@ -227,7 +227,7 @@ def _step_line(
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps line `index`, of `width` elements, which are whole groups. Returns the sum of squares of the update."""
+    """Steps line `index` of `width` elements, in complete groups. Returns the update's sum of squares."""
     tile, groups = tile_of(CHUNK)
     first = index * width
     square = tl.full([], 0.0, tl.float32)
@@ -262,8 +262,8 @@ def _step_part(
     MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr, MARKED: tl.constexpr,
     CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps chunk `index` of a matrix, which begins at place `rest` of a line, by factors of lines and columns. Returns
-    the sum of squares of the update."""
+    """Steps chunk `index` of a matrix, which begins at position `rest` of line `first_line`, by factors of lines and
+    columns. Returns the update's sum of squares."""
     width = length.to(tl.int32)
     square = tl.full([], 0.0, tl.float32)
     start = index * CHUNK
@@ -313,10 +313,13 @@ def _program(
     GRAD: tl.constexpr, MODE: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, KINDS: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Steps a whole line, or a chunk of any, if (GUARDED) there is one of that index; KINDS says which there are.
-    Returns the sum of squares of the update."""
+    """Steps complete line `index`, or chunk `index`. Returns the update's sum of squares.
+
+    KINDS: whether the table has tensors of complete "lines", of "parts" (chunks), or "both". GUARDED: `index` may lie
+    beyond the last one.
+    """
     square = tl.full([], 0.0, tl.float32)
-    there = grad_addr != 0  # known, so that what need not be looked at takes no branch
+    there = grad_addr != 0  # True here; stands for a condition that needs no branch
     if KINDS != "parts":
         is_line = line_at == _WHOLE if KINDS == "both" else there
         if is_line & (index < lines if GUARDED else there):
@@ -343,9 +346,9 @@ def apply_kernel(
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    places,  # int64[tensors, 8]: see means_plan
+    offsets,  # int64[tensors, 8]: see means_plan.Plan
     vectors,  # fp32: factors by line and by column
-    scales,  # fp32[tensors]: and by tensor, for Adafactor
+    scales,  # fp32[tensors]: factors by tensor, for Adafactor
     thresholds,  # fp32[132]
     repair,  # fp32[tensors]
     partial,  # fp32[programs]
@@ -356,8 +359,8 @@ def apply_kernel(
     MARKED: tl.constexpr, WIDE: tl.constexpr, KINDS: tl.constexpr, REPEAT: tl.constexpr, CHUNK: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """One program per whole line or chunk. To repair, REPAIRERS programs share a tensor, so that one with nothing to
-    repair costs little."""
+    """One program per REPEAT complete lines or chunks. In mode "repair", REPAIRERS programs share a tensor, so that a
+    tensor without anything to repair costs little."""
     pid = tl.program_id(0)
     tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
@@ -365,8 +368,8 @@ def apply_kernel(
         if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
             programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
             lines, length = stored_shape(shapes, tensor)
-            line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
-            column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
+            line_at = tl.load(offsets + tensor * OFFSETS + LINE_VECTOR)
+            column_at = tl.load(offsets + tensor * OFFSETS + COLUMN_VECTOR)
             at, row = load_row(tensor, ptrs, settings)
             scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
             for part in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
@@ -380,8 +383,8 @@ def apply_kernel(
     else:
         index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
         lines, length = stored_shape(shapes, tensor)
-        line_at = tl.load(places + tensor * PLACES + LINE_VECTOR)
-        column_at = tl.load(places + tensor * PLACES + COLUMN_VECTOR)
+        line_at = tl.load(offsets + tensor * OFFSETS + LINE_VECTOR)
+        column_at = tl.load(offsets + tensor * OFFSETS + COLUMN_VECTOR)
         at, row = load_row(tensor, ptrs, settings)
         scale = tl.load(scales + tensor) if ADAFACTOR else 1.0
         if grad_addr != 0:
@@ -405,12 +408,12 @@ def apply_kernel(
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """Launches the family's kernels, see `kinds.Call`. A repair uses the means that the step stored."""
+    """Launches the step of these rules, see `kinds.Call`. A repair uses the means that the step stored."""
     plan = means_plan.plan_of(table)
     if call.mode != "repair":
-        bring_up_to_date(table, plan, call)
+        update_means(table, plan, call)
     launch_step(
-        apply_kernel, table, call, sizes=table.shape_tensor, buffers=(plan.places, plan.vectors, plan.scales),
+        apply_kernel, table, call, sizes=table.shape_tensor, buffers=(plan.offsets, plan.vectors, plan.scales),
         ADAFACTOR=plan.adafactor, NORM=plan.norm, M=table.kind.m if table.kind.traits.has_m else "none",
         WIDE=any(shape.numel >= 2**31 for shape in table.shapes), KINDS=plan.kinds, REPEAT=table.config.repeat,
         CHUNK=table.config.chunk,

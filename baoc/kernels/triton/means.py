@@ -1,12 +1,9 @@
 """Means of g^2 along lines and columns, for shared v and Adafactor: sums by program, then jobs that finish them.
 
-Elements that are left out count in no mean, and a mean of nothing leaves its average as it is. What steps the weights
-takes the reciprocals of roots from `vectors`; states are written here, in mode "step" only.
+Elements that are not stepped count in no mean, and a mean of no elements leaves its average as it is. These kernels
+update the averages (states, in mode "step" only) and store 1 / root of them in `vectors`, which the step of the weights
+(`matrix`) multiplies by.
 """
-
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
 from typing import TYPE_CHECKING
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 LINE_VECTOR, COLUMN_VECTOR, LINE_SUMS, COLUMN_SUMS = (tl.constexpr(i) for i in range(4))
 LINE_TILE, LINE_TILES, COLUMN_TILE, COLUMN_TILES = (tl.constexpr(i) for i in range(4, 8))
-PLACES = tl.constexpr(8)
+OFFSETS = tl.constexpr(means_plan.OFFSETS)
 _FLOOR = tl.constexpr(1e-30)  # added to g^2, as baoc.optim.rules.adafactor
 _CLIP = tl.constexpr(1.0)
 
@@ -58,9 +55,9 @@ def inverse_root(v):
 @triton.jit
 def _line_sums(grad_addr, line, first, lines, length, LINES: tl.constexpr, PIECE: tl.constexpr, GRAD: tl.constexpr,
                MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Sums of g^2 and counts of what is left out, over PIECE elements of LINES lines."""
+    """Sums of g^2 and counts of skipped elements, over PIECE elements of each of LINES lines."""
     STEP: tl.constexpr = 64
-    width = (length // VEC) * VEC  # the same, in a form that tells the compiler what divides it
+    width = (length // VEC) * VEC  # equals length, and tells the compiler that VEC divides it
     rows = line + tl.arange(0, LINES)[:, None].to(tl.int64)
     total = tl.zeros([LINES, STEP], dtype=tl.float32)
     out = tl.zeros([LINES, STEP], dtype=tl.int32)
@@ -80,9 +77,9 @@ def line_sums_kernel(
     first_program,  # int32[tensors]
     shapes,  # int64[tensors, 4]
     grad_ptrs,  # int64[tensors]
-    places,  # int64[tensors, 8]
-    sums,  # fp32: parts of every line's sum of g^2
-    counts,  # int16: what is left out of it
+    offsets,  # int64[tensors, 8]
+    sums,  # fp32: takes partial sums of g^2 by line
+    counts,  # int16: takes the number of skipped elements in them
     GRAD: tl.constexpr, MARKED: tl.constexpr, LINES: tl.constexpr, PIECE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -100,7 +97,7 @@ def line_sums_kernel(
         else:
             total, out = _line_sums(grad_addr, line, first, lines, length, LINES, PIECE, GRAD, MARKED, 1)
         rows = line + tl.arange(0, LINES)
-        at = tl.load(places + tensor * PLACES + LINE_SUMS) + piece * lines + rows
+        at = tl.load(offsets + tensor * OFFSETS + LINE_SUMS) + piece * lines + rows
         tl.store(sums + at, total, mask=rows < lines)
         tl.store(counts + at, out.to(tl.int16), mask=rows < lines)
 
@@ -109,7 +106,7 @@ def line_sums_kernel(
 def _column_sums(grad_addr, m_addr, m_scale_addr, w1, factors, line, column, lines, length, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, ADAFACTOR: tl.constexpr, M: tl.constexpr, GRAD: tl.constexpr,
                  MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Sums over ROWS lines of COLUMNS columns: of g^2, of (x times the line's factor)^2, and counts."""
+    """Sums over ROWS lines, by column: of g^2, of (x * the line's factor)^2 for Adafactor, and of skipped elements."""
     STEP: tl.constexpr = 16
     width = (length // VEC) * VEC
     columns = column + tl.arange(0, COLUMNS)[None, :]
@@ -141,10 +138,10 @@ def column_sums_kernel(
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    places,  # int64[tensors, 8]
+    offsets,  # int64[tensors, 8]
     vectors,  # fp32: the lines' factors, for Adafactor
-    sums,  # fp32: parts of every column's sum of g^2
-    squares,  # fp32: and of what is stepped, for Adafactor
+    sums,  # fp32: takes partial sums of g^2 by column
+    squares,  # fp32: takes partial sums of squared updates, for Adafactor
     counts,  # int16
     ADAFACTOR: tl.constexpr, M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, VEC: tl.constexpr,
@@ -158,7 +155,7 @@ def column_sums_kernel(
         index = pid - tl.load(first_program + tensor)
         block = index // pieces
         line, column = block * ROWS, (index - block * pieces) * COLUMNS
-        addrs, place = ptrs + tensor * WIDTH, places + tensor * PLACES
+        addrs, place = ptrs + tensor * WIDTH, offsets + tensor * OFFSETS
         m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
         w1 = tl.load(settings + tensor * WIDTH + W1)
         factors = vectors + tl.maximum(tl.load(place + LINE_VECTOR), 0)
@@ -179,7 +176,7 @@ def column_sums_kernel(
 @triton.jit
 def _read_lines(grad_addr, m_addr, m_scale_addr, state, start, part, num, stride, M: tl.constexpr, GRAD: tl.constexpr,
                 WIDEST: tl.constexpr, GROUPED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Gradients, m as it is stored and averages of lines `part` out of `num`. GROUPED lines are whole groups of 32."""
+    """Loads gradients, stored m, bits of its scales and averages of lines `part`. GROUPED lines are complete groups."""
     columns = tl.arange(0, WIDEST)[None, :]
     tile = (part[:, None] * stride) * VEC + columns
     inside = (part[:, None] < num) & (columns < stride * VEC)
@@ -197,7 +194,7 @@ def _read_lines(grad_addr, m_addr, m_scale_addr, state, start, part, num, stride
 
 @triton.jit
 def _restored(code, bits, share, M: tl.constexpr, GROUPED: tl.constexpr):
-    """m of what `_read_lines` read; where it is coded, times what its share of the new average is."""
+    """m as fp32, from what `_read_lines` loaded. A coded m is multiplied by `share`, its weight in the new average."""
     if GROUPED:
         LINES: tl.constexpr = code.shape[0]
         GROUPS: tl.constexpr = code.shape[1] // 32
@@ -212,14 +209,14 @@ def _restored(code, bits, share, M: tl.constexpr, GROUPED: tl.constexpr):
 
 @triton.jit
 def _averaged(m, g, weight, M: tl.constexpr):
-    """The average of what `_restored` gave and g, as `elementwise.average` has it."""
+    """The new m from `_restored`'s result and g, as `elementwise.average` computes it."""
     return lerp(m, g, weight) if M == "fp32" or M == "bf16" else m + weight * g
 
 
 @triton.jit
 def _count_columns(grad_addr, start, num, stride, GRAD: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
                    LINES: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """How many elements of each column are left out."""
+    """Number of skipped elements of each column."""
     out = tl.zeros([WIDEST], dtype=tl.int32)
     columns = tl.arange(0, WIDEST)[None, :]
     for begin in range(0, num, LINES):
@@ -236,9 +233,12 @@ def _sum_lines(
     MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr, LINES: tl.constexpr, GROUPED: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `num` lines, LINES at a time: by column of g^2 and of squared updates, and of the lines' new means, and
-    how many elements are left out, which are looked for only if there are. `state` and `factors` are of the first line;
-    both take what is new."""
+    """Sums over `num` lines, LINES at a time. Returns sums by column of g^2 and of squared updates, the sum of the
+    lines' new averages, and the number of skipped elements.
+
+    `state` and `factors` point to the first line's; both are updated. Elements are checked one by one only if a line's
+    sum shows that one is not usable.
+    """
     stride = (length // VEC).to(tl.int32)
     total = tl.zeros([WIDEST], dtype=tl.float32)
     square = tl.zeros([WIDEST], dtype=tl.float32)
@@ -252,12 +252,12 @@ def _sum_lines(
         now, m, v_old = raw.to(tl.float32), raw.to(tl.float32), v
         if M != "none":
             m = _restored(code, bits, 1.0 - w1, M, GROUPED)
-        # The next lines are read before the sums over these make all warps wait.
+        # Load the next lines before the sums over these make all warps wait.
         raw, code, bits, v = _read_lines(
             grad_addr, m_addr, m_scale_addr, state, start, begin + LINES + part, num, stride, M, GRAD, WIDEST, GROUPED,
             VEC,
         )  # fmt: skip
-        g2 = product(now, now) if LINES > 1 else now * now  # of one line nothing is exchanged
+        g2 = product(now, now) if LINES > 1 else now * now  # see `product`; a single line exchanges nothing
         x = now if M == "none" else _averaged(m, now, w1, M)
         of_line = tl.sum(g2, axis=1)
         num_out = tl.zeros([LINES], dtype=tl.int32)
@@ -293,23 +293,23 @@ def lines_kernel(
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    places,  # int64[tensors, 8]
+    offsets,  # int64[tensors, 8]
     vectors,  # fp32: takes the lines' factors
-    sums, squares,  # fp32: parts of the columns' sums
+    sums, squares,  # fp32: take partial sums by column
     counts,  # int16
-    tiles,  # fp32[tiles, 3]: takes the sum of the program's line means
-    per_program,  # lines
+    tiles,  # fp32[tiles, 3]: takes the sum of the program's line averages
+    per_program,  # lines of a program
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, MARKED: tl.constexpr, WIDEST: tl.constexpr,
     LINES: tl.constexpr, GROUPED: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Adafactor's sums over whole lines of at most WIDEST elements, LINES at a time, which are read once: a line's new
-    mean is known before its share of the columns' sums of squared updates is added up."""
+    """Adafactor's sums where a line has at most WIDEST elements, LINES lines at a time. Gradients are read only once,
+    because a line's new average is known before its elements' squared updates are added to the columns' sums."""
     pid = tl.program_id(0)
     tensor = tl.load(owner + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
         lines, length = stored_shape(shapes, tensor)
-        row, addrs, place = settings + tensor * WIDTH, ptrs + tensor * WIDTH, places + tensor * PLACES
+        row, addrs, place = settings + tensor * WIDTH, ptrs + tensor * WIDTH, offsets + tensor * OFFSETS
         m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
         w1, w2 = tl.load(row + W1), tl.load(row + W2)
         transposed = tl.load(shapes + tensor * 4 + 3) != 0
@@ -329,7 +329,7 @@ def lines_kernel(
         tl.store(squares + at + column, square, mask=column < length)
         tl.store(tiles + (tl.load(place + LINE_TILE) + block) * 3, of_lines)
         out = tl.zeros([WIDEST], dtype=tl.int32)
-        if any_out > 0:  # hardly ever, so they are not counted above, which would take registers
+        if any_out > 0:  # rare; counting them above would take registers
             stride = (length // VEC).to(tl.int32)
             out = _count_columns(grad_addr, start, num, stride, GRAD, MARKED, WIDEST, LINES, VEC)
         tl.store(counts + at + column, out.to(tl.int16), mask=column < length)
@@ -349,7 +349,10 @@ def finish_kernel(
     tiles,  # fp32[tiles, 3]: takes sums of means, of squares over means, and the number of elements in them
     ADAFACTOR: tl.constexpr, NORM: tl.constexpr, SQUARES: tl.constexpr, MODE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """New averages of LENGTH means of one job; or, of NORM, no averages, but what makes their squares add up to 1."""
+    """Finishes LENGTH means of one job: updates their averages and stores the factors of the update.
+
+    NORM: no averages; the factors make the squares of each line or column add up to 1.
+    """
     pid = tl.program_id(0)
     job = tl.load(owner + pid)
     fields = jobs + job * 8
@@ -399,29 +402,30 @@ def clip_kernel(
     shapes,  # int64[tensors, 4]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    places,  # int64[tensors, 8]
+    offsets,  # int64[tensors, 8]
     tiles,  # fp32[tiles, 3]
     scales,  # fp32[tensors]: takes the factor of the update
-    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
-    """One program per tensor: sqrt(mean of the row means) over max(1, RMS of the update), and m's correction."""
+    """Adafactor's factor of a tensor's update, one program per tensor: sqrt(mean of the row averages) times m's bias
+    correction, over max(1, RMS of the update)."""
     tensor = tl.program_id(0)
     if tl.load(grad_ptrs + tensor) != 0:
-        place = places + tensor * PLACES
+        place = offsets + tensor * OFFSETS
         rows = tl.load(shapes + tensor * 4 + 1)
         transposed = tl.load(shapes + tensor * 4 + 3) != 0
-        lanes = tl.arange(0, LANES)
+        lanes = tl.arange(0, BLOCK_SIZE)
         line_tile, column_tile = tl.load(place + LINE_TILE), tl.load(place + COLUMN_TILE)
-        of_lines = tl.zeros([LANES], dtype=tl.float32)
-        of_columns = tl.zeros([LANES], dtype=tl.float32)
-        square = tl.zeros([LANES], dtype=tl.float32)
-        count = tl.zeros([LANES], dtype=tl.float32)
+        of_lines = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        of_columns = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        square = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        count = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         num = tl.load(place + LINE_TILES).to(tl.int32)
-        for begin in range(0, num, LANES):
+        for begin in range(0, num, BLOCK_SIZE):
             tile = tiles + (line_tile + begin + lanes) * 3
             of_lines += tl.load(tile, mask=begin + lanes < num, other=0.0)
         num = tl.load(place + COLUMN_TILES).to(tl.int32)
-        for begin in range(0, num, LANES):
+        for begin in range(0, num, BLOCK_SIZE):
             tile = tiles + (column_tile + begin + lanes) * 3
             of_columns += tl.load(tile, mask=begin + lanes < num, other=0.0)
             square += tl.load(tile + 1, mask=begin + lanes < num, other=0.0)
@@ -433,35 +437,35 @@ def clip_kernel(
         tl.store(scales + tensor, scale / tl.maximum(rms / _CLIP, 1.0))
 
 
-def bring_up_to_date(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
-    """Updates the means that several programs share, and the factors of the updates."""
+def update_means(table: "FusedTable", plan: means_plan.Plan, call: Call) -> None:
+    """Updates the averages that several programs share, and the factors of the update (`plan.vectors`, `scales`)."""
     adafactor, mode = plan.adafactor, call.mode
     grads = {"GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked}
     m = table.kind.m if table.kind.traits.has_m else "none"
-    places = (table.shape_tensor, table.ptrs, table.grad_ptrs, table.settings, plan.places, plan.vectors)
+    buffers = (table.shape_tensor, table.ptrs, table.grad_ptrs, table.settings, plan.offsets, plan.vectors)
     sums = (plan.sums, plan.squares, plan.counts)
-    for (width, aligned, grouped), programs in plan.whole.items():
+    for (width, aligned, grouped), programs in plan.both_sums.items():
         lines_kernel[(programs.count,)](
-            programs.owner, programs.first, *places, *sums, plan.tiles, plan.lines_per_program(width), M=m, **grads,
+            programs.owner, programs.first, *buffers, *sums, plan.tiles, plan.lines_per_program(width), M=m, **grads,
             MODE=mode, WIDEST=width, LINES=max(means_plan.TILE // width, 1), GROUPED=grouped,
             VEC=table.vector if aligned else 1,
             num_warps=min(max(width, means_plan.TILE) // plan.per_warp, 32),
         )  # fmt: skip
     if plan.line_sums.count:
         line_sums_kernel[(plan.line_sums.count,)](
-            plan.line_sums.owner, plan.line_sums.first, table.shape_tensor, table.grad_ptrs, plan.places, plan.sums,
+            plan.line_sums.owner, plan.line_sums.first, table.shape_tensor, table.grad_ptrs, plan.offsets, plan.sums,
             plan.counts, **grads, LINES=means_plan.LINES, PIECE=means_plan.PIECE, VEC=table.vector, num_warps=4,
         )  # fmt: skip
         _finish(table, plan, plan.line_jobs, mode=mode, squares=False)
     if plan.column_sums.count:
         column_sums_kernel[(plan.column_sums.count,)](
-            plan.column_sums.owner, plan.column_sums.first, *places, *sums, ADAFACTOR=adafactor, M=m, **grads,
+            plan.column_sums.owner, plan.column_sums.first, *buffers, *sums, ADAFACTOR=adafactor, M=m, **grads,
             ROWS=means_plan.ROWS, COLUMNS=means_plan.COLUMNS, VEC=table.vector, num_warps=4,
         )  # fmt: skip
     _finish(table, plan, plan.column_jobs, mode=mode, squares=adafactor)
     if adafactor:
         clip_kernel[(len(table.params),)](
-            table.shape_tensor, table.grad_ptrs, table.settings, plan.places, plan.tiles, plan.scales, LANES=128
+            table.shape_tensor, table.grad_ptrs, table.settings, plan.offsets, plan.tiles, plan.scales, BLOCK_SIZE=128
         )
 
 

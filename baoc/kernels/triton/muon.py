@@ -1,16 +1,13 @@
-"""The Muon step: momentum, a batch of matrices orthogonalized on tensor cores, and the update, by batches.
+"""The Muon step: momentum, orthogonalization on tensor cores, and the update, batch by batch.
 
-Matrices of one shape lie stacked in a workspace that is taken for the step and given back after it. The eager twin is
-`optim.rules.muon`. Where updates are matched, the factor is known before weights are touched, because a matrix's whole
-update is: nothing is left to repair.
+The kernels of a batch, in order: `scan_kernel` and `norm_kernel` (norms of the momentum), `gather_kernel` (new m, and
+the normalized matrices stacked in the workspace), `orthogonalize`, for matched updates `square_kernel`, `total_kernel`
+and `factor_kernel`, at last `apply_kernel` (weights). A matched factor is known before weights change, because the
+complete update is, so nothing has to be repaired. The eager counterpart is `optim.rules.muon`.
 
-Where ranks have some lines of each matrix (`FusedTable.shards`), each orthogonalizes its share of a batch, whole: norms
-are added up once, and a batch's stack goes there and back, which the stacks of the workspace hold.
+Where matrices are sharded by lines (`FusedTable.shards`), each rank orthogonalizes a share of the batch's matrices:
+norms are all-reduced, and an all-to-all before and after exchanges the matrices between the stacks of the workspace.
 """
-
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
 
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +44,12 @@ if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable, ShardGroup
 
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.muon and baoc.optim.matching
-_LANES = 1024
+_NORM_BLOCK_SIZE = 1024
 
 
 @triton.jit
-def _place(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
-    """This program's tensor, its place among the table's programs, and its elements."""
+def _program(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
+    """This program's (tensor, index among the table's programs, first element, number of elements)."""
     pid = tl.program_id(0)
     tensor = tl.load(owner + pid)
     index = pid - tl.load(first + tensor)
@@ -62,11 +59,11 @@ def _place(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _spot(tensor, start, tile, slots, lines, length, own_length, PADDED: tl.constexpr, WIDE: tl.constexpr):
-    """Places of the elements in the stack, where a matrix may have longer lines, and more of them."""
+def _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED: tl.constexpr, WIDE: tl.constexpr):
+    """Positions of the elements in the stack of the batch, whose matrices may be PADDED."""
     at = start + tile
     if PADDED:
-        if not WIDE:  # dividing is slow in 64 bits
+        if not WIDE:  # division is slow in 64 bits
             at = at.to(tl.int32)
         line = at // own_length
         at = line.to(tl.int64) * length + (at - line * own_length)
@@ -76,7 +73,7 @@ def _spot(tensor, start, tile, slots, lines, length, own_length, PADDED: tl.cons
 @triton.jit
 def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, GRAD: tl.constexpr,
               MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Nesterov's momentum, 0 where it is left out; the new m, which keeps its value there; what was finite and kept."""
+    """(Nesterov's momentum, new m, finite, stepped). Elements not stepped have momentum 0 and keep m."""
     tile, groups = tile_of(CHUNK)
     inside, addrs = tile < left, ptrs + tensor * WIDTH
     w1 = tl.load(settings + tensor * WIDTH + W1)
@@ -91,18 +88,18 @@ def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, G
 @triton.jit
 def scan_kernel(
     owner,  # int32[programs]: tensor of each
-    first,  # int32[tensors]: its first program in this launch
-    first_chunk,  # int32[tensors + 1]: and in the table
+    first,  # int32[tensors]: first program of each tensor in this launch
+    first_chunk,  # int32[tensors + 1]: and among the table's programs
     numels,  # int64[tensors]
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
     settings,  # fp32[tensors, 8]
-    tops,  # fp32[table's programs]: takes the largest momentum
-    sums,  # fp32[table's programs]: and the sum of squares over its square
+    tops,  # fp32[table's programs]: takes the largest |momentum|
+    sums,  # fp32[table's programs]: takes the sum of (momentum / largest)^2
     M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares, of which the norms of the batch's matrices are made."""
-    tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    """Partial sums of squares of the momentum, from which `norm_kernel` computes norms."""
+    tensor, place, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
         ahead, _, _, _ = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
@@ -113,17 +110,17 @@ def scan_kernel(
 
 
 @triton.jit
-def norm_kernel(members, first_chunk, tops, sums, scales, LANES: tl.constexpr):
-    """scales[tensor] = 1 / largest and 1 / norm after that: squares of gradients far below 1 would be lost."""
+def norm_kernel(members, first_chunk, tops, sums, scales, BLOCK_SIZE: tl.constexpr):
+    """scales[tensor] = (1 / largest, 1 / norm of momentum / largest). Without the first, small squares underflow."""
     tensor = tl.load(members + tl.program_id(0))
     begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
-    lanes = tl.arange(0, LANES)
-    top = tl.zeros([LANES], dtype=tl.float32)
-    for at in range(begin, end, LANES):
+    lanes = tl.arange(0, BLOCK_SIZE)
+    top = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_SIZE):
         top = tl.maximum(top, tl.load(tops + at + lanes, mask=at + lanes < end, other=0.0))
     inverse = 1.0 / tl.maximum(tl.max(top), _TINY)
-    total = tl.zeros([LANES], dtype=tl.float32)
-    for at in range(begin, end, LANES):
+    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_SIZE):
         part = tl.maximum(tl.load(tops + at + lanes, mask=at + lanes < end, other=0.0), _TINY) * inverse
         total += tl.load(sums + at + lanes, mask=at + lanes < end, other=0.0) * part * part
     tl.store(scales + 2 * tensor, inverse)
@@ -135,17 +132,17 @@ def gather_kernel(
     owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds,
     slots,  # int32[tensors]: place in the stack
     scales,  # fp32[tensors, 2]
-    stack,  # fp16 [num, lines, length]: takes the matrices over their norms
+    stack,  # fp16 [num, lines, length]: takes the momentum over its norm
     skipped, nonfinite, lines, length, own_length,
     M: tl.constexpr, GRAD: tl.constexpr, MODE: tl.constexpr, TRACK: tl.constexpr, COUNT: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the momentum, and what is orthogonalized; zeros for a matrix without gradient."""
-    tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    """Stores the new m, and the normalized momentum in the stack; zeros for a matrix without gradient."""
+    tensor, _, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr, addrs = tl.load(grad_ptrs + tensor), ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
     inside = tile < left
-    target = stack + _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
+    target = stack + _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     if grad_addr != 0:
         ahead, m, finite, stepped = _momentum(
             tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC
@@ -163,14 +160,14 @@ def gather_kernel(
 @triton.jit
 def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
-    spot = _spot(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
+    spot = _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     return tl.load(stack + spot, mask=inside, other=0.0).to(tl.float32) * tl.load(sizes + tensor)
 
 
 @triton.jit
 def _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, TRACK: tl.constexpr, GRAD: tl.constexpr,
           MARKED: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """Which elements are stepped; gradients are read again only where some may have been left out."""
+    """Mask of the elements that are stepped. With TRACK, loads gradients again only if the tensor skipped any."""
     stepped = inside
     if TRACK:
         if tl.load(skipped + tensor) != 0:
@@ -191,7 +188,7 @@ def square_kernel(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of the update."""
-    tensor, place, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    tensor, place, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     square = 0.0
     if grad_addr != 0:
@@ -204,14 +201,14 @@ def square_kernel(
 
 
 @triton.jit
-def total_kernel(members, first_chunk, numels, partial, skipped, totals, LANES: tl.constexpr):
+def total_kernel(members, first_chunk, numels, partial, skipped, totals, BLOCK_SIZE: tl.constexpr):
     """totals[place in the batch] = sum of squares of the update, and elements that are stepped."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
     begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
-    lanes = tl.arange(0, LANES)
-    total = tl.zeros([LANES], dtype=tl.float32)
-    for at in range(begin, end, LANES):
+    lanes = tl.arange(0, BLOCK_SIZE)
+    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_SIZE):
         total += tl.load(partial + at + lanes, mask=at + lanes < end, other=0.0)
     tl.store(totals + 2 * place, tl.sum(total))
     tl.store(totals + 2 * place + 1, (tl.load(numels + tensor) - tl.load(skipped + tensor)).to(tl.float32))
@@ -219,7 +216,7 @@ def total_kernel(members, first_chunk, numels, partial, skipped, totals, LANES: 
 
 @triton.jit
 def factor_kernel(members, ptrs, totals, factors):
-    """factors[tensor], as `optim.matching.factor` defines it, from the sums of this very step."""
+    """factors[tensor] as `optim.matching.factor` defines it, from the sums of this step."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
     total, num = tl.load(totals + 2 * place), tl.load(totals + 2 * place + 1)
@@ -239,8 +236,8 @@ def apply_kernel(
     WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Steps the weights."""
-    tensor, _, start, left = _place(owner, first, first_chunk, numels, CHUNK)
+    """Steps the weights by the orthogonalized momentum."""
+    tensor, _, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
         tile, _groups = tile_of(CHUNK)
@@ -268,8 +265,8 @@ halve_workspace = muon_plan.halve_workspace
 
 
 def launch(table: "FusedTable", call: Call) -> None:
-    """The family's launch, see `kinds.Call`, in the table's workspace or, outside of an engine's step, in its own."""
-    if call.mode == "repair":  # the step used the very factor
+    """Launches the Muon step, see `kinds.Call`. Outside of an engine's step it allocates its own workspace."""
+    if call.mode == "repair":  # the step used the right factor
         return
     plan, workspace = muon_plan.plan_of(table), table.workspace
     if workspace is None:
@@ -280,9 +277,12 @@ def launch(table: "FusedTable", call: Call) -> None:
     }  # fmt: skip
     for batch in plan.batches:
         where = (batch.owner, plan.first, table.first_chunk, table.numels)
-        given = (table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums)
-        scan_kernel[(len(batch.owner),)](*where, *given, M=table.kind.m, **read)
-        norm_kernel[(batch.num,)](batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, LANES=_LANES)
+        scan_kernel[(len(batch.owner),)](
+            *where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=table.kind.m, **read
+        )
+        norm_kernel[(batch.num,)](
+            batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, BLOCK_SIZE=_NORM_BLOCK_SIZE
+        )
     if table.shards is not None:
         squares = plan.scales.to(torch.float64).prod(1).pow(-2)
         plan.scales[:, 0] = table.shards.all_reduce_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
@@ -300,7 +300,7 @@ def _step(
     read: dict[str, Any],
 ) -> None:
     where = (batch.owner, plan.first, table.first_chunk, table.numels)
-    lies: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "lines": batch.lines, "length": batch.length, "own_length": batch.own_length,
         "PADDED": (batch.lines, batch.length) != (batch.own_lines, batch.own_length),
         "WIDE": batch.own_lines * batch.own_length >= 2**31,
@@ -309,26 +309,32 @@ def _step(
     share = batch.num if shards is None else -(-batch.num // shards.size)
     num = batch.num if shards is None else share * shards.size
     stack = workspace.view(torch.float16)[: num * batch.lines * batch.length]
-    if lies["PADDED"] or num > batch.num:
+    if layout["PADDED"] or num > batch.num:
         stack.zero_()
     gather_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
         table.num_skipped, table.num_nonfinite, M=table.kind.m, MODE=call.mode, TRACK=call.track,
-        COUNT=call.count and call.mode == "step", **read, **lies,
+        COUNT=call.count and call.mode == "step", **read, **layout,
     )  # fmt: skip
     if shards is None:
         update = orthogonalize(workspace, num=share, lines=batch.lines, length=batch.length)
     else:
-        update = _orthogonalized_apart(workspace, batch=batch, share=share, shards=shards)
+        update = _orthogonalize_sharded(workspace, batch=batch, share=share, shards=shards)
     if call.track or call.matched:
         square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
-                                table.num_skipped, **read, **lies)  # fmt: skip
+                                table.num_skipped, **read, **layout)  # fmt: skip
     if call.mode == "measure":
         return
     if call.matched:
         totals = plan.totals[: batch.num]
         total_kernel[(batch.num,)](
-            batch.members, table.first_chunk, table.numels, table.partial, table.num_skipped, totals, LANES=_LANES
+            batch.members,
+            table.first_chunk,
+            table.numels,
+            table.partial,
+            table.num_skipped,
+            totals,
+            BLOCK_SIZE=_NORM_BLOCK_SIZE,
         )
         if shards is not None:
             shards.all_reduce_(totals)
@@ -336,32 +342,29 @@ def _step(
     apply_kernel[programs](
         *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
         plan.factors, table.num_skipped, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
-        TRACK=call.track, **read, **lies,
+        TRACK=call.track, **read, **layout,
     )  # fmt: skip
 
 
-def _orthogonalized_apart(workspace: Tensor, *, batch: muon_plan.Batch, share: int, shards: "ShardGroup") -> Tensor:
+def _orthogonalize_sharded(workspace: Tensor, *, batch: muon_plan.Batch, share: int, shards: "ShardGroup") -> Tensor:
     """Orthogonalizes a sharded batch: all-to-all by matrix, orthogonalize this rank's share of the matrices, all-to-all
     back by rows. The workspace begins with this rank's rows of every matrix; the result lies in it in the same order.
     """
     size, lines = shards.size, shards.size * batch.lines
-    parts = [
-        workspace[begin:end].view(torch.float16)
-        for begin, end in workspace_spans(share, batch.whole_lines, batch.length)
-    ]
+    spans = workspace_spans(share, batch.unsharded_lines, batch.length)[:2]
+    x, other = (workspace[begin:end].view(torch.float16) for begin, end in spans)
 
     def by_rank(part: Tensor) -> Tensor:
         return part[: share * lines * batch.length].view(size, share, batch.lines, batch.length)
 
     def by_matrix(part: Tensor) -> Tensor:
-        whole = part.view(share, batch.whole_lines, batch.length)[:, :lines]
-        return whole.view(share, size, batch.lines, batch.length).transpose(0, 1)
+        unpadded = part.view(share, batch.unsharded_lines, batch.length)[:, :lines]
+        return unpadded.view(share, size, batch.lines, batch.length).transpose(0, 1)
 
-    x, other = parts[:2]
-    came = shards.all_to_all(by_rank(x), into=by_rank(other))
-    x.view(share, batch.whole_lines, batch.length)[:, lines:].zero_()
-    by_matrix(x).copy_(came)
-    done = orthogonalize(workspace, num=share, lines=batch.whole_lines, length=batch.length).view(-1)
-    free = other if done.data_ptr() == x.data_ptr() else x
-    by_rank(free).copy_(by_matrix(done))
-    return shards.all_to_all(by_rank(free), into=by_rank(done))
+    received = shards.all_to_all(by_rank(x), into=by_rank(other))
+    x.view(share, batch.unsharded_lines, batch.length)[:, lines:].zero_()
+    by_matrix(x).copy_(received)
+    result = orthogonalize(workspace, num=share, lines=batch.unsharded_lines, length=batch.length).view(-1)
+    free = other if result.data_ptr() == x.data_ptr() else x
+    by_rank(free).copy_(by_matrix(result))
+    return shards.all_to_all(by_rank(free), into=by_rank(result))

@@ -1,18 +1,13 @@
-"""Newton-Schulz steps on stacks of matrices, on tensor cores in fp16: one kernel makes all products.
+"""Newton-Schulz steps on stacks of matrices, on tensor cores in fp16: one kernel computes all products.
 
-With G = X X^T a step is X <- P X, P = a I + b G + c G^2, so G <- P G P: several steps are products of matrices as small
-as the shorter side is, and all of these commute and are symmetric. Half of their tiles are computed and stored twice.
-X is brought up to date after each of `polar.STRETCHES`, and G found anew. A product of symmetric matrices costs s^3
-operations instead of 2 s^3, and one of X is made 4 times in 5 steps, not 10. fp16 has 3 bits more than bf16 and numbers
-here lie between 0 and 4; what is less than 1e-7 of the norm is lost.
+With G = X X^T a step is X <- P X, P = a I + b G + c G^2, so that G <- P G P. Several steps are therefore products of
+squares of the shorter side s, which commute and are symmetric: half of their tiles are computed, and each is stored
+twice. X is updated, and G computed from it anew, after each of `polar.STRETCHES`. A product of symmetric matrices costs
+s^3 operations instead of 2 s^3, and products with X are needed 4 times in 5 steps, not 10. fp16 has 3 bits more than
+bf16, and numbers here lie between 0 and 4; what is less than 1e-7 of the norm is lost.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
-
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -38,7 +33,7 @@ def product_kernel(
         across = tile // tl.cdiv(rows, M)
         down = tile % tl.cdiv(rows, M)
     row, col, step = down * M + tl.arange(0, M), across * N + tl.arange(0, N), tl.arange(0, K)
-    # Lines beyond the last read a line that is there, and are not stored.
+    # Lines beyond the last load an existing line, and are not stored.
     a_at = a + matrix * a_size + (row % rows).to(tl.int64)[:, None] * a_row + step[None, :] * a_step
     b_at = b + matrix * b_size + (col % cols).to(tl.int64)[None, :] * b_row + step[:, None] * b_step
     total = tl.zeros([M, N], dtype=tl.float32)
@@ -56,17 +51,17 @@ def product_kernel(
     if ADDS:
         total = alpha * total + beta * tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(row[:, None] == col[None, :], gamma, 0.0)
-    found = total.to(tl.float16)
-    tl.store(out + at, found, mask=inside)
+    result = total.to(tl.float16)
+    tl.store(out + at, result, mask=inside)
     if SYMMETRIC:  # noqa: SIM102 (one is the compiler's, the other the program's)
         if down != across:
             mirrored = matrix * out_size + col.to(tl.int64)[:, None] * cols + row[None, :]
-            tl.store(out + mirrored, tl.trans(found), mask=tl.trans(inside))
+            tl.store(out + mirrored, tl.trans(result), mask=tl.trans(inside))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How a product is cut: `m` rows and `n` columns by a program, `k` at a time."""
+    """Launch config of a product: a program computes `m` rows and `n` columns, over `k` of the depth at a time."""
 
     m: int = 128
     n: int = 128
@@ -76,25 +71,23 @@ class Tiles:
 
 
 LARGE, SMALL = Tiles(), Tiles(m=64, n=64, k=32)
-_LARGE_FROM = 512  # of the shorter side: fewer tiles than that would leave processors idle
+_LARGE_FROM = 512  # shorter side from which on LARGE gives enough tiles for all multiprocessors
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, symmetric: bool, c: Tensor | None = None, tiles: Tiles | None = None,
             scales: tuple[float, float, float] = (1.0, 0.0, 0.0)) -> None:  # fmt: skip
-    """out = alpha a b^T + beta c + gamma I, of fp16 stacks [num, rows, depth] and [num, cols, depth] of any strides;
-    `scales` are alpha, beta and gamma where there is a c."""
+    """out = alpha a b^T + beta c + gamma I, for fp16 stacks a [num, rows, depth] and b [num, cols, depth] of any
+    strides. `scales` are (alpha, beta, gamma). Without c, out = a b^T."""
     num, rows, depth = a.shape
     cols = b.shape[1]
     tiles = tiles or (LARGE if min(rows, cols) >= _LARGE_FROM else SMALL)
     down, across = -(-rows // tiles.m), -(-cols // tiles.n)
     programs = down * (down + 1) // 2 if symmetric else down * across
-    given: dict[str, Any] = {
-        "SYMMETRIC": symmetric, "ADDS": c is not None, "EVEN": depth % tiles.k == 0, "M": tiles.m, "N": tiles.n,
-        "K": tiles.k, "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
     product_kernel[(programs, num)](
-        a, b, out if c is None else c, out, rows, cols, depth, *a.stride(), *b.stride(), out.stride(0), *scales, **given
-    )
+        a, b, out if c is None else c, out, rows, cols, depth, *a.stride(), *b.stride(), out.stride(0), *scales,
+        SYMMETRIC=symmetric, ADDS=c is not None, EVEN=depth % tiles.k == 0, M=tiles.m, N=tiles.n, K=tiles.k,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def orthogonalize(workspace: Tensor, *, num: int, lines: int, length: int) -> Tensor:

@@ -186,7 +186,7 @@ class Gradients:
 def _addresses(grads: Sequence[Tensor | None]) -> array:
     """Address of each gradient, -1 where there is none."""
     try:
-        return array("q", map(_data_ptr, grads))  # pyright: ignore[reportArgumentType]
+        return array("q", map(_data_ptr, grads))
     except TypeError:  # some are None
         return array("q", [-1 if grad is None else grad.data_ptr() for grad in grads])
 

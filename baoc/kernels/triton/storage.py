@@ -1,8 +1,14 @@
-"""How the fused step keeps states and weights: codecs as in `optim.codecs`, weights as in `baoc.optim.weights`."""
+"""Loads and stores states and weights in the formats of `baoc.optim.codecs` and `baoc.optim.weights`.
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportRedeclaration=false
-# Device code: Triton's compiler gives these names types that Python's annotations do not know.
+Readers of m:
+
+- `load_scaled_m` returns m / scale and the scale (1 if none), for steps by complete groups.
+- `load_m` returns m, for FOAM.
+- `load_m_codes` returns stored m and scale bits at any positions, `restore_m` m from these, for `means`.
+- `expand_m` turns 8-bit codes into m / scale, for the functions above.
+
+`load_v_codes`, `restore_v` and `load_v` do the same for v; `average_v` computes the new v straight from the codes.
+"""
 
 import triton
 import triton.language as tl
@@ -36,25 +42,26 @@ from baoc.kernels.triton.device import (
     with_sign,
 )
 
-_LEAST_ROOT = tl.constexpr(1e-30)  # below every positive sqrt of an fp32; 255 times its reciprocal is finite
+_LEAST_ROOT = tl.constexpr(1e-30)  # below sqrt of every positive fp32; 255 / _LEAST_ROOT is finite
 _SCALE_MAX = tl.constexpr(1.83e19)  # of sqrt(v): its square is finite
-_KEEP_SCALE = tl.constexpr(0.87)
-# Where the parts of the engine's lanes begin, 32 each: see `kinds.kernel_thresholds`.
+_KEEP_SCALE = tl.constexpr(0.87)  # a scale stays while the largest element is above this share of it
+# Offsets in the engine's thresholds, see `kinds.kernel_thresholds`; the bits of the phase follow them.
 _SLOPES, _OFFSETS, _FINE = (tl.constexpr(i) for i in (32, 64, 96))
 PHASE_AT = tl.constexpr(128)
-_LARGEST, _ZERO = tl.constexpr(8.0 * 63), tl.constexpr(-100.0)  # eighths of an octave of v's root; below all octaves
+_LARGEST = tl.constexpr(8.0 * 63)  # log2 of the largest sqrt(v), in eighths
+_ZERO = tl.constexpr(-100.0)  # below log2 of every positive sqrt(v)
 _SLACK = tl.constexpr(2.0**-9)  # this and the next as baoc.optim.codecs
 _LIMIT, _LIMIT_FINER = tl.constexpr(18.0 + 2.0**-9), tl.constexpr(16.0 + 2.0**-9)
 
 
 # -- the 4-bit codecs: two codes per byte, groups of 64 -----------------------------------------------------------
 #
-# A chunk's tile is [groups of 32, 32]; here it is [groups, 64] in the same order, and its bytes are [groups, 32].
+# Tiles elsewhere are [groups of 32, 32]; here they are [groups of 64, 64] in the same order, and bytes [groups, 32].
 
 
 @triton.jit
 def _number(code):
-    """0 ... 15 as fp32, by bits of 2^23: without the slow unit that converts."""
+    """0 ... 15 as fp32, by the bits of 2^23, without the slow conversion unit."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
@@ -69,7 +76,7 @@ def _load_codes(addr, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL:
 
 @triton.jit
 def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr):
-    """The inverse; `codes` are fp32, -8 ... 15, with ROUND added."""
+    """Stores codes -8 ... 15, given as fp32 with ROUND added."""
     low, high = tl.split(tl.reshape(codes.to(tl.int32, bitcast=True), [CHUNK // 64, 32, 2]))
     at = tl.arange(0, CHUNK // 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
     pointer = tl.multiple_of((addr + start // 2).to(tl.pointer_type(tl.uint8)), (VEC + 1) // 2) + at
@@ -82,7 +89,7 @@ def _store_codes(addr, codes, start, left, CHUNK: tl.constexpr, VEC: tl.constexp
 
 @triton.jit
 def _load_word(addr, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr):
-    """The scale words of groups, int16, as int32 [CHUNK / 64, 1]."""
+    """The int16 scale words of the groups, as int32 [CHUNK / 64, 1]."""
     group = tl.arange(0, CHUNK // 64)[:, None]
     pointer = (addr + start // 64 * 2).to(tl.pointer_type(tl.int16)) + group
     return (tl.load(pointer) if FULL else tl.load(pointer, mask=group * 64 < left, other=0)).to(tl.int32)
@@ -100,7 +107,7 @@ def _store_word(addr, word, start, left, CHUNK: tl.constexpr, FULL: tl.constexpr
 
 @triton.jit
 def _lanes(thresholds, SHAPE: tl.constexpr):
-    """The lanes of a tile [groups, 64], read as the other tiles are, which keeps its layout."""
+    """Thresholds of a tile [groups, 64], loaded like the other tiles to keep their layout."""
     GROUPS: tl.constexpr = SHAPE[0]
     at = tl.broadcast_to(tl.arange(0, 32)[None, :], [2 * GROUPS, 32])
     return tl.reshape(tl.load(thresholds + at), [GROUPS, 64])
@@ -122,7 +129,7 @@ def _load_m4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constex
 
 @triton.jit
 def _load_m4_at(addr, scale_addr, start, tile, inside):
-    """Codes and the bits of scales at any places."""
+    """(codes, bits of scales) of m at any positions."""
     element = (start % 64).to(tl.int32) + tile
     byte = tl.load((addr + start // 64 * 32).to(tl.pointer_type(tl.uint8)) + element // 2, mask=inside, other=0)
     code = (byte.to(tl.int32) >> ((element & 1) * 4).to(tl.int32)) & 15
@@ -154,7 +161,7 @@ def _load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constex
     """v of lattice4 as fp32 [CHUNK / 32, 32], and the groups' words, int32 [CHUNK / 64, 1]."""
     code = _number(_load_codes(addr, start, left, CHUNK, VEC, FULL))
     word = _load_word(scale_addr, start, left, CHUNK, FULL)
-    octaves = (8 >> (word & 3)).to(tl.float32) * 0.25  # of v by code; what is exact needs no order
+    octaves = (8 >> (word & 3)).to(tl.float32) * 0.25  # of v per code
     v = tl.where(
         code > 0.0, tl.maximum(exp2(code * octaves + ((word >> 2).to(tl.float32) * 0.25 - 15.0 * octaves)), TINY), 0.0
     )
@@ -163,7 +170,7 @@ def _load_v4(addr, scale_addr, start, left, CHUNK: tl.constexpr, VEC: tl.constex
 
 @triton.jit
 def _finer(k, top, high, low, kept, FINER: tl.constexpr):
-    """Lattice FINER, for groups that none finer than it has been found for and whose range it has."""
+    """Chooses lattice FINER for groups without a finer one (k == 0), if the lattice covers their range."""
     UNIT: tl.constexpr = 8.0 / 2.0**FINER
     above = tl.ceil(high / UNIT - _SLACK) * UNIT
     fits = (k == 0) & (above - low <= tl.where(kept < FINER, _LIMIT_FINER, _LIMIT) * UNIT)
@@ -173,7 +180,7 @@ def _finer(k, top, high, low, kept, FINER: tl.constexpr):
 @triton.jit
 def _store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.constexpr, VEC: tl.constexpr,
              FULL: tl.constexpr):  # fmt: skip
-    """Stores v, whose root is s; `word` is what `_load_v4` gave."""
+    """Stores v by its root s; `word` comes from `_load_v4`."""
     s = tl.reshape(s, [CHUNK // 64, 64])
     exponent = log2(tl.maximum(s, TINY))  # of a positive root it is at least -75
     high = tl.minimum(tl.max(exponent, axis=1, keep_dims=True) * 8.0, _LARGEST)
@@ -185,7 +192,7 @@ def _store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.cons
     some = high > _ZERO * 8.0
     _store_word(scale_addr, tl.where(some, top.to(tl.int32) * 4 + k, 0), start, left, CHUNK, FULL)
     per_unit = (1 << k).to(tl.float32) * 0.125
-    # The share of the way between two codes' v that the threshold stands for, on their logarithm.
+    # Where the threshold lies between the v of two codes, on their logarithm.
     up = log2(1.0 + _lanes(thresholds, s.shape) * (exp2((8 >> k).to(tl.float32) * 0.25) - 1.0))
     code = round_down(exponent * (8.0 * per_unit) + (16.0 - top * per_unit) - up * (4.0 * per_unit))
     code = tl.minimum(tl.maximum(code, ROUND + 1.0), ROUND + 15.0)
@@ -197,7 +204,7 @@ def _store_v4(addr, scale_addr, s, word, thresholds, start, left, CHUNK: tl.cons
 
 @triton.jit
 def expand_m(code, CODEC: tl.constexpr):
-    """Codes of m -> m over its scale."""
+    """Codes of m -> m / scale."""
     if CODEC == "softsign8":
         m = code * reciprocal(254.0 - tl.abs(code))
     else:  # root8m
@@ -208,7 +215,7 @@ def expand_m(code, CODEC: tl.constexpr):
 
 @triton.jit
 def load_m_codes(addr, scale_addr, start, tile, inside, CODEC: tl.constexpr, VEC: tl.constexpr):
-    """m as it is stored, at any places, which need not be whole groups, and the bits of its scales."""
+    """(m as stored, bits of its scales) at any positions."""
     bits = 0
     if CODEC == "fp32":
         code = load_tile(addr, start, tile, inside, tl.float32, VEC, False)
@@ -218,14 +225,14 @@ def load_m_codes(addr, scale_addr, start, tile, inside, CODEC: tl.constexpr, VEC
         code, bits = _load_m4_at(addr, scale_addr, start, tile, inside)
     else:
         code = load_tile(addr, start, tile, inside, tl.int8, VEC, False)
-        group = ((start % 32).to(tl.int32) + tile) // 32  # not in 64 bits if the tile is not
+        group = ((start % 32).to(tl.int32) + tile) // 32  # in 32 bits if the tile is
         bits = tl.load((scale_addr + start // 32 * 2).to(tl.pointer_type(tl.int16)) + group, mask=inside, other=0)
     return code, bits
 
 
 @triton.jit
 def restore_m(code, bits, CODEC: tl.constexpr):
-    """m as fp32, from what `load_m_codes` read."""
+    """m as fp32, from `load_m_codes`'s results."""
     if CODEC == "fp32" or CODEC == "bf16":
         m = code.to(tl.float32)
     elif CODEC == "root4":
@@ -238,7 +245,7 @@ def restore_m(code, bits, CODEC: tl.constexpr):
 @triton.jit
 def load_scaled_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
                   FULL: tl.constexpr):  # fmt: skip
-    """m over its scale as fp32, and the scale, which is 1 where there is none."""
+    """(m / scale as fp32, scale); the scale is 1 for fp32, bf16 and root4."""
     scale = 1.0
     if CODEC == "fp32":
         m = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
@@ -263,7 +270,7 @@ def load_m(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.conste
 @triton.jit
 def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, CODEC: tl.constexpr,
             VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """To nearest, but for 4 bits, which a step of an average would mostly be lost in."""
+    """Stores m, rounded to nearest; 4-bit m by thresholds, because most steps of an average would round to nothing."""
     if CODEC == "fp32":
         store_tile(addr, m, start, tile, inside, tl.float32, VEC, FULL)
     elif CODEC == "bf16":
@@ -285,7 +292,7 @@ def store_m(addr, scale_addr, m, thresholds, start, tile, inside, groups, left, 
 @triton.jit
 def load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
                  FULL: tl.constexpr):  # fmt: skip
-    """v as fp32, of 8 bits its codes; and what its groups share (0 where they share nothing)."""
+    """(v as fp32, or codes of 8-bit v; what groups share: scales of 8 bits, words of 4 bits, else 0)."""
     scale = 0.0
     if CODEC == "fp32":
         v = load_tile(addr, start, tile, inside, tl.float32, VEC, FULL)
@@ -301,7 +308,7 @@ def load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.
 
 @triton.jit
 def restore_v(v, scale, CODEC: tl.constexpr):
-    """v as fp32, from what `load_v_codes` read."""
+    """v as fp32, from `load_v_codes`'s results."""
     if CODEC == "sqrt8":
         s = unsigned_times(v, scale * (1.0 / 255))
         v = s * s
@@ -314,7 +321,7 @@ def restore_v(v, scale, CODEC: tl.constexpr):
 
 @triton.jit
 def average_v(v, scale, g, b2, w2, CODEC: tl.constexpr):
-    """b2 v + w2 g^2 of what `load_v_codes` read."""
+    """b2 v + w2 g^2, from `load_v_codes`'s results."""
     if CODEC == "sqrt8":
         s, part = unsigned_times(v, scale * (root(b2) * (1.0 / 255))), g * root(w2)
         new = s * s + part * part
@@ -326,7 +333,7 @@ def average_v(v, scale, g, b2, w2, CODEC: tl.constexpr):
 @triton.jit
 def load_v(addr, scale_addr, start, tile, inside, groups, left, CODEC: tl.constexpr, VEC: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
-    """v as fp32, and what its groups share."""
+    """(v as fp32, what groups share as in `load_v_codes`)."""
     v, scale = load_v_codes(addr, scale_addr, start, tile, inside, groups, left, CODEC, VEC, FULL)
     return restore_v(v, scale, CODEC), scale
 
@@ -339,22 +346,22 @@ def _eighth(x):
 
 @triton.jit
 def lanes_like(tile):
-    """Places of a tile's elements in their groups. Of [n, 32] as a whole tile, as what is read by them has its layout;
-    of [1, n, 32], which are read number by number, [1, 1, 32], so that nothing is read wider because this could be."""
+    """Positions of a tile's elements in their groups of 32, to load thresholds by. A tile [n, 32] gets all of its own
+    shape, so that the loads have its layout; [1, n, 32] gets [1, 1, 32], whose loads stay narrow."""
     lanes = tl.arange(0, 32)[None, :]
     return lanes[None, :, :] if len(tile.shape) == 3 else tl.broadcast_to(lanes, tile.shape)
 
 
 @triton.jit
 def _v_codes(s, scale, thresholds, CODEC: tl.constexpr):
-    """sqrt(v) -> codes plus ROUND; a fraction of at least the threshold rounds up, and a positive one is never 0."""
+    """s = sqrt(v) -> codes + ROUND. A fraction of at least the threshold rounds up, and a positive s is never 0."""
     inverse = reciprocal(tl.maximum(scale, _LEAST_ROOT))
     lane = lanes_like(s)
     if CODEC == "sqrt8":
         x = share_of(s, inverse)
-        code = tl.maximum(floor_code(x), ceil_code(x))  # the latter is 1 but for 0
+        code = tl.maximum(floor_code(x), ceil_code(x))  # ceil(x) is 1, or 0 for 0
         low = code - ROUND
-        # x^2 against that of (low^2 + threshold (2 low + 1)) / 255^2
+        # rounds up if x^2 >= (low^2 + threshold (2 low + 1)) / 255^2
         slope, offset = tl.load(thresholds + _SLOPES + lane), tl.load(thresholds + _OFFSETS + lane)
         between = low * (low * (1.0 / 65025) + slope) + offset
         code += tl.where(x * x >= between, 1.0, 0.0)
@@ -371,7 +378,7 @@ def _v_codes(s, scale, thresholds, CODEC: tl.constexpr):
 @triton.jit
 def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, groups, left, CODEC: tl.constexpr,
             VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Stores v, whose root is s."""
+    """Stores v; s is its root, `scale_old` what `load_v_codes` returned."""
     if CODEC == "fp32":
         store_tile(addr, v, start, tile, inside, tl.float32, VEC, FULL)
     elif CODEC == "lattice4":
@@ -391,7 +398,7 @@ def store_v(addr, scale_addr, v, s, scale_old, thresholds, start, tile, inside, 
 
 @triton.jit
 def _random_bits(index, start):
-    """16 random bits by element: `baoc.optim.weights.random_bits`; all arithmetic wraps."""
+    """16 pseudo-random bits per element, those of `baoc.optim.weights.random_bits`; all arithmetic wraps."""
     h = index * -1640531535 + start
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * 0x7FEB352D
@@ -404,10 +411,7 @@ def _random_bits(index, start):
 @triton.jit
 def load_param(addr, correction_addr, start, tile, inside, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
                VEC: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """The weight as fp32, and for split8 also as it is stored, for `store_param`.
-
-    Weights rounded at random have their seed in place of a correction's address.
-    """
+    """(weight as fp32, bits as stored for `store_param`: of split8, else 0)."""
     stored = 0
     if WEIGHTS == "split8":
         bits = load_tile(addr, start, tile, inside, tl.int16, VEC, FULL)
@@ -424,20 +428,19 @@ def load_param(addr, correction_addr, start, tile, inside, WEIGHTS: tl.constexpr
 @triton.jit
 def store_param(addr, correction_addr, p, old, stored, thresholds, lane, start, tile, inside, WEIGHTS: tl.constexpr,
                 PARAM: tl.constexpr, VEC: tl.constexpr, FULL: tl.constexpr, MOVED: tl.constexpr):  # fmt: skip
-    """Stores weight p; `old` and `stored` are what `load_param` gave, `lane` the elements' places modulo 32. MOVED
-    promises that every weight is another than it was."""
+    """Stores weight p; `old` and `stored` come from `load_param`, `lane` are element positions modulo 32. MOVED
+    promises that every weight changes. For bf16_sr, `correction_addr` is the tensor's seed."""
     if WEIGHTS == "split8":
         bits, near = narrowed(p)
-        # 2^e is 2^8 half units in the last place of a bf16, of which the rest is at most one; a number so small that it
-        # has no 2^e has no correction either. To nearest, a step of less than half a code would be lost every time; by
-        # thresholds the mean over steps is exact.
+        # 2^e is 2^8 half units in the last place of a bf16, and the rest is at most one of them. A number too small to
+        # have a 2^e has no correction either. The code is rounded by thresholds, so that its mean over steps is exact;
+        # to nearest, a step of less than half a code would be lost every time.
         rest = (p - near) * twice_inverse_power(near)
-        fine = tl.load(tl.multiple_of(thresholds + _FINE, 4 * VEC) + lane)  # no wider than the rest
+        fine = tl.load(tl.multiple_of(thresholds + _FINE, 4 * VEC) + lane)  # no wider than the other loads
         fine = tl.broadcast_to(fine, p.shape)
         code = floor_bytes(rest, tl.full(p.shape, 2.0**7 * 127, tl.float32), fine)
         if not MOVED:
-            # A weight that did not change stays as it is: merging has rounded, and some numbers can be split in two
-            # ways.
+            # An unchanged weight keeps its bits: merging has rounded, and some numbers can be split in two ways.
             same = p == old
             bits = tl.where(same, (stored >> 8).to(tl.int16), bits)
             code = tl.where(same, stored.to(tl.int8), code)
