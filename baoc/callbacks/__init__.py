@@ -1,5 +1,5 @@
-"""Lightning callbacks that know no plan: what a run measures, what it keeps, what it shows, how it ends.
+"""Lightning callbacks that do not depend on a plan: measurements, checkpoints, progress, signals, divergence.
 
-Order in `Trainer(callbacks=)`: RngState, StepVote, StepMonitor, MemoryMonitor, the rest, progress bar; Lightning puts
-SafeCheckpoint last by itself.
+Order in `Trainer(callbacks=)`: RngState, StepVote, StepMonitor, MemoryMonitor, the rest, progress bar. Lightning moves
+SafeCheckpoint to the end.
 """

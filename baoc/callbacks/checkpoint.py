@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: the newest ones and the best ones, written aside and renamed.
+"""Atomic checkpoints: the newest and the best, each written to a temporary file and renamed.
 
 Lightning's own writer builds the file in memory, moves it from the system's temporary folder (a copy, where that is
 another disk) and does not fsync; its ModelCheckpoint warns about folders that are not empty and keeps absolute paths.
@@ -9,7 +9,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic, time
 from typing import IO, Any, Literal, cast
@@ -52,9 +52,10 @@ PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, comple
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes aside in the same folder, hashed, fsyncs, renames; checks before loading. SafeCheckpoint puts it in place.
+    """Writes a checkpoint with its checksum to a temporary file of the same folder, fsyncs and renames it; verifies the
+    checksum before loading. SafeCheckpoint installs it.
 
-    Raises OutputError on a full disk, CheckpointError for files that are missing, torn or damaged.
+    Raises OutputError on a full disk, CheckpointError for files that are missing, truncated or damaged.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -66,29 +67,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 hashing_file.append_checksum()
             except RuntimeError as error:
                 for cause in exception_chain(error):
-                    if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:  # torch.save speaks of positions
+                    if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:  # torch's text is of positions
                         raise cause from None
                 raise
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Anything that Lightning wrote, not only ours: a user may go on from a checkpoint of an earlier Trainer."""
+        """Loads any checkpoint of Lightning: a user may resume from one of a Trainer without BAOC."""
         return load_checked(path, baoc_only=False, weights_only=weights_only is not False)
 
 
 class SafeCheckpoint(Checkpoint):
-    """Keeps `checkpoints/last.ckpt`, the `keep` newest and the best of a run.
+    """Writes `checkpoints/last.ckpt`, keeps the newest `keep` checkpoints and the best one of a run.
 
-    `last.ckpt` is written every `every_n_steps` optimizer steps, where `every_minutes` have gone by since the newest
-    one (or since the run began), and after the last step; null and null write the last only. Where validation is due
-    after a step, the checkpoint is written after the validation, so that a resumed run does not skip it. The last one
-    is written before Lightning closes the epoch, so that a finished run can go on to more steps. With `keep` above 1,
-    older ones stay as `step_N.ckpt`. The best one, `best_N.ckpt`, is written after validations by `monitor` (`mode` min
-    or max). `meta` describes the run and is found again by `resolve_resume(match=)`. `track` wraps each writing, for
-    whoever measures memory: `memory_monitor.track`. Once `is_ending()` is True, the step in progress is the last that
-    counts: its checkpoint is written as soon as it ends.
+    `last.ckpt` is written every `every_n_steps` optimizer steps, after `every_minutes` since the newest one (or the
+    start of the run), and after the last step; with both None, only after the last step. Where validation follows a
+    step, the checkpoint is written after it, so that a resumed run does not skip the validation. The last checkpoint is
+    written before Lightning closes the epoch, so that a finished run can be extended. With `keep` above 1 older ones
+    stay as `step_N.ckpt`. `best_N.ckpt` is written after validations that improve `monitor` (`mode` min or max).
 
-    Nothing is written on an exception: an interrupt may come in the middle of a step. Of several ranks all take
-    part, and the first writes and looks at its clock and folder.
+    `meta` describes the run, for `resolve_resume(match=)`. `track(label)` wraps each write, to measure its memory. Once
+    `is_ending()` returns True, the checkpoint of the step in progress is written as soon as that step ends.
+
+    Nothing is written on an exception, because an interrupt may come in the middle of a step. All ranks take part in a
+    checkpoint; rank 0 writes it, and its clock and folder decide.
     """
 
     def __init__(
@@ -113,16 +114,16 @@ class SafeCheckpoint(Checkpoint):
         self.sign = 1.0 if mode == "min" else -1.0
         self.meta = dict(meta or {})
         self.track = track or (lambda label: nullcontext())
-        self.is_ending: Callable[[], bool] = lambda: False  # whether the process is about to end
+        self.is_ending: Callable[[], bool] = lambda: False  # True once the process is about to end
         self.best: dict[str, float] = {}  # file name -> monitored value
         self._last_step = 0  # of the newest last.ckpt
         self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
         self._run_dir: FolderGuard | None = None
         self._warned = False
-        self._written_s = 0.0  # of the newest one, or of that from which the run goes on
+        self._written_s = 0.0  # time of the newest checkpoint, or of the one that the run resumed from
         self._ranks: Ranks = SINGLE_PROCESS
         self._vote = vote or StepVote()
-        self._vote.local_values["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._late())
+        self._vote.local_values["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._is_overdue())
 
     @property
     def last_path(self) -> Path:
@@ -133,8 +134,8 @@ class SafeCheckpoint(Checkpoint):
         """Path of the best checkpoint, "" while there is none; Lightning's `ckpt_path="best"` reads it."""
         return next((str(self.folder / name) for name in self.best), "")
 
-    def holds(self, step: int) -> bool:
-        """Whether last.ckpt is of `step`."""
+    def has_step(self, step: int) -> bool:
+        """Whether last.ckpt is the checkpoint of `step`."""
         return step == self._last_step and self.last_path.is_file()
 
     # -- Lightning ------------------------------------------------------------------------------------------------
@@ -149,13 +150,13 @@ class SafeCheckpoint(Checkpoint):
         self._written = None
         self._run_dir = FolderGuard(self.folder.parent)
         if self._ranks.rank == 0 and self.folder.is_dir() and not fast_dev_run(trainer):
-            self._tidy(resumed_from=trainer.ckpt_path)
+            self._clean_up(resumed_from=trainer.ckpt_path)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due(trainer) and (self.is_ending() or not validation_follows(trainer)):
-            _log_first(trainer)
+            _log_before_checkpoint(trainer)
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -165,7 +166,7 @@ class SafeCheckpoint(Checkpoint):
         if self._is_due(trainer) and not accumulating(trainer):
             self._save_last(trainer)
         elif self.is_ending() and trainer.global_step == self._last_step:
-            self._written = None  # written before this validation, which a resumed run need not do again
+            self._written = None  # written before this validation: write again, so that a resumed run skips it
             self._write(trainer, self.last_path)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,14 +175,14 @@ class SafeCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SCHEMA_KEY] = CHECKPOINT_SCHEMA
-        self._written_s = max(time(), self._written_s + 1e-3)  # a machine's clock may be behind the one before
+        self._written_s = max(time(), self._written_s + 1e-3)  # a resumed run's clock may be behind the first one's
         checkpoint[META_KEY] = {**self.meta, WRITTEN_KEY: self._written_s}
-        if not self._warned and (strange := unsafe_entries(checkpoint)):
+        if not self._warned and (unsafe := unsafe_entries(checkpoint)):
             self._warned = True
             log.warning(
                 "the checkpoint holds %s, which a safe load refuses: keep tensors and plain values only in "
                 "hyperparameters and states, or the run cannot be resumed from it",
-                ", ".join(strange[:3]),
+                ", ".join(unsafe[:3]),
             )
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -191,15 +192,15 @@ class SafeCheckpoint(Checkpoint):
         return {"best": dict(self.best)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Best files of the run that is resumed count as far as they lie in this run's folder."""
+        """Takes over the best checkpoints of the resumed run that lie in this run's folder."""
         self.best = {name: value for name, value in state_dict["best"].items() if (self.folder / name).is_file()}
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def _tidy(self, *, resumed_from: Any) -> None:
-        """What an attempt that was killed left here: parts of files, and a last.ckpt that is not what we go on from.
+    def _clean_up(self, *, resumed_from: Any) -> None:
+        """Cleans up after a killed attempt: deletes temporary files, and renames a last.ckpt that is not resumed from.
 
-        That one is called by its own step, so that it never takes the name of an older one; a damaged one is set aside.
+        It is named by its own step, so that `_save_last` does not give it another's; a damaged one becomes `*.damaged`.
         """
         for part in (*self.folder.glob(".*.tmp"), *self.folder.parent.glob(".*.tmp")):
             part.unlink(missing_ok=True)
@@ -223,7 +224,7 @@ class SafeCheckpoint(Checkpoint):
             return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
-    def _late(self) -> bool:
+    def _is_overdue(self) -> bool:
         return self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes
 
     def _save_last(self, trainer: L.Trainer) -> None:
@@ -235,9 +236,9 @@ class SafeCheckpoint(Checkpoint):
         self._write(trainer, self.last_path)
 
     def _prune(self, keep: int) -> None:
-        """Of the older ones the `keep` newest stay: by age, as an attempt that was given up may have gone further."""
+        """Deletes all but the `keep` newest step_N.ckpt. Age decides, as an abandoned attempt may have higher steps."""
         paths = list(self.folder.glob(f"step_*{CHECKPOINT_SUFFIX}"))
-        if len(paths) > keep:  # to know their age each is opened
+        if len(paths) > keep:  # `newest_first` opens each file
             for path in newest_first(paths)[keep:]:
                 path.unlink(missing_ok=True)
 
@@ -246,7 +247,7 @@ class SafeCheckpoint(Checkpoint):
         if value is None or not torch.isfinite(value):
             return
         score, before = float(value), self.best
-        if self._ranks.broadcast(any(self.sign * score >= self.sign * held for held in before.values())):
+        if self._ranks.broadcast(any(self.sign * score >= self.sign * best for best in before.values())):
             return
         self.best = {f"best_{trainer.global_step:08d}{CHECKPOINT_SUFFIX}": score}
         (name,) = self.best
@@ -255,7 +256,7 @@ class SafeCheckpoint(Checkpoint):
             (self.folder / other).unlink(missing_ok=True)
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
-        """A checkpoint of now at `path`: linked where this step's was written just before, under another name."""
+        """Writes a checkpoint to `path`, or links it to the one of this step that was written under another name."""
         if self._run_dir is not None:
             self._run_dir.check()
         written, now = self._written, trainer.global_step
@@ -268,9 +269,9 @@ class SafeCheckpoint(Checkpoint):
         self._written = (trainer.global_step, path)
 
 
-def _log_first(trainer: L.Trainer) -> None:
-    """Has the batch's line in metrics.jsonl before its checkpoint: Lightning logs after all callbacks, and what a kill
-    in between took would never be written again, as a resumed run goes on after this step."""
+def _log_before_checkpoint(trainer: L.Trainer) -> None:
+    """Writes the batch's line of metrics.jsonl before its checkpoint. Lightning logs after all callbacks; a kill in
+    between would lose the line, because a resumed run starts after this step."""
     if logs_now(trainer):
         values, step = values_to_log(trainer)
         for logger in trainer.loggers if values else ():
@@ -279,24 +280,23 @@ def _log_first(trainer: L.Trainer) -> None:
 
 
 def _link(source: Path, path: Path) -> None:
-    """`path` becomes `source`'s content: a hard link, or a copy where the file system has none."""
-    aside = path.with_name(f".{path.name}.link.tmp")
-    with suppress(FileNotFoundError):
-        aside.unlink()
+    """Gives `path` the content of `source`: by a hard link, or a copy where the file system has none."""
+    temporary = path.with_name(f".{path.name}.link.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(source, aside)
-        aside.replace(path)
+        os.link(source, temporary)
+        temporary.replace(path)
     except OSError:
         with atomic_write(path) as file, source.open("rb") as content:
             shutil.copyfileobj(content, file)
 
 
 def unsafe_entries(value: Any, *, path: str = "") -> list[str]:
-    """Where a checkpoint holds something that `weights_only` loading refuses: `path (type)` of each."""
+    """Lists what `torch.load(weights_only=True)` would refuse in a checkpoint: `path (type)` of each value."""
     if isinstance(value, PLAIN):
         return []
     if type(value) in (dict, OrderedDict):
-        return [found for key, item in value.items() for found in unsafe_entries(item, path=f"{path}/{key}")]
+        return [entry for key, item in value.items() for entry in unsafe_entries(item, path=f"{path}/{key}")]
     if type(value) in (list, tuple, set):
-        return [found for index, item in enumerate(value) for found in unsafe_entries(item, path=f"{path}/{index}")]
+        return [entry for index, item in enumerate(value) for entry in unsafe_entries(item, path=f"{path}/{index}")]
     return [f"{path[1:]} ({type(value).__name__})"]

@@ -1,4 +1,4 @@
-"""What an exact resume needs beyond Lightning's checkpoint: random number generators, and logs cut where it goes on."""
+"""What an exact resume needs beyond Lightning's checkpoint: random generators, and logs truncated to the checkpoint."""
 
 import logging
 import random
@@ -19,15 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class RngState(L.Callback):
-    """Keeps Python's, NumPy's and torch's (CPU, and CUDA of the run's device) generators in the checkpoint.
+    """Stores the states of Python's, NumPy's and torch's (CPU, and the run's CUDA device) generators in checkpoints.
 
-    They are put back when the first training batch starts, not when the checkpoint is loaded: Lightning restores
-    before loaders and sanity checks, which draw numbers too. Place it first among the callbacks, so that whatever
-    another callback draws at the start of a batch is drawn after. Loggers that can (`metrics.jsonl`) are told where the
-    run goes on, so that steps of a lost attempt are not counted twice. Going on on another type of device is said.
+    They are restored when the first training batch starts, not when the checkpoint is loaded, because Lightning loads
+    it before data loaders and sanity checks, which draw numbers too. Place this callback first, so that draws of other
+    callbacks at the start of a batch come after. `metrics.jsonl` is truncated to the step of the checkpoint, so that
+    steps of a killed attempt are not logged twice. Resuming on another type of device logs a warning.
 
-    Of several ranks each has its own generators, which are all in the checkpoint. A rank that there was none of then
-    draws its numbers from those of rank 0 and its own number.
+    A checkpoint holds the generators of each rank. A rank without a state is seeded from rank 0's state and its number.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class RngState(L.Callback):
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        # Saved again before any training step, a resumed run must hand on what it has not used yet.
+        # A resumed run that saves before its first training batch passes on the state that it has not used yet.
         if self._pending is not None:
             return self._pending
         first, *others = self._ranks.all_gather(capture_rng(self._device))
@@ -70,7 +69,7 @@ class RngState(L.Callback):
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """The global generators as tensors and plain numbers; CUDA's for `device` only, so no other is initialised."""
+    """States of the global generators as tensors and plain numbers; of CUDA only `device`, to initialise no other."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", f"NumPy's global generator is a {kind}, which cannot be saved"
@@ -91,7 +90,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def check_rng(state: Mapping[str, Any]) -> None:
-    """Raises what generators raise for a state that is none, without touching those of the process."""
+    """Raises what generators raise for an invalid state, without changing those of the process."""
     _set(state, python=random.Random(), numpy=np.random.RandomState(), torch_=torch.Generator())
     if "cuda" in state:
         _bytes(state["cuda"])
@@ -99,16 +98,16 @@ def check_rng(state: Mapping[str, Any]) -> None:
 
 
 def _set(state: Mapping[str, Any], *, python: Any, numpy: Any, torch_: torch.Generator) -> None:
-    kept, arrays = state["python"], state["numpy"]
-    python.setstate((kept["version"], tuple(kept["words"].tolist()), kept["gauss"]))
+    plain, arrays = state["python"], state["numpy"]
+    python.setstate((plain["version"], tuple(plain["words"].tolist()), plain["gauss"]))
     keys = arrays["keys"].numpy().astype(np.uint32)
     numpy.set_state(("MT19937", keys, arrays["position"], arrays["has_gauss"], arrays["cached"]))
     torch_.set_state(_bytes(state["torch"]))
 
 
 def restore_rng(state: Mapping[str, Any], *, rank: int = 0) -> None:
-    """Puts back what `capture_rng` took on this rank; a CUDA state is left out where there is no such device. A rank of
-    which there is no state gets a seed that follows from its number and rank 0's state."""
+    """Restores what `capture_rng` returned on this rank, without a CUDA state if that device is missing. A rank without
+    a state is seeded from its number and rank 0's state."""
     others = state.get("others", [])
     if rank > len(others):
         seed = seed_from_numbers(rank, *_bytes(state["torch"])[:16].tolist())
@@ -123,5 +122,5 @@ def restore_rng(state: Mapping[str, Any], *, rank: int = 0) -> None:
 
 
 def _bytes(state: Tensor) -> Tensor:
-    """Generators want uint8 on the CPU, wherever the checkpoint was loaded to."""
+    """uint8 on the CPU, as generators need it, from wherever the checkpoint was loaded to."""
     return state.to(device="cpu", dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""What a loss that is NaN or infinite costs: its step, or the run where too many such steps follow each other.
+"""Handles a loss that is NaN or infinite: its step is skipped, and too many such steps in a row end the run.
 
-Gradients that hold some non-finite elements under a finite loss are the optimizer's own affair (optim.nonfinite).
+Non-finite elements of gradients under a finite loss are handled by the optimizer (optim.nonfinite).
 """
 
 import math
@@ -16,25 +16,25 @@ from baoc.callbacks.vote import StepVote, ranks_of
 from baoc.errors import DivergedError
 from baoc.tracking.console import say
 
-KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; of several ranks' the last one counts
+KINDS = ("finite", "-inf", "inf", "nan")  # of a loss; the last of several ranks' kinds counts
 REMEDY = "lower optim.lr, set trainer.gradient_clip_val, or look at the data of that step"
 
 
 class LossGuard(L.Callback):
-    """A step with a non-finite loss changes no weight: its gradients are made NaN at their root, and the optimizer
-    leaves such elements out. `patience` such steps in a row end the run.
+    """Skips steps with a non-finite loss: backward starts from NaN, and the optimizer skips non-finite gradients.
 
-    The end is DivergedError, exit code 5, which a study is told as a violated constraint. Losses are read once per
-    optimizer step, so a GPU is waited for once. By a `vote` the loss of any rank is that of all.
+    `patience` such steps in a row raise DivergedError (exit code 5), which a study counts as a violated constraint.
+    Losses are read once per optimizer step, which synchronizes with a GPU. With a `vote`, a non-finite loss of one rank
+    counts for all.
     """
 
     def __init__(self, *, patience: int = 20, vote: StepVote | None = None):
         self.patience = patience
         self.num_nonfinite = self.num_consecutive = 0
-        self.tell: Callable[[str], None] = say
+        self.say: Callable[[str], None] = say
         self._losses: list[Tensor] = []  # of the step in progress, one per micro-batch
         self._vote = vote or StepVote()
-        self._vote.local_values["loss"] = self._worst
+        self._vote.local_values["loss"] = self._loss_kind
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._vote.ranks = ranks_of(trainer)
@@ -59,12 +59,12 @@ class LossGuard(L.Callback):
         self.num_consecutive += 1
         what, before = f"the loss of step {trainer.global_step} is {KINDS[kind]}", self.num_consecutive - 1
         if self.num_consecutive >= self.patience:
-            told = f", as was that of the {before} steps before it" if before else ""
-            raise DivergedError(f"{what}{told} (faults.patience): {REMEDY}")
-        self.tell(f"{what}: the step changes nothing (number {self.num_nonfinite} of this run)")
+            more = f", as was that of the {before} steps before it" if before else ""
+            raise DivergedError(f"{what}{more} (faults.patience): {REMEDY}")
+        self.say(f"{what}: the step changes nothing (number {self.num_nonfinite} of this run)")
 
-    def _worst(self) -> float:
-        """Which of KINDS the first loss of the step is that is no finite number; 0 where all are."""
+    def _loss_kind(self) -> float:
+        """Index in KINDS of the step's first non-finite loss; 0 if all are finite."""
         losses, self._losses = self._losses, []
         values = torch.stack(losses).float().tolist() if losses else []
         return next((KINDS.index(str(value)) for value in values if not math.isfinite(value)), 0)

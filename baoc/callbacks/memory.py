@@ -1,4 +1,4 @@
-"""Measures the peak that a memory budget limits, and stops a run that exceeds it.
+"""Measures the peak that a memory budget limits, and ends a run that exceeds it.
 
 docs/budgets.md#memory-what-counts defines the peak.
 """
@@ -63,43 +63,42 @@ class MemoryMonitor(L.Callback):
         self.context_bytes = context_bytes
         self.predicted_bytes = predicted_bytes
         self.enforce = enforce
-        self.extra_tensors: Callable[[], Any] = tuple  # what else is alive all the time: the profiler's buffers
-        self.peaks: dict[str, int] = {}
+        self.extra_tensors: Callable[[], Any] = tuple  # other tensors that are always alive: the profiler's buffers
+        self.peaks: dict[str, int] = {}  # bytes by phase
         self.predicted: Callable[[], int] = lambda: 0  # returns the largest peak that a plan of this attempt predicted
         self.probe_peak_bytes = 0  # peak of the measurements before the plan, which is part of the run's peak
         self._noted_bytes = 0  # see `note_peak`
-        self._before = self._before_predicted = 0  # the peak under earlier budgets
-        self._earlier: dict[str, Any] = {}  # of the attempts that this one goes on from
+        self._earlier_peak = self._earlier_predicted = 0  # under earlier budgets of this attempt
+        self._resumed: dict[str, Any] = {}  # `state_dict` of the attempt that this one resumes
         self._tracker: MemoryTracker | None = None  # on a CPU only
         self._device = torch.device("cpu")
         self._first_step = 0
-        self._seen_validation: set[bool] = set()  # keyed by sanity checking: gradients are there only in training
-        self._label: str | None = None
+        self._tracked_validations: set[bool] = set()  # keyed by sanity checking, when there are no gradients yet
+        self._phase: str | None = None  # that is being tracked
         self._batch: Any = None  # that is alive now
         self._slowed = False
         self._trainer: L.Trainer | None = None
         self._ranks: Ranks = SINGLE_PROCESS
-        self._now_by_rank: tuple[int, ...] = ()  # what each held when they last compared, under this budget
-        self._by_rank: tuple[int, ...] = ()  # the same, whatever the budget
+        self._budget_peaks: tuple[int, ...] = ()  # peak of each rank at the last comparison, under this budget
+        self._attempt_peaks: tuple[int, ...] = ()  # the same under any budget
 
     # -- what others read -----------------------------------------------------------------------------------------
 
     @property
     def tracked(self) -> bool:
-        """True if memory was tracked since the batch began, which slows it: do not use its seconds."""
+        """True if memory was tracked since the batch began, which slowed it: do not use its time."""
         return self._slowed
 
     @property
     def peak_phase(self) -> str:
-        """The stretch of this attempt that held most, "" before anything was measured and on CUDA, where the allocator
-        knows of no stretches."""
-        return max(reversed(self.peaks), key=self.peaks.__getitem__, default="")  # of equal ones the one inside
+        """Name of the phase with the largest peak; "" before anything was measured, and on CUDA, where phases are not
+        told apart."""
+        return max(reversed(self.peaks), key=self.peaks.__getitem__, default="")  # of equal peaks the inner phase
 
     @property
     def peak_bytes(self) -> int:
-        """The peak so far under this budget, that of the attempts before a resume included; 0 before anything was
-        measured."""
-        return max(self._own_bytes, self._of_earlier("peak"), *self._now_by_rank)
+        """The peak under this budget, including attempts before a resume; 0 before anything was measured."""
+        return max(self._own_bytes, self._resumed_peak("peak"), *self._budget_peaks)
 
     @property
     def _own_bytes(self) -> int:
@@ -109,18 +108,20 @@ class MemoryMonitor(L.Callback):
         return max(self._noted_bytes, *self.peaks.values(), 0)
 
     def note_peak(self, num_bytes: int) -> None:
-        """What was held at most while somebody else measured, who has torch's peak on CUDA begin anew."""
+        """Takes over a peak that others measured, who reset torch's peak statistics on CUDA."""
         self._noted_bytes = max(self._noted_bytes, num_bytes)
 
     @property
     def peak_by_rank(self) -> tuple[int, ...]:
-        own = self._ranks.rank
-        return tuple(max(held, self._own_bytes) if rank == own else held for rank, held in enumerate(self._by_rank))
+        peaks = list(self._attempt_peaks)
+        if peaks:
+            peaks[self._ranks.rank] = max(peaks[self._ranks.rank], self._own_bytes)
+        return tuple(peaks)
 
     @contextmanager
     def track(self, label: str) -> Iterator[None]:
-        """Measures what happens inside as `label`; inside another tracked part it counts there as well."""
-        outer = self._label
+        """Measures the peak inside as phase `label`; within another tracked phase it counts for that one as well."""
+        outer = self._phase
         if self._tracker is None or outer is None:
             self._enter(label, self._batch)
             try:
@@ -130,53 +131,53 @@ class MemoryMonitor(L.Callback):
             return
         self._note(outer)
         self._tracker.reset_peak()
-        self._label = label
+        self._phase = label
         try:
             yield
         finally:
             self._note(label)
-            self._label = outer
+            self._phase = outer
 
     @property
     def highest_bytes(self) -> int:
-        """The peak of the whole run, whatever budgets it had, and however often it was resumed."""
-        return max(self._before, self._of_earlier("highest"), self.peak_bytes)
+        """The peak of the run under all its budgets, including attempts before a resume."""
+        return max(self._earlier_peak, self._resumed_peak("highest"), self.peak_bytes)
 
     @property
     def highest_predicted_bytes(self) -> int:
-        """The largest peak that any plan of the run predicted, or that was measured before its first plan."""
-        return max(self._before_predicted, self._of_earlier("predicted"), self.predicted(), self.probe_peak_bytes)
+        """The largest peak that a plan of the run predicted, or that was measured before its first plan."""
+        return max(self._earlier_predicted, self._resumed_peak("predicted"), self.predicted(), self.probe_peak_bytes)
 
     def restart(self, budget: Budget, *, predicted_bytes: int, step: int) -> None:
-        """Another budget is in force after `step` steps: peaks are measured anew, the next steps tracked again."""
-        self._before, self._before_predicted = self.highest_bytes, self.highest_predicted_bytes
-        self.peaks, self._noted_bytes, self._now_by_rank = {}, 0, ()
+        """Starts a new budget after `step` steps: resets the peaks, and tracks the next steps again."""
+        self._earlier_peak, self._earlier_predicted = self.highest_bytes, self.highest_predicted_bytes
+        self.peaks, self._noted_bytes, self._budget_peaks = {}, 0, ()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.budget_bytes, self.budget_name = budget.memory_bytes, budget.name
         self.predicted_bytes = predicted_bytes
         self._first_step = step
-        self._seen_validation = set()
+        self._tracked_validations = set()
 
     def check_budget(self, *, during: str, step: int) -> None:
         """Raises BudgetBreachedError, on all ranks, if the peak so far of any is above the memory budget."""
-        held = self.compare()
-        if not self.enforce or self.budget_bytes is None or held <= self.budget_bytes:
+        peak = self.compare()
+        if not self.enforce or self.budget_bytes is None or peak <= self.budget_bytes:
             return
         predicted = "" if self.predicted_bytes is None else f" ({format_bytes(self.predicted_bytes)} were predicted)"
-        where = f" on rank {self._now_by_rank.index(held)}" if held in self._now_by_rank else ""
+        where = f" on rank {self._budget_peaks.index(peak)}" if peak in self._budget_peaks else ""
         raise BudgetBreachedError(
             f"budget {self.budget_name} allows {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but "
-            f"{during} at step {step} held {format_bytes(held)} ({held} bytes){where}{predicted}, "
-            f"{format_bytes(held - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
+            f"{during} at step {step} held {format_bytes(peak)} ({peak} bytes){where}{predicted}, "
+            f"{format_bytes(peak - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
         )
 
     def compare(self) -> int:
-        """The peak so far of the rank that held most, by all ranks."""
+        """The largest peak so far of any rank. All ranks have to call it."""
         if self._ranks is not SINGLE_PROCESS:
-            now = tuple(int(held) for held in self._ranks.all_gather_number(self._own_bytes))
-            self._now_by_rank = now
-            self._by_rank = tuple(map(max, now, self._by_rank or now))
+            peaks = tuple(int(peak) for peak in self._ranks.all_gather_number(self._own_bytes))
+            self._budget_peaks = peaks
+            self._attempt_peaks = tuple(map(max, peaks, self._attempt_peaks or peaks))
         return self.peak_bytes
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,29 +190,29 @@ class MemoryMonitor(L.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._earlier = state_dict
+        self._resumed = state_dict
 
-    def _of_earlier(self, key: str) -> int:
-        """Peaks of the attempts that this one resumes; 0 where those had another device or budget."""
-        same = self._earlier.get("budget") == [self.budget_name, self.budget_bytes]
-        return self._earlier[key] if same and self._earlier["device"] == self._device.type else 0
+    def _resumed_peak(self, key: str) -> int:
+        """A peak of the attempts that this one resumes; 0 if they had another device or budget."""
+        same = self._resumed.get("budget") == [self.budget_name, self.budget_bytes]
+        return self._resumed[key] if same and self._resumed["device"] == self._device.type else 0
 
     # -- Lightning ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         self._device, self._ranks = trainer.strategy.root_device, ranks_of(trainer)
-        self.peaks, self._noted_bytes, self._now_by_rank, self._by_rank = {}, 0, (), ()
-        self._before, self._before_predicted, self._earlier, self.probe_peak_bytes = 0, 0, {}, 0
-        self._seen_validation = set()
+        self.peaks, self._noted_bytes, self._budget_peaks, self._attempt_peaks = {}, 0, (), ()
+        self._earlier_peak, self._earlier_predicted, self._resumed, self.probe_peak_bytes = 0, 0, {}, 0
+        self._tracked_validations = set()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._tracker = MemoryTracker(device=self._device)
 
-    def watch_resume(self) -> None:
-        """To be called when a plan is made: where a checkpoint is about to be loaded, this is measured, up to the first
-        batch. The file is mapped, so that its own pages are not held."""
+    def track_resume(self) -> None:
+        """Tracks the loading of a checkpoint, up to the first batch. Call it when a plan is made, before the loading.
+        The file's own tensors do not count, because the file is memory-mapped."""
         saved = None if self._trainer is None else self._trainer._checkpoint_connector._loaded_checkpoint
         if saved and self._tracker is not None:
             self._tracker.ignore(*tensors_in(saved))
@@ -252,8 +253,8 @@ class MemoryMonitor(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self.every_step or trainer.sanity_checking not in self._seen_validation:
-            self._seen_validation.add(bool(trainer.sanity_checking))
+        if self.every_step or trainer.sanity_checking not in self._tracked_validations:
+            self._tracked_validations.add(bool(trainer.sanity_checking))
             self._enter("validation", batch)
 
     def on_validation_batch_end(
@@ -265,7 +266,7 @@ class MemoryMonitor(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._label is not None:
+        if self._phase is not None:
             self._exit()
             self.check_budget(during="validation", step=trainer.global_step)
 
@@ -273,23 +274,23 @@ class MemoryMonitor(L.Callback):
         self._exit()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._exit()  # of the resume, where no step was left and training never started
+        self._exit()  # ends the phase of a resume without steps left, in which training never started
 
     def final_validation(self) -> L.Callback:
-        """For the Trainer of a validation after training: its first batch is measured, as a stretch of the run."""
-        seen: list[bool] = []
+        """A callback for a Trainer that validates after training: tracks its first batch as a phase of the run."""
+        tracked: list[bool] = []
 
         def begin(trainer: L.Trainer, module: L.LightningModule, batch: Any, *_: int) -> None:
-            if self.every_step or not seen:
-                seen.append(True)
+            if self.every_step or not tracked:
+                tracked.append(True)
                 self._enter("final validation", batch)
 
         return LambdaCallback(on_validation_batch_start=begin, on_validation_batch_end=lambda *_: self._exit())
 
     def values(self) -> dict[str, float]:
-        """Metric keys and values as they are now."""
+        """The present metrics by key."""
         values = {"memory/peak_gib": gib(self.peak_bytes)}
-        values |= {f"memory/peak_gib_rank_{rank}": gib(held) for rank, held in enumerate(self._now_by_rank)}
+        values |= {f"memory/peak_gib_rank_{rank}": gib(peak) for rank, peak in enumerate(self._budget_peaks)}
         if self.budget_bytes is not None:
             values["budget/slack_gib"] = gib(self.budget_bytes - self.peak_bytes)
         rss = resident_bytes()
@@ -298,30 +299,30 @@ class MemoryMonitor(L.Callback):
         return values
 
     def _read_context(self) -> None:
-        """The CUDA context grows as kernels load, so the reading from before the first step is not the last word."""
+        """Reads the size of the CUDA context, which grows as kernels load."""
         if self._device.type == "cuda":
             self.context_bytes = max(self.context_bytes, current_context_bytes(self._device))
 
     # -- tracking -------------------------------------------------------------------------------------------------
 
-    def _enter(self, label: str, *held: Any) -> None:
-        """Starts a tracked part with all that is alive by now: the module with its gradients, states, and the batch."""
+    def _enter(self, label: str, *tensors: Any) -> None:
+        """Starts a tracked phase with all tensors that are alive: the module, gradients, states, and `tensors`."""
         if self._tracker is None or self._trainer is None:
             return
         self._tracker.count_existing(
-            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.extra_tensors(), held
+            self._trainer.lightning_module, [o.state for o in self._trainer.optimizers], self.extra_tensors(), tensors
         )
         self._tracker.reset_peak()
         self._tracker.__enter__()
-        self._label = label
+        self._phase = label
         self._slowed = True
 
     def _exit(self) -> None:
-        """Ends the tracked part, if there is one."""
-        if self._tracker is not None and self._label is not None:
+        """Ends the tracked phase, if there is one."""
+        if self._tracker is not None and self._phase is not None:
             self._tracker.exit_out_of_order()
-            self._note(self._label)
-            self._label = None
+            self._note(self._phase)
+            self._phase = None
 
     def _note(self, label: str) -> None:
         assert self._tracker is not None
@@ -329,7 +330,7 @@ class MemoryMonitor(L.Callback):
 
 
 def resident_bytes() -> int | None:
-    """The process's resident set; None where there is no /proc to tell it."""
+    """Bytes of the process's resident set; None on a system without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:

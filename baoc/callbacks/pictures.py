@@ -1,7 +1,7 @@
-"""Asks a task for what it shows at the end of training: pictures into the run folder and W&B.
+"""Writes a task's pictures at the end of training, to the run folder and W&B.
 
-At the end of training the network is still on its device, and the optimizer's state still beside it, so that what
-sampling needs counts towards the peak as any other part of the run.
+The network and the optimizer's state are still on the device then, so that the memory of sampling counts towards the
+run's peak.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,7 @@ from baoc.tracking.loggers import log_picture
 
 
 class FinalPictures(L.Callback):
-    """Calls `task.conclude(datamodule, folder=...)` with averaged weights, for tasks that have it. `track`: as of
-    SafeCheckpoint."""
+    """Calls `task.conclude(datamodule, folder=...)`, if the task has it, with averaged weights and inside `track`."""
 
     def __init__(self, folder: Path, *, track: Callable[[str], AbstractContextManager[Any]] | None = None):
         self.folder = folder
@@ -29,7 +28,7 @@ class FinalPictures(L.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if conclude is None or data is None or fast_dev_run(trainer) or trainer.interrupted:
             return
-        pl_module.zero_grad(set_to_none=True)  # the last step's, which nobody reads any more
+        pl_module.zero_grad(set_to_none=True)  # frees the last step's gradients
         averaged = pl_module.averaged()  # pyright: ignore[reportCallIssue]
         with trainer.precision_plugin.forward_context(), averaged, self.track("samples"):
             pictures = conclude(data, folder=self.folder)

@@ -1,7 +1,7 @@
-"""SIGTERM, and the signals by which Slurm announces that a job's time is up: checkpoint, end, and queue again.
+"""SIGTERM, and the signals by which Slurm announces that a job's time is up: write a checkpoint, end, requeue.
 
-Lightning ends on SIGTERM without a checkpoint, and under Slurm writes one of its own kind from inside the signal
-handler, which may be in the middle of a step.
+Lightning ends on SIGTERM without a checkpoint, and under Slurm writes one inside the signal handler, which may be in
+the middle of a step.
 """
 
 import os
@@ -26,13 +26,12 @@ REQUEUING = ("SIGUSR1", "SIGUSR2")
 
 
 class Preemption(L.Callback):
-    """Ends the run in order when a signal asks for it: PreemptedError, exit code 130, after `checkpoint` has written.
+    """Ends the run after a signal: `checkpoint` is written, then PreemptedError raised (exit code 130).
 
-    The optimizer step in progress is finished, with all its micro-batches, and so is a validation in progress. Inside
-    `listening` signals are only noted, so one that comes while a run is still setting up counts as well. In a Slurm job
-    a signal of REQUEUING also queues the job again, as does SIGTERM where Slurm says that it preempts the job: one that
-    ends within its GraceTime counts as done. Let its script use `resume=auto`. By a `vote` a signal to any rank is one
-    to all.
+    The optimizer step in progress ends first, with all its micro-batches, and so does a validation. Inside `listening`
+    signals are only recorded, so that one during set-up counts too. In a Slurm job the signals of REQUEUING requeue the
+    job, and so does SIGTERM if Slurm reports a preemption, because Slurm counts a job that ends within its GraceTime as
+    completed. The job's script should use `resume=auto`. With a `vote`, a signal to one rank ends all.
     """
 
     def __init__(self, checkpoint: SafeCheckpoint, *, vote: StepVote | None = None):
@@ -44,16 +43,16 @@ class Preemption(L.Callback):
 
     @property
     def agreed(self) -> str | None:
-        """The signal by which the run ends."""
+        """Name of the signal that ends the run, None without one. The same on all ranks."""
         return (None, *NAMES)[int(self._vote.outcome("signal"))]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals over inside, where this is the main thread; no other may."""
+        """Handles the signals inside; only the main thread may, others do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in _numbers()}
+        before = {number: signal.signal(number, self._note) for number in _signals()}
         try:
             yield
         finally:
@@ -61,7 +60,7 @@ class Preemption(L.Callback):
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: Any) -> None:
-        # the first one is why the run ends: after USR1 Slurm sends SIGTERM too, to a job that it has queued again
+        # The first signal counts: after USR1 Slurm also sends SIGTERM, to a job that was requeued already.
         self.received = self.received or signal.Signals(number).name
 
     # -- Lightning ------------------------------------------------------------------------------------------------
@@ -70,19 +69,19 @@ class Preemption(L.Callback):
         self._vote.ranks = ranks_of(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Puts our handler back where Lightning has just wrapped it in one that ends the run without a checkpoint."""
+        """Restores our handler, which Lightning has just wrapped in one that ends the run without a checkpoint."""
         if self.received is not None:
             forget_sigterm(trainer)
-        for number in _numbers() if threading.current_thread() is threading.main_thread() else ():
-            if self._note in getattr(signal.getsignal(number), "signal_handlers", ()):  # of Lightning's composed one
+        for number in _signals() if threading.current_thread() is threading.main_thread() else ():
+            if self._note in getattr(signal.getsignal(number), "signal_handlers", ()):  # Lightning's composed handler
                 signal.signal(number, self._note)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The step that was in progress is logged and in the checkpoint by now, and a validation after it is done."""
+        """Raises PreemptedError once the checkpoint exists: the step before is logged and validated by now."""
         name, ranks = self.agreed, ranks_of(trainer)
-        if name is None or not ranks.broadcast(self._checkpoint.holds(trainer.global_step)):
+        if name is None or not ranks.broadcast(self._checkpoint.has_step(trainer.global_step)):
             return
         queued = ranks.broadcast_result(
             lambda: requeue(os.environ) if name in REQUEUING or is_preempted(os.environ) else ""
@@ -94,7 +93,7 @@ class Preemption(L.Callback):
 
 
 def requeue(environment: Mapping[str, str]) -> str:
-    """Asks Slurm to run this job again; returns what to say of it, "" outside of a Slurm job."""
+    """Asks Slurm to requeue this job. Returns a phrase about the outcome, "" outside of a Slurm job."""
     job = _job(environment)
     if job is None:
         return ""
@@ -108,15 +107,15 @@ def requeue(environment: Mapping[str, str]) -> str:
 
 
 def is_preempted(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm takes this job's place away, rather than that it was cancelled or is out of time."""
+    """Whether Slurm preempts this job, as opposed to cancelling it or ending it at its time limit."""
     job = _job(environment)
     if job is None:
         return False
     try:
-        told = _scontrol("show", "job", "-o", job).stdout
+        description = _scontrol("show", "job", "-o", job).stdout
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return re.search(r"\bPreemptTime=\d", told) is not None
+    return re.search(r"\bPreemptTime=\d", description) is not None
 
 
 def _job(environment: Mapping[str, str]) -> str | None:
@@ -130,5 +129,5 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=30)
 
 
-def _numbers() -> list[signal.Signals]:
+def _signals() -> list[signal.Signals]:
     return [getattr(signal, name) for name in NAMES if hasattr(signal, name)]

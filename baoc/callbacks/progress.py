@@ -26,10 +26,10 @@ SHOWN = ("train/loss", "val/loss", "val/acc", "val/ppl", "val/mse")
 
 
 class RunProgress(ProgressBar):
-    """Steps done of all steps, time, and the newest values of SHOWN, as far as they are logged.
+    """Shows steps done of all steps, time, and the newest logged values of SHOWN.
 
-    Values are read every `log_every_n_steps` only, since reading one from a GPU waits for it. `plain_lines`: lines of a
-    whole run without a terminal.
+    Values are read every `log_every_n_steps` only, because reading one from a GPU waits for it. Without a terminal a
+    run prints `plain_lines` lines.
     """
 
     def __init__(self, *, plain_lines: int = 10):
@@ -39,9 +39,9 @@ class RunProgress(ProgressBar):
         self._task = TaskID(0)
         self._enabled = True
         self._total: int | None = None
-        self._next_line = 0
+        self._next_line_step = 0
         self._start = (0, 0.0)  # step and time at which this attempt began
-        self._validated = 0  # the step of the newest validation
+        self._last_validation = 0  # step of the newest validation
 
     def disable(self) -> None:
         self._enabled = False
@@ -59,7 +59,7 @@ class RunProgress(ProgressBar):
         total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         self._total = int(total) if total != float("inf") else None
         self._start = (trainer.global_step, time.monotonic())
-        self._next_line = trainer.global_step + self._interval()
+        self._next_line_step = trainer.global_step + self._interval()
         console = make_console()
         if self._enabled and console.is_terminal:
             self._bar = bar = _bar(console)
@@ -77,12 +77,12 @@ class RunProgress(ProgressBar):
             self._bar.update(self._task, completed=step)
             if logs_now(trainer):
                 self._bar.update(self._task, values=self._values(trainer))
-        elif self._enabled and step >= self._next_line:
-            self._next_line = step + self._interval()
+        elif self._enabled and step >= self._next_line_step:
+            self._next_line_step = step + self._interval()
             self._print_line(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validated = trainer.global_step
+        self._last_validation = trainer.global_step
         if self._bar is not None:
             self._bar.update(self._task, values=self._values(trainer))
 
@@ -95,24 +95,24 @@ class RunProgress(ProgressBar):
     # -- showing --------------------------------------------------------------------------------------------------
 
     def _interval(self) -> int:
-        """Steps between two lines of plain output; 1000 where the end is not known."""
+        """Steps between two plain lines; 1000 if the number of steps is unknown."""
         return max(1, -(-self._total // self.plain_lines)) if self._total else 1000
 
     def _values(self, trainer: L.Trainer) -> str:
         """The newest logged values, and the step of the last validation if training has gone on since."""
         logged = trainer.callback_metrics
-        told = [f"{key} {float(logged[key]):.4g}" for key in SHOWN if key in logged]
-        passed = self._validated < trainer.global_step and any(key.startswith("val/") for key in logged)
-        return "  ".join(told) + (f" (step {self._validated})" if passed else "")
+        values = [f"{key} {float(logged[key]):.4g}" for key in SHOWN if key in logged]
+        is_old = self._last_validation < trainer.global_step and any(key.startswith("val/") for key in logged)
+        return "  ".join(values) + (f" (step {self._last_validation})" if is_old else "")
 
     def _print_line(self, trainer: L.Trainer) -> None:
         step, (first, start) = trainer.global_step, self._start
         elapsed = time.monotonic() - start
-        left = ""
+        remaining = ""
         if self._total and step > first:
-            left = f", {elapsed / (step - first) * (self._total - step):.0f} s left"
+            remaining = f", {elapsed / (step - first) * (self._total - step):.0f} s left"
         total = f"/{self._total}" if self._total else ""
-        say(f"step {step}{total}, {elapsed:.0f} s{left}  {self._values(trainer)}".rstrip())
+        say(f"step {step}{total}, {elapsed:.0f} s{remaining}  {self._values(trainer)}".rstrip())
 
     def _stop(self) -> None:
         if self._bar is not None:

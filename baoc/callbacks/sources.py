@@ -1,4 +1,4 @@
-"""Keeps in checkpoints what a run is made of beside its settings: hashes of the user's code and of the data."""
+"""Stores hashes of the user's code and data in checkpoints, to warn when a run resumes with others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,7 @@ import lightning as L
 
 
 class Sources(L.Callback):
-    """`hashes`: what is meant (`model=net.py:build`, `dataset=images`) -> SHA-256. A resumed run goes on with those of
-    today."""
+    """`hashes`: SHA-256 by source, such as `model=net.py:build` or `dataset=images`. A resumed run stores its own."""
 
     def __init__(self, hashes: Mapping[str, str]):
         self.hashes = dict(hashes)
@@ -18,7 +17,7 @@ class Sources(L.Callback):
 
 
 def changed_sources(content: Mapping[str, Any], *, now: Mapping[str, str]) -> list[str]:
-    """A sentence for each source that a checkpoint's `content` has with another hash; those it does not know pass."""
+    """A sentence for each source whose hash in the checkpoint's `content` differs from the one `now`."""
     then: Mapping[str, str] = content.get("callbacks", {}).get(Sources.__qualname__, {}).get("hashes", {})
     return [
         f"{what} has changed since the checkpoint (sha256 {then[what][:12]} then, {sha[:12]} now): the run goes on "

@@ -1,4 +1,4 @@
-"""Times optimizer steps, leaving out those that something else slowed: warm-up, memory tracking, profiling."""
+"""Times optimizer steps, except those that warm-up, memory tracking or profiling slowed."""
 
 import time
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from baoc.data.batches import num_samples
 class StepMonitor(L.Callback):
     """Median milliseconds of an optimizer step and samples per second.
 
-    A step is all of its micro-batches, each from the start of the batch (on its device) to its end: forward, backward,
-    optimizer. Loading data, validation, checkpoints and logging are not part of it. The first `warmup_steps` and those
-    for which `leave_out()` is True are not counted. On CUDA, events are recorded and read only when logging, so no step
-    waits for the device.
+    The time of a step is that of its micro-batches, each from the start of the batch (on its device) to its end:
+    forward, backward, optimizer. Loading data, validation, checkpoints and logging do not count. The first
+    `warmup_steps` and steps for which `leave_out()` is True are not counted. On CUDA, events are recorded and read only
+    when logging, so that no step synchronizes.
 
-    `batch_size`: samples per micro-batch; by default the first dimension of the batch's first tensor. Place it before
-    MemoryMonitor.
+    `batch_size`: samples per micro-batch; by default the first dimension of the batch's first tensor. Place this
+    callback before MemoryMonitor.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StepMonitor(L.Callback):
     ) -> None:
         self._parts.append((self._start, self._now()))
         self._step_samples += self.batch_size or num_samples(batch)
-        self._spoiled = self._spoiled or (self.leave_out is not None and self.leave_out())
+        self._is_slowed = self._is_slowed or (self.leave_out is not None and self.leave_out())
         if accumulating(trainer):
             return
         self._num_seen += 1
-        if self._num_seen > self.warmup_steps and not self._spoiled:
+        if self._num_seen > self.warmup_steps and not self._is_slowed:
             self._count()
         self._reset_step()
         if logs_now(trainer) and (self._steps_ms or self._unread):
@@ -94,7 +94,7 @@ class StepMonitor(L.Callback):
     def _reset_step(self) -> None:
         self._parts: list[tuple[Any, Any]] = []
         self._step_samples = 0
-        self._spoiled = False
+        self._is_slowed = False
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -111,7 +111,7 @@ class StepMonitor(L.Callback):
             self._samples.append(self._step_samples)
 
     def _read_events(self) -> None:
-        """Waits for the last event, then reads all that were recorded since the last time."""
+        """Synchronizes with the last event, then reads all events since the last call."""
         if self._unread:
             self._unread[-1][0][-1][1].synchronize()
         for parts, samples in self._unread:

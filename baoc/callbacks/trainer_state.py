@@ -1,4 +1,4 @@
-"""What callbacks ask of a Trainer that Lightning 2.6 has no public name for; the only place to mend for another one."""
+"""State of a Trainer for which Lightning 2.6 has no public name: the only file to change for another Lightning."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 
 
 def fast_dev_run(trainer: L.Trainer) -> bool:
-    """True in a run that only tries the code out; it must leave no checkpoints."""
+    """True in a `fast_dev_run`, which must write no checkpoints."""
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def accumulating(trainer: L.Trainer) -> bool:
-    """True if the batch that has just ended was followed by no optimizer step."""
+    """True if no optimizer step follows the batch that has just ended."""
     return trainer.fit_loop._should_accumulate()
 
 
 def logs_now(trainer: L.Trainer) -> bool:
-    """Whether Lightning will hand this batch's values to the loggers: each `log_every_n_steps`-th full step."""
+    """Whether Lightning will log this batch's values: at each `log_every_n_steps`-th optimizer step."""
     every = int(getattr(trainer, "log_every_n_steps", 0))
     if accumulating(trainer):
         return False
@@ -25,7 +25,7 @@ def logs_now(trainer: L.Trainer) -> bool:
 
 
 def values_to_log(trainer: L.Trainer) -> tuple[dict[str, Any], int]:
-    """What Lightning will hand to the loggers for the batch that has just ended, and the step that it will say."""
+    """(values, step) that Lightning will pass to the loggers for the batch that has just ended."""
     values: dict[str, Any] = convert_tensors_to_scalars(trainer._logger_connector.metrics["log"])
     step = values.pop("step", None)
     if step is None:
@@ -49,5 +49,5 @@ def validation_follows(trainer: L.Trainer) -> bool:
 
 
 def forget_sigterm(trainer: L.Trainer) -> None:
-    """Keeps Lightning from ending the run by itself for a SIGTERM that it has seen."""
+    """Keeps Lightning from ending the run for a SIGTERM that it has received."""
     trainer._signal_connector.received_sigterm = False

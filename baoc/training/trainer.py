@@ -231,7 +231,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     strategy.reallocator.peak_listeners.append(memory.note_peak)
     if task.ema is not None and memory.every_step:
         task.ema.tracked = lambda: memory.track("averaging")
-    memory.watch_resume()
+    memory.track_resume()
 
 
 @contextmanager

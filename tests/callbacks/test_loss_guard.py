@@ -42,7 +42,7 @@ def fit(module: Poisoned, **options: Any):
     module.net[2].reset_parameters()
     guard = LossGuard(patience=options.pop("patience", 20))
     said: list[str] = []
-    guard.tell = said.append
+    guard.say = said.append
     settings = SessionSettings(reallocation=ReallocationConfig(mode="once", warmup_steps=2))
     strategy = BaocStrategy("state_50", device="cpu", settings=settings)
     trainer = tiny_trainer(strategy=strategy, callbacks=[guard], **options)

@@ -69,7 +69,7 @@ def rehearse(
         releasing = GradientRelease(**clips) if release else None
         group = ranks() if any(map(is_sharded, params)) else SINGLE_PROCESS  # who send each other messages in forward
         clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
-        guard.tell = lambda _: None  # these are no steps of the run
+        guard.say = lambda _: None  # these are no steps of the run
         cuda = device.type == "cuda"
         with (
             preserved_state(module, params),
