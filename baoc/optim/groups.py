@@ -270,10 +270,10 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
     return group_names
 
 
-def shorten(names: Iterable[str], *, most: int = 4) -> str:
+def shorten(names: Iterable[str], *, limit: int = 4) -> str:
     """The first of the names, and how many more there are."""
     names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:

@@ -432,8 +432,8 @@ def _load_match(
     own_names = {slot.name for slot in live.slots}
     targets = [match[0].item() for names, match in saved.matches.values() if not own_names.isdisjoint(names)]
     # By displacement a target may be that of a rule without momentum, which is not AdamW's RMS.
-    known = (targets or rms) if registry.matched_by == "rms" else []
-    registry.init_match(live, rms=(sum(r * r for r in known) / len(known)) ** 0.5 if known else None)
+    adamw_rms = (targets or rms) if registry.matched_by == "rms" else []
+    registry.init_match(live, rms=(sum(r * r for r in adamw_rms) / len(adamw_rms)) ** 0.5 if adamw_rms else None)
 
 
 def _log(report: LoadReport) -> None:

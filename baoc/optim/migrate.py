@@ -173,10 +173,7 @@ def _convert_kind(
                 value = _inherited(state, sources, old, target=target, old_bias=old_bias, moments=moments)
             else:
                 assert moments is not None
-                ctx = target.shape_context
-                least = inherit.squared_m(target, new, beta=betas[0], age=age, ctx=ctx)
-                full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=target.param), least)
-                value = inherit.reduce(full, state.decl, ctx=ctx)
+                value = _from_moments(state, moments, target=target, new=new, beta1=betas[0], age=age)
             value = value * gain
             state.encode_(new, value)
             report.note(state.decl.name, "converted" if sources else "new")
@@ -203,6 +200,14 @@ def _inherited(
         mean = moments.row.to(target.param.device).mean()
         full = full * (mean * old_bias / full.mean().clamp(min=1e-30))
     return inherit.reduce(full, new.decl, ctx=ctx)
+
+
+def _from_moments(state: StoredState, moments: Moments, *, target: Slot, new: State, beta1: float, age: int) -> Tensor:
+    """The numbers of a new v from the profile's moments, at least the square of m in `new`."""
+    ctx = target.shape_context
+    least = inherit.squared_m(target, new, beta=beta1, age=age, ctx=ctx)
+    full = torch.maximum(inherit.from_moments(moments, ctx=ctx, param=target.param), least)
+    return inherit.reduce(full, state.decl, ctx=ctx)
 
 
 def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:

@@ -136,7 +136,7 @@ class BlockwiseOptimizer(Optimizer):
         registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._registry = registry
         if registry.local_params:
-            self.finite_check.vote = lambda found: bool(ranks().all_reduce_max(found)[0])
+            self.finite_check.vote = lambda any_here: bool(ranks().all_reduce_max(any_here)[0])
         self.overlap = KeepGradients(self)
         if releasing is not None:
             self.releaser = DropGradients(self, releasing)

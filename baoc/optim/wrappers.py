@@ -60,9 +60,9 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
     kept does not prove hooks, as a live graph keeps it too.
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
-    kept = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
-    ddp_params = _ddp_params() if kept else set[int]()
-    for live, slot in kept:
+    kept_nodes = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
+    ddp_params = _ddp_params() if kept_nodes else set[int]()
+    for live, slot in kept_nodes:
         dtype = str(_target(slot)).removeprefix("torch.")
         facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
         if id(slot.param) in ddp_params:

@@ -187,10 +187,10 @@ class FusedBackend(Backend):
         return all(unit.marked for unit in self.units)
 
     def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for unit in self._units or ():
-            found |= unit.new_nonfinite(wait=wait)
-        return found
+            counts |= unit.new_nonfinite(wait=wait)
+        return counts
 
 
 class ExchangedBackend(FusedBackend):
