@@ -1,8 +1,8 @@
 """Networks by name and size. They do not depend on budgets.
 
-To add a family: a file with `build(settings, *, spec, **options) -> Module`, and a row here. Rows name their module
-instead of importing it, so that listing them imports neither torch nor transformers. Networks of the user's own code
-need no row (`baoc.core.own_code`).
+To add a family: a file with `build(settings, *, spec, **options) -> Module`, and an entry in MODELS. Entries name their
+module instead of importing it, so that listing them imports neither torch nor transformers. Networks of the user's own
+code need no entry (`baoc.core.own_code`).
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MODELS", "OWN_SIZE", "ModelFamily", "ModelSize", "SizeChoice", "build_model", "choose_size", "family_of"]
 
-STORED = "stored"  # the one size of a network that is built from its file
-OWN_SIZE = "own"  # the one size of a network of the user's code
-OWN_LR = 1e-3  # torch.optim.AdamW's, as nothing is known of such a network
+STORED = "stored"  # the only size of a network that is built from its file
+OWN_SIZE = "own"  # the only size of a network of the user's code
+OWN_LR = 1e-3  # the default of torch.optim.AdamW, for networks of the user's code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +43,16 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A row of MODELS: the task it is trained for, its sizes by name, and its options with their defaults.
+    """An entry of MODELS: the task it is trained for, its sizes by name, and its options with their defaults.
 
     Args:
-        auto: device type -> size that `auto` takes.
+        auto: device type -> the size that `model.size=auto` takes.
         option_types: types of options whose default does not show them; a default of None means text or null.
         imports: library modules that building it imports; a fork server imports them in advance.
-        task: None serves any.
+        task: None supports any.
         is_own: the user's code; its options are its arguments, and are checked when it is called.
-        other_tasks: tasks that it also serves.
-        needs_pretrained: it is built from `model.pretrained` alone, whose weights it has from the start.
+        other_tasks: tasks that it also supports.
+        needs_pretrained: it is built from `model.pretrained` alone, and has its weights from the start.
     """
 
     name: str
@@ -132,8 +132,8 @@ _LLAMA_SIZES = (
 )
 
 MODELS: dict[str, ModelFamily] = {
-    row.name: row
-    for row in (
+    family.name: family
+    for family in (
         ModelFamily(
             name="vit",
             description="Vision Transformer classifier (transformers' ViT, Xavier initialisation)",
@@ -200,13 +200,13 @@ def choose_size(name: str, *, size: str = "auto", device: str = "cpu") -> SizeCh
             "arguments as model.ARGUMENT=VALUE"
         )
     if size == "auto":
-        taken = family.sizes[family.auto[device]]
+        chosen = family.sizes[family.auto[device]]
         suits = "budgets of 4 to 16 GiB bind there" if device == "cuda" else "it trains in minutes there"
-        return SizeChoice(size=taken, why=f"model.size=auto takes {taken.name} on {device}: {suits}")
+        return SizeChoice(size=chosen, why=f"model.size=auto takes {chosen.name} on {device}: {suits}")
     if size not in family.sizes:
         error = unknown_name(size, what=f"size of model {name}", allowed=("auto", *family.sizes))
-        having = [f"model={other}" for other, model in MODELS.items() if size in model.sizes]
-        raise BadInputError(f"{error}; {', '.join(having)} has that size") if having else error
+        others = [f"model={other}" for other, model in MODELS.items() if size in model.sizes]
+        raise BadInputError(f"{error}; {', '.join(others)} has that size") if others else error
     return SizeChoice(size=family.sizes[size], why=f"model.size={size} was asked for")
 
 
@@ -230,7 +230,7 @@ def build_model(
 
 
 def family_of(name: str) -> ModelFamily:
-    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    """The entry of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in MODELS:
         return MODELS[name]
     if name in own_code.entry_points_of("baoc.models") or own_code.names_own_code(name):

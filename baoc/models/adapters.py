@@ -19,7 +19,7 @@ _ADAPTER = "default"
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """Freezes parameters whose names match one of the glob `patterns`; returns the number of frozen elements.
 
-    Raises BadInputError for a pattern that matches nothing, and if nothing is left to train.
+    Raises BadInputError for a pattern that matches no parameter, and if all parameters are frozen.
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
@@ -69,8 +69,8 @@ def add_lora(
     return len(chosen)
 
 
-def merged(state: Mapping[str, Tensor], *, model: nn.Module) -> dict[str, Tensor]:
-    """A state dict of `model` without adapters: the product of each pair is added to the weight it adapts."""
+def merge_adapters(state: Mapping[str, Tensor], *, model: nn.Module) -> dict[str, Tensor]:
+    """A state dict of `model` without adapters: each product of a pair is added to the weight that it adapts."""
     state = dict(state)
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

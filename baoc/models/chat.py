@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the chat template of a stored tokenizer, with a mark on each token of an answer."""
+"""Conversations as tokens, by the chat template of a stored tokenizer, with a mask of the tokens of answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from baoc.errors import BadInputError, first_line
 
-ANSWERS = "assistant"  # the role whose words are learned
+ANSWER_ROLE = "assistant"  # the role whose messages are learned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ChatTokenizer:
     """A tokenizer of transformers. `vocab_size` counts added tokens as well."""
 
     def __init__(self, name: str):
-        """`name`: of a folder with the tokenizer's files, or one that the library's cache or the hub has."""
+        """`name`: a folder with the tokenizer's files, or a name in the library's cache or on the hub."""
         from transformers import AutoTokenizer
 
         path = Path(name).expanduser()
@@ -47,12 +47,12 @@ class ChatTokenizer:
                 f"{', '.join(sample) or 'nothing'}"
             )
         if self._library.chat_template:
-            turns = [{"role": "user", "content": prompt}, {"role": ANSWERS, "content": completion}]
+            turns = [{"role": "user", "content": prompt}, {"role": ANSWER_ROLE, "content": completion}]
             return self._of_messages(turns, where=where)
-        asked, answer = self._ids(prompt), self._ids(completion)
+        question, answer = self._ids(prompt), self._ids(completion)
         end = [] if self._library.eos_token_id is None else [self._library.eos_token_id]
-        marks = [False] * len(asked) + [True] * (len(answer) + len(end))
-        return Conversation(tokens=[*asked, *answer, *end], answer_mask=marks, num_bytes=len(completion.encode()))
+        mask = [False] * len(question) + [True] * (len(answer) + len(end))
+        return Conversation(tokens=[*question, *answer, *end], answer_mask=mask, num_bytes=len(completion.encode()))
 
     def _of_messages(self, messages: Any, *, where: str) -> Conversation:
         if not self._library.chat_template:
@@ -70,24 +70,26 @@ class ChatTokenizer:
                     f"{where}: the `content` of message {number} must be text, not {message['content']!r} (JSON's null "
                     "is None); a message without text needs `tool_calls`"
                 )
-        if not any(message["role"] == ANSWERS for message in turns):
-            raise BadInputError(f"{where} has no message of the role {ANSWERS}, so there is nothing to learn from it")
+        if not any(message["role"] == ANSWER_ROLE for message in turns):
+            raise BadInputError(
+                f"{where} has no message of the role {ANSWER_ROLE}, so there is nothing to learn from it"
+            )
         tokens = self._ids(self._rendered(turns, where=where))
-        marks = [False] * len(tokens)
-        for at, message in enumerate(turns):
-            if message["role"] != ANSWERS:
+        mask = [False] * len(tokens)
+        for index, message in enumerate(turns):
+            if message["role"] != ANSWER_ROLE:
                 continue
-            before = self._ids(self._rendered(turns[:at], where=where, answered=True)) if at else []
-            after = self._ids(self._rendered(turns[: at + 1], where=where))
-            for place in range(_shared(tokens, before), _shared(tokens, after)):
-                marks[place] = True
-        said = sum(len(str(m["content"]).encode()) for m in turns if m["role"] == ANSWERS)
-        return Conversation(tokens=tokens, answer_mask=marks, num_bytes=said)
+            before = self._ids(self._rendered(turns[:index], where=where, prompt=True)) if index else []
+            after = self._ids(self._rendered(turns[: index + 1], where=where))
+            for position in range(_common_prefix(tokens, before), _common_prefix(tokens, after)):
+                mask[position] = True
+        num_bytes = sum(len(str(m["content"]).encode()) for m in turns if m["role"] == ANSWER_ROLE)
+        return Conversation(tokens=tokens, answer_mask=mask, num_bytes=num_bytes)
 
-    def _rendered(self, messages: Any, *, where: str, answered: bool = False) -> str:
+    def _rendered(self, messages: Any, *, where: str, prompt: bool = False) -> str:
         try:
-            return self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answered)
-        except Exception as error:  # of the template's own making, in jinja
+            return self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # jinja passes on whatever the template raises
             raise BadInputError(
                 f"{where} does not suit the chat template of {self._name} ({first_line(error)})"
             ) from error
@@ -96,6 +98,7 @@ class ChatTokenizer:
         return list(self._library(text, add_special_tokens=False)["input_ids"])
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

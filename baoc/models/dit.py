@@ -24,7 +24,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.(attention|mlp|modulation)\.")
 
 
 def build(settings: Mapping[str, int], *, spec: Any) -> "DiffusionTransformer":
-    """`settings` of the size rows: width, depth, heads, and either patch or max_grid (patches per side)."""
+    """`settings` of a size: width, depth, heads, and either patch or max_grid (patches per side)."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model dit denoises images; a data set described by {type(spec).__name__} has none")
     return DiffusionTransformer(settings, spec=spec)

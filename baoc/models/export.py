@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.models.adapters import merged
+from baoc.models.adapters import merge_adapters
 from baoc.optim.shards import local_shard
 
 
@@ -16,14 +16,15 @@ def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor
 
     Networks of transformers and diffusers can be loaded by `from_pretrained(folder)`. Adapters are merged into the
     weights they adapt. Tied tensors are written once, as the libraries do. `weights` replace parameters of the same
-    name, for example by the float32 values of weights that are kept as bf16 and a correction.
+    name, for example float32 values of weights that training keeps as bf16 and a correction.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    state, given = _without_aliases(model.state_dict()), weights or {}
-    state = {name: given[name] if name in given else tensor.detach().cpu() for name, tensor in state.items()}
-    state = merged(state, model=model)
+    weights = weights or {}
+    state = _without_aliases(model.state_dict())
+    state = {name: weights[name] if name in weights else tensor.detach().cpu() for name, tensor in state.items()}
+    state = merge_adapters(state, model=model)
     net: Any = getattr(model, "net", None)
     name = "model.safetensors"
     if net is not None and hasattr(net, "config"):
@@ -42,11 +43,11 @@ def export_model(model: nn.Module, *, folder: Path, weights: Mapping[str, Tensor
 def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keeps only the first name of each tensor."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    kept: dict[str, Tensor] = {}
+    unaliased: dict[str, Tensor] = {}
     for name, tensor in state.items():
         key = (local_shard(tensor).data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        kept[name] = tensor
-    return kept
+        unaliased[name] = tensor
+    return unaliased

@@ -1,7 +1,7 @@
-"""Networks of transformers as they are stored: causal and masked language models and image classifiers, to fine-tune.
+"""Stored networks of transformers, to fine-tune: causal and masked language models, and image classifiers.
 
-`model.pretrained` names a folder of `from_pretrained`, or a name that the library's cache or the hub has. What the
-data are decides which kind is read; the configuration decides between causal and masked.
+`model.pretrained` is a folder of `from_pretrained`, or a name that the library's cache or the hub has. The data decide
+between text and images, and the network's configuration between causal and masked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _WHERE = "give the folder that save_pretrained wrote, or a name that the library
 
 
 class MaskedLM(CausalLM):
-    """Tokens (B, T), int64, some of them masked -> logits (B, T, vocabulary), each from both sides."""
+    """Tokens (B, T) int64, some of them masked -> logits (B, T, vocabulary); attention is bidirectional."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self.net(input_ids=tokens).logits
@@ -30,9 +30,9 @@ class MaskedLM(CausalLM):
 def build(
     settings: Mapping[str, int], *, spec: Any, pretrained: str | None = None, new_head: bool = False
 ) -> nn.Module:
-    """The network at `pretrained` in float32, with its weights; on the meta device, without.
+    """Loads the network at `pretrained` in float32; on the meta device, without weights.
 
-    Raises BadInputError where there is none, where it does not suit the data, and for weights that are NaN.
+    Raises BadInputError if there is none, if it does not suit the data, and for weights that are NaN.
     """
     if pretrained is None:
         raise BadInputError(f"model=hf needs model.pretrained: {_WHERE}")
@@ -83,7 +83,7 @@ def _classifier(pretrained: str, config: Any, *, spec: ImageDataSpec, new_head: 
 
 
 def _load(kind: str, pretrained: str, config: Any, *, fresh: Sequence[str]) -> Any:
-    """The library's network of this `kind`; of the tensors that its file lacks, all must be of the `fresh` modules."""
+    """Loads a network by the library's class `kind`. Only tensors of the modules `fresh` may be missing in its file."""
     import transformers
 
     loader = getattr(transformers, kind)
@@ -102,12 +102,12 @@ def _load(kind: str, pretrained: str, config: Any, *, fresh: Sequence[str]) -> A
         raise BadInputError(
             f"model.pretrained={pretrained} cannot be read as {kind} ({first_line(error)}): {_WHERE}"
         ) from error
-    lacking = [name for name in info["missing_keys"] if not any(part in fresh for part in name.split("."))]
-    if lacking:
+    missing = [name for name in info["missing_keys"] if not any(part in fresh for part in name.split("."))]
+    if missing:
         raise BadInputError(
-            f"model.pretrained={pretrained} lacks {', '.join(sorted(lacking)[:4])} of {type(net).__name__}: it is "
+            f"model.pretrained={pretrained} lacks {', '.join(sorted(missing)[:4])} of {type(net).__name__}: it is "
             "stored as another kind of network"
             + ("" if fresh else ", or without its head: set model.new_head=true for images")
         )
-    refuse_nonfinite(net, given=pretrained)
+    refuse_nonfinite(net, path=pretrained)
     return net

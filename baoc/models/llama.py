@@ -16,7 +16,7 @@ from baoc.core.blocks import role_of
 from baoc.errors import BadInputError, first_line
 from baoc.types import TextDataSpec
 
-VOCAB_SIZE = 32_000  # of the published sizes, if the data has none
+VOCAB_SIZE = 32_000  # of the published sizes, for data without a vocabulary
 _HOW = "give a config.json, its folder, or a name that the library's cache or the hub has"
 _LAYER = re.compile(r"\b(?:layers?|h|blocks?)\.(\d+)\.")
 # Model types whose logits are the product of the last hidden state and the head, with nothing between.
@@ -86,9 +86,9 @@ class CausalLM(nn.Module):
         self.train()  # transformers returns models in evaluation mode
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions` (B, T) begin at 0 with each of several texts in a row, which attention then keeps apart."""
-        with _one_sequence(tokens):
-            return self.net(input_ids=tokens, **_kept_apart(positions)).logits
+        """`positions` (B, T) restart at 0 with each text of a row; attention then does not cross texts."""
+        with _unpacked_if_fake(tokens):
+            return self.net(input_ids=tokens, **_position_arguments(positions)).logits
 
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The last hidden state (B, T, width), of which `head` makes logits.
@@ -98,8 +98,8 @@ class CausalLM(nn.Module):
         kind = self.net.config.model_type
         if kind not in _PLAIN_HEAD:
             raise BadInputError(f"task.loss_chunk is not known to be right for a model of type {kind}: set it to 0")
-        with _one_sequence(tokens):
-            return self.net.base_model(input_ids=tokens, **_kept_apart(positions)).last_hidden_state
+        with _unpacked_if_fake(tokens):
+            return self.net.base_model(input_ids=tokens, **_position_arguments(positions)).last_hidden_state
 
     @property
     def head(self) -> nn.Module:
@@ -125,54 +125,56 @@ class CausalLM(nn.Module):
         return {block: tuple(names) for block, names in blocks.items()}
 
 
-def _kept_apart(positions: Tensor | None) -> dict[str, Any]:
+def _position_arguments(positions: Tensor | None) -> dict[str, Any]:
     return {"use_cache": False} if positions is None else {"use_cache": False, "position_ids": positions}
 
 
 @contextmanager
-def _one_sequence(tokens: Tensor) -> Iterator[None]:
-    """Tells transformers that the rows of a fake batch hold one sequence each, as it finds out for real batches.
+def _unpacked_if_fake(tokens: Tensor) -> Iterator[None]:
+    """Tells transformers that each row of a fake batch is one sequence.
 
-    The library searches the positions for packed sequences; positions here are always 0, 1, 2, ... It cannot read the
-    values of fake tensors, and would then build an attention mask for each layer that a real step does not have.
+    The library searches positions for packed sequences. It cannot read the values of fake tensors, and would then build
+    an attention mask for each layer, which a step with real tensors does not have.
     """
     if not isinstance(tokens, torch._subclasses.FakeTensor):
         yield
         return
     from transformers import masking_utils
 
-    found = masking_utils.find_packed_sequence_indices
+    original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = original
 
 
-def read_config(given: str, *, key: str, how: str) -> Any:
-    """The configuration of transformers that the setting `key` names: by its file, its folder, or a name of the
-    library's cache or the hub. BadInputError says `how` to name one."""
+def read_config(name_or_path: str, *, key: str, how: str) -> Any:
+    """Reads a configuration of transformers: its file, its folder, or a name in the library's cache or on the hub.
+
+    The messages of BadInputError name the setting `key`, and say `how` to set it.
+    """
     from transformers import AutoConfig
 
-    path = Path(given).expanduser()
+    path = Path(name_or_path).expanduser()
     folder = path.parent if path.is_file() else path
-    if not folder.is_dir() and (path.is_absolute() or given.startswith((".", "~"))):
-        raise BadInputError(f"{key}={given} does not exist: {how}")
+    if not folder.is_dir() and (path.is_absolute() or name_or_path.startswith((".", "~"))):
+        raise BadInputError(f"{key}={name_or_path} does not exist: {how}")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise BadInputError(f"{key}={given}: there is no config.json in {folder}: {how}")
+        raise BadInputError(f"{key}={name_or_path}: there is no config.json in {folder}: {how}")
     try:
-        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else given)
+        return AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
     except Exception as error:  # OSError, ValueError, and errors of the network
-        raise BadInputError(f"{key}={given} gives no configuration ({first_line(error)}): {how}") from error
+        raise BadInputError(f"{key}={name_or_path} gives no configuration ({first_line(error)}): {how}") from error
 
 
 def check_fit(config: Any, *, spec: TextDataSpec) -> None:
-    """Raises BadInputError unless the embedding has a row for every token and a position for every place."""
-    held, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
-    if held < spec.vocab_size:
+    """Raises BadInputError unless the model has an embedding for every token and a position for a whole sequence."""
+    vocab_size, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    if vocab_size < spec.vocab_size:
         raise BadInputError(
-            f"the model knows {held} tokens, but the tokenizer of dataset {spec.dataset} has {spec.vocab_size}: give "
-            f"model.vocab_size={spec.vocab_size} or more, or another dataset.tokenizer"
+            f"the model knows {vocab_size} tokens, but the tokenizer of dataset {spec.dataset} has {spec.vocab_size}: "
+            f"give model.vocab_size={spec.vocab_size} or more, or another dataset.tokenizer"
         )
     if positions is not None and positions < spec.sequence_length:
         raise BadInputError(

@@ -17,7 +17,7 @@ _PART = re.compile(r"^net\.(down|up|mid)_block(?:s\.(\d+))?\.(resnets|attentions
 
 
 def build(settings: Mapping[str, int], *, spec: Any) -> "UNet":
-    """`settings` of the size rows: width of the first of `levels` (the others have twice that), residual modules per
+    """`settings` of a size: width of the first of `levels` (the others have twice that), residual modules per
     level, the level with attention, width of a head (0: one head), groups of a norm."""
     if not isinstance(spec, ImageDataSpec):
         raise BadInputError(f"model unet denoises images; a data set described by {type(spec).__name__} has none")

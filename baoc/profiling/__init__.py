@@ -1,7 +1,7 @@
-"""Measures everything a plan is made of: the network, its gradients, and the device.
+"""Measures the inputs of a plan: the network, its gradients, and the device.
 
-describe: names, shapes, roles of parameters. gradients: what each block loses with cheaper states. footprint,
-timeline, tracker: bytes. latency: seconds. link: copy rates. memory: CUDA context and cap. cards: GPUs that are absent.
+`describe`: names, shapes and roles of parameters. `gradients`: statistics of gradients by block. `footprint`: the bytes
+of a training step. `latency`, `step_time`: seconds. `link`: copy rates. `memory`: CUDA context and cap.
 """
 
 from baoc.profiling.describe import describe

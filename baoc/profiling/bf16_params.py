@@ -1,8 +1,8 @@
-"""Probes of a network whose weights are kept in bf16, for plans in which fp32 weights do not fit.
+"""Probes with bf16 weights, for plans in which native (fp32) weights do not fit.
 
-Every Footprint describes native (fp32) weights, and a plan subtracts the savings of its bf16 weights from it. A probe
-that ran with bf16 weights is therefore converted to native by `as_native`; subtracting the same savings again gives
-back exactly what was measured.
+Every Footprint describes native weights, and a plan subtracts the savings of its bf16 weights from it. So `as_native`
+converts a footprint that was measured with bf16 weights; subtracting the same savings again gives back exactly what was
+measured.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def bf16_savings(params: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes that each of `params` saves in bf16, by name; parameters that save nothing are left out."""
+    """Name -> bytes that a parameter saves in bf16, without parameters that save nothing."""
     savings = {name: param.numel() * (param.element_size() - BF16.itemsize) for name, param in params.items()}
     return {name: nbytes for name, nbytes in savings.items() if nbytes > 0}
 
@@ -30,7 +30,7 @@ def bf16_savings(params: Mapping[str, Tensor]) -> dict[str, int]:
 def cast_to_bf16(
     params: Mapping[str, Tensor], *, device: torch.device | None = None, module: nn.Module | None = None
 ) -> Iterator[None]:
-    """Inside, `params` hold bf16 values while their exact values wait in CPU memory; on exit these are restored.
+    """Inside, `params` have bf16 values, and their exact values stay in CPU memory; on exit these are restored.
 
     Rounded weights serve to measure bytes and seconds, not losses. Gradients are None on entry and on exit. Exact
     values are restored to their device even beyond an allocation cap that was set meanwhile.
@@ -71,17 +71,17 @@ def cast_to_bf16(
             restore = partial(_reload, reloaded, home=home)
         try:
             restore()
-        except torch.OutOfMemoryError:
-            there = home or torch.device("cpu")
-            clear_cache(there)
-            with cap_suspended(there):
+        except torch.OutOfMemoryError:  # the cap is lower now than when the exact values were there
+            target = home or torch.device("cpu")
+            clear_cache(target)
+            with cap_suspended(target):
                 restore()
 
 
 def single_cuda_device(params: Iterable[Tensor]) -> torch.device | None:
-    """The CUDA device that holds all of `params`; None if they are elsewhere or spread out."""
-    homes = {param.device for param in params}
-    return next((home for home in homes if len(homes) == 1 and home.type == "cuda"), None)
+    """The CUDA device of all `params`; None if they are on other or several devices."""
+    devices = {param.device for param in params}
+    return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)
 
 
 def _reload(module: nn.Module, *, first: Iterable[Tensor] = (), home: torch.device | None) -> None:
@@ -104,38 +104,42 @@ def _restore_exact(
             param.data = native.copy_(values)
 
 
-def as_native(found: Footprint, *, savings: Mapping[str, int]) -> Footprint:
+def as_native(footprint: Footprint, *, savings: Mapping[str, int]) -> Footprint:
     """Converts a footprint measured with bf16 weights to native weights: an upper bound for allocations that mix both.
 
-    Each interval of the step gains the savings of the weights and of the gradients alive in it, and the bf16 copies
-    that autocast would make of native weights. The copies are taken to live all the time. The largest
-    gradient is added once more, as it exists beside the accumulated one; with gradient release, the gradients that wait
-    for the rest of their block. `savings`: bytes by parameter, from `bf16_savings`.
+    Each interval of the step gains the savings of the weights, the savings of the gradients alive in it, and the bf16
+    copies that autocast would make of native weights. Copies are assumed to live all the time. The largest gradient is
+    added once more, as it exists next to the accumulated one; with gradient release, the gradients that wait for the
+    rest of their block are added. `savings`: bytes by parameter, from `bf16_savings`.
     """
     if not savings:
-        return found
+        return footprint
+    released = footprint.released
     saved, largest = sum(savings.values()), max(savings, key=lambda name: savings[name])
-    waiting = found.gradients_bytes if found.released else savings[largest]
+    waiting = footprint.gradients_bytes if released else savings[largest]
     copies = {**savings, largest: savings[largest] + waiting}
-    before = [0, *accumulate(savings.get(name, 0) for name in found.gradient_order)]
-    whole = PeakInterval(name="training", num_bytes=found.forward_backward_bytes)
-    validation = PeakInterval(name="validation", num_bytes=found.validation_bytes)
+    of_first_gradients = [0, *accumulate(savings.get(name, 0) for name in footprint.gradient_order)]
 
-    def raised(interval: PeakInterval) -> PeakInterval:
-        gradients = saved if interval.gradients is None else before[interval.gradients]
-        more = saved + gradients + sum(copies.values())
-        return replace(interval, num_bytes=interval.num_bytes + more, copies={**interval.copies, **copies})
+    def as_native_interval(interval: PeakInterval) -> PeakInterval:
+        of_gradients = saved if interval.gradients is None else of_first_gradients[interval.gradients]
+        num_bytes = interval.num_bytes + saved + of_gradients + sum(copies.values())
+        return replace(interval, num_bytes=num_bytes, copies={**interval.copies, **copies})
 
-    intervals = tuple(map(raised, found.intervals or (whole, *([validation] if found.validation_bytes else []))))
+    measured = footprint.intervals
+    if not measured:
+        measured = (PeakInterval(name="training", num_bytes=footprint.forward_backward_bytes),)
+        if footprint.validation_bytes:
+            measured = (*measured, PeakInterval(name="validation", num_bytes=footprint.validation_bytes))
+    intervals = tuple(map(as_native_interval, measured))
     return replace(
-        found,
-        weights_bytes=found.weights_bytes + saved,
-        gradients_bytes=found.gradients_bytes + (waiting if found.released else saved),
+        footprint,
+        weights_bytes=footprint.weights_bytes + saved,
+        gradients_bytes=footprint.gradients_bytes + (waiting if released else saved),
         forward_backward_bytes=max(interval.num_bytes for interval in intervals if interval.name != "validation"),
         validation_bytes=max(
             (interval.num_bytes for interval in intervals if interval.name == "validation"), default=0
         ),
-        resident_bytes=found.resident_bytes + (saved if found.released else 2 * saved),
-        settled_bytes=found.settled_bytes + saved if found.released else 0,
+        resident_bytes=footprint.resident_bytes + (saved if released else 2 * saved),
+        settled_bytes=footprint.settled_bytes + saved if released else 0,
         intervals=intervals,
     )

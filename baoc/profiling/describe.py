@@ -26,6 +26,8 @@ _TRANSPOSED_TYPE = re.compile(r"Conv1D|ConvTranspose\dd")
 
 @dataclass(slots=True)
 class _Owner:
+    """A tensor with its first name and its other ones, if it is tied."""
+
     tensor: Tensor
     name: str
     aliases: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
     source = unwrapped(source)
     owners = _owners(source)
     groups = source if optimizer_groups is None and _is_groups(source) else optimizer_groups
-    group_of = _group_of(groups, known=owners) if groups is not None else None
+    group_of = _group_of(groups, owners=owners) if groups is not None else None
     module = source if isinstance(source, nn.Module) else None
     types = _module_types(module) if module is not None else {}
     layers = _Layers(module)
@@ -106,10 +108,9 @@ def _named(source: Any) -> Iterator[tuple[str, Tensor]]:
     elif _is_groups(source):
         yield from _named([entry for group in source for entry in _entries(group)])
     else:
-        names: dict[int, str] = {}
+        names: dict[int, str] = {}  # by id: a tensor that is listed twice keeps one name, as a duplicate and no alias
         for position, entry in enumerate(source):
             if isinstance(entry, Tensor):
-                # a tensor that is listed twice keeps one name: it is a duplicate, not an alias
                 yield names.setdefault(id(entry), f"param{position}"), entry
             else:
                 yield entry
@@ -127,20 +128,20 @@ def _entries(group: Mapping[str, Any]) -> list[Any]:
     return list(zip(names, params, strict=True)) if names else params
 
 
-def _group_of(groups: Iterable[Mapping[str, Any]], *, known: Mapping[int, _Owner]) -> dict[int, int]:
+def _group_of(groups: Iterable[Mapping[str, Any]], *, owners: Mapping[int, _Owner]) -> dict[int, int]:
     """id of a tensor -> index of its group."""
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         for entry in _entries(group):
             name, tensor = ("", entry) if isinstance(entry, Tensor) else entry
-            if id(tensor) not in known:
+            if id(tensor) not in owners:
                 raise BadInputError(
                     f"group {index} of the optimizer holds a parameter {name!r} of shape {tuple(tensor.shape)} that "
                     "the module does not have: register it on the module, or leave it out of the optimizer"
                 )
             if group_of.setdefault(id(tensor), index) != index:
                 raise BadInputError(
-                    f"parameter {known[id(tensor)].name!r} is in groups {group_of[id(tensor)]} and {index} of the "
+                    f"parameter {owners[id(tensor)].name!r} is in groups {group_of[id(tensor)]} and {index} of the "
                     "optimizer: give it one learning rate and weight decay, in one group"
                 )
     return group_of
@@ -171,24 +172,25 @@ class _Layers:
         self._numbers: dict[str, int] = {}
 
     def depth(self, name: str) -> int | None:
-        key = self._from_modules(name) if self._module is not None else self._from_name(name)
-        return None if key is None else self._numbers.setdefault(key, len(self._numbers))
+        layer = self._from_modules(name) if self._module is not None else self._from_name(name)
+        return None if layer is None else self._numbers.setdefault(layer, len(self._numbers))
 
     def _from_modules(self, name: str) -> str | None:
+        """Name of the innermost layer that holds the parameter `name`."""
         module = self._module
         assert module is not None
-        found = None
+        layer = None
         parts = name.split(".")[:-1]
         for position, part in enumerate(parts):
             is_list = isinstance(module, nn.ModuleList | nn.Sequential)
             module = module.get_submodule(part)
             if is_list and sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) > 1:
-                found = ".".join(parts[: position + 1])
+                layer = ".".join(parts[: position + 1])
             if isinstance(module, nn.ModuleList | nn.Sequential):
                 continue
             if _ONE_LAYER_TYPE.search(type(module).__name__) or _ONE_LAYER_NAME.fullmatch(part):
                 break
-        return found
+        return layer
 
     @staticmethod
     def _from_name(name: str) -> str | None:

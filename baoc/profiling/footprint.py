@@ -50,11 +50,9 @@ from baoc.profiling.gradient_dropper import GradientDropper, storage_bytes
 from baoc.profiling.param_restorer import ParamRestorer
 from baoc.profiling.python_state import PythonState
 from baoc.profiling.timeline import Timeline
-from baoc.profiling.tracker import MemoryTracker, PeakMeter
+from baoc.profiling.tracker import PeakMeter
 from baoc.types import Footprint, PeakInterval
 from baoc.units import KIB, MIB
-
-__all__ = ["FirstStepMemory", "MemoryTracker", "StepProbe", "probe_footprint", "step_temporary_bytes"]
 
 StepProbe = Callable[[], Callable[[], None]]  # sets up an optimizer step and returns it
 
@@ -124,14 +122,7 @@ def probe_footprint(
                 return run_micro_batch()
 
         training = _measure_training(
-            run,
-            params,
-            meter,
-            dropper,
-            accumulation=accumulation,
-            named=named,
-            warm=warm,
-            merge_intervals=merge_intervals,
+            run, params, meter, dropper, accumulation=accumulation, named=named, warm=warm, merge=merge_intervals
         )
         gradients_bytes, resident_bytes = _bytes_at_optimizer_step(params, meter, dropper, released=released)
         settled_bytes = meter.current_bytes if released else 0
@@ -222,7 +213,7 @@ def _measure_training(
     accumulation: int,
     named: Mapping[str, Tensor],
     warm: bool,
-    merge_intervals: bool,
+    merge: bool,
 ) -> _TrainingPeak:
     """Measures a first micro-batch without gradients and a later one next to them; returns the larger peak.
 
@@ -259,7 +250,7 @@ def _measure_training(
     peak = max(first_peak, second_peak)
     if runs_backward or not named or dropper.gradients_bytes:
         return _TrainingPeak(peak_bytes=peak)
-    intervals = timeline.merged("training") if merge_intervals else tuple(timeline.intervals)
+    intervals = timeline.merged("training") if merge else tuple(timeline.intervals)
     if first_peak > second_peak:
         intervals = (*intervals, PeakInterval(name="first", num_bytes=first_peak))
     return _TrainingPeak(peak_bytes=peak, intervals=intervals, gradient_order=tuple(timeline.order))

@@ -70,8 +70,6 @@ class GradientProfiler:
     statistics equal those of one device. Row and column means of g^2 are not collected.
 
     Args:
-        blocks: what statistics are made for.
-        params: the parameters by name.
         betas, eps: AdamW's.
         max_bytes: of all buffers, which are allocated at once; None is MAX_BYTES, or BYTES_PER_PARAM for each parameter
             of this rank from LARGE_PARAMS up.

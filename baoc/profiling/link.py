@@ -13,8 +13,8 @@ from baoc.types import LinkRates
 from baoc.units import MIB
 
 SIZES = (MIB, 4 * MIB, PIECE_BYTES)  # bytes of a copy
-MAX_S = 0.8
-LEAST_REPEATS = 3
+MAX_S = 0.8  # for all sizes and directions
+MIN_REPEATS, MAX_REPEATS = 3, 50
 
 
 def measure_link(
@@ -31,16 +31,17 @@ def measure_link(
     device = torch.device(device)
     pinned = device.type == "cuda"
     rates: dict[str, list[float]] = {"in": [], "out": [], "both": []}
-    share = max_s / (3 * len(sizes))
+    max_s_per_timing = max_s / (3 * len(sizes))
     for size in sizes:
-        here = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        on_host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        on_device = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []
-        directions = {"in": [(there[0], here[0])], "out": [(here[1], there[1])]}
+        directions = {"in": [(on_device[0], on_host[0])], "out": [(on_host[1], on_device[1])]}
         directions["both"] = [*directions["in"], *directions["out"]]
         for direction, copies in directions.items():
-            copy = _copying(copies, streams=streams)
-            rates[direction].append(size * len(copies) / _seconds(copy, device=device, max_s=share, clock=clock))
+            copy = _copy_all(copies, streams=streams)
+            seconds = _median_seconds(copy, device=device, max_s=max_s_per_timing, clock=clock)
+            rates[direction].append(size * len(copies) / seconds)
     return LinkRates(
         sizes=sizes,
         in_rates=tuple(rates["in"]),
@@ -50,21 +51,21 @@ def measure_link(
     )
 
 
-def _copying(copies: list[tuple[Tensor, Tensor]], *, streams: list[torch.cuda.Stream]) -> Callable[[], None]:
-    """A callable that starts all copies (to, from), each on its own stream on CUDA."""
+def _copy_all(copies: list[tuple[Tensor, Tensor]], *, streams: list[torch.cuda.Stream]) -> Callable[[], None]:
+    """A callable that starts all copies (target, source), each on its own stream on CUDA."""
 
     def run() -> None:
-        for index, (to, source) in enumerate(copies):
+        for index, (target, source) in enumerate(copies):
             with torch.cuda.stream(streams[index]) if streams else nullcontext():
-                to.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=True)
 
     return run
 
 
-def _seconds(
-    run: Callable[[], None], *, device: torch.device, max_s: float, clock: Callable[[], float], most: int = 50
+def _median_seconds(
+    run: Callable[[], None], *, device: torch.device, max_s: float, clock: Callable[[], float]
 ) -> float:
-    """Median seconds of `run` after one warm-up run."""
+    """Median seconds of `run`, after one warm-up run: MIN_REPEATS to MAX_REPEATS runs in about `max_s` seconds."""
 
     def once() -> float:
         start = clock()
@@ -75,7 +76,7 @@ def _seconds(
 
     began = clock()
     once()
-    found = [once() for _ in range(LEAST_REPEATS)]
-    while len(found) < most and clock() - began + found[-1] < max_s:
-        found.append(once())
-    return median(found)
+    seconds = [once() for _ in range(MIN_REPEATS)]
+    while len(seconds) < MAX_REPEATS and clock() - began + seconds[-1] < max_s:
+        seconds.append(once())
+    return median(seconds)

@@ -1,4 +1,4 @@
-"""CUDA memory outside of torch's tensors (the context), free memory, and the cap that holds a process to its budget.
+"""CUDA memory outside of torch's tensors (the context), free memory, and the cap that keeps a process to its budget.
 
 Other devices have no context and no cap: the same functions return 0 or do nothing there.
 """
@@ -35,7 +35,7 @@ _fractions: dict[int, float] = {}  # device index -> the cap in force, as a frac
 def free_bytes(device: torch.device | str) -> int:
     """Bytes that this process may use on `device`: on CUDA free memory, torch's cache and this process's context.
 
-    On other devices the available memory of the system. Raises BadInputError where that is not known.
+    On other devices the available memory of the system. Raises BadInputError if that is unknown.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -78,25 +78,23 @@ def fix_context_bytes(device: torch.device | str) -> int:
 def current_context_bytes(device: torch.device | str) -> int:
     """Present bytes of the CUDA context and its loaded kernels; 0 on other devices.
 
-    Read from the driver: what this process holds, less what torch's allocator reserved. If the driver does not tell
-    processes apart, the fall of free memory since the start is used, which includes what other processes took or
-    returned; without NVML, everything that the card holds. The context grows as kernels load, so read it again after a
-    step. A lower reading than before comes from another process.
+    The driver's bytes of this process less those that torch's allocator reserved. If the driver does not list bytes by
+    process, the fall of free memory since the start is used, which includes what other processes took or returned;
+    without NVML, all used memory of the card. The context grows as kernels load, so read it again after a step. A lower
+    reading than before comes from another process.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return 0
     index = _index(device)
-    before = _remember_free(index)
+    free_before = _remember_free(index)
     torch.zeros(1, device=device)  # creates the context
-    fall, own = before - torch.cuda.mem_get_info(index)[0], nvml_own(index)
-    held = fall if own is None else own
-    return max(0, held - torch.cuda.memory_reserved(index))
+    fall, own = free_before - torch.cuda.mem_get_info(index)[0], nvml_own(index)
+    return max(0, (fall if own is None else own) - torch.cuda.memory_reserved(index))
 
 
 def device_peak_bytes(device: torch.device) -> int:
-    """Bytes of the CUDA context now and the most that torch's allocator reserved since its peak began anew; 0 on other
-    devices."""
+    """Bytes of the CUDA context plus the peak of reserved memory since its last reset; 0 on other devices."""
     return current_context_bytes(device) + torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
@@ -121,8 +119,8 @@ def allocator_settings() -> Any:
 def cap_device(device: torch.device | str, *, budget: Budget) -> None:
     """Caps torch's allocator at the memory budget less the context and LATE_MODULES_BYTES, at most the card's memory.
 
-    Does nothing on other devices. Without a memory budget only the allocator's settings are made. Raises BadInputError
-    if nothing is left.
+    Does nothing on other devices. Without a memory budget it only uses expandable segments. Raises BadInputError if the
+    budget is smaller than the context.
     """
     device = torch.device(device)
     use_expandable_segments(device)
@@ -175,7 +173,7 @@ def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
     uncap_device(device)
     try:
         yield
-    except GeneratorExit:  # collected, at the latest when the interpreter ends and names of modules are gone
+    except GeneratorExit:  # garbage collection, at interpreter exit without the names of modules
         raise
     except BaseException:
         with suppress(BadInputError):
@@ -193,7 +191,7 @@ def _cap_again(device: torch.device | str, *, budget: Budget) -> None:
 
 @contextmanager
 def cap_suspended(device: torch.device | str) -> Iterator[None]:
-    """Inside, there is no cap; afterwards the same cap as before. For restoring tensors that were there before it."""
+    """Inside, there is no cap; afterwards the same cap as before. For restoring tensors that are older than the cap."""
     device = torch.device(device)
     if device.type != "cuda":
         yield
@@ -223,7 +221,7 @@ def _remember_free(index: int) -> int:
     if index not in free_at_start:
         free = None
         if not torch.cuda.is_initialized():
-            free, others_at_start[index] = nvml_free(index), frozenset(_listed(index) or ())
+            free, others_at_start[index] = nvml_free(index), frozenset(_bytes_by_pid(index) or ())
         free_at_start[index] = free if free is not None else torch.cuda.mem_get_info(index)[1]
     return free_at_start[index]
 
@@ -241,62 +239,67 @@ class _NvmlProcess(ctypes.Structure):
     ]
 
 
-_MOST_PROCESSES = 256
+_MAX_PROCESSES = 256
 _NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 @contextmanager
 def nvml(index: int) -> Iterator[tuple[Any, ctypes.c_void_p] | None]:
-    """(NVML, its handle of device `index`); None where there is no NVML or no such device."""
+    """Yields (library, its handle of device `index`); None without NVML or without the device."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     name = visible[index] if index < len(visible) else str(index)
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         yield None
         return
-    if nvml.nvmlInit_v2() != 0:
+    if library.nvmlInit_v2() != 0:
         yield None
         return
     try:
         handle = ctypes.c_void_p()
         if name.isdigit():
-            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+            failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
         else:
-            failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-        yield None if failed else (nvml, handle)
+            failed = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+        yield None if failed else (library, handle)
     finally:
-        nvml.nvmlShutdown()
+        library.nvmlShutdown()
 
 
 def nvml_free(index: int) -> int | None:
-    """Free bytes of a device by NVML; None where it does not tell."""
+    """Free bytes of a device by NVML; None if NVML does not report them."""
     memory = _NvmlMemory()
-    with nvml(index) as found:
-        if found is None or found[0].nvmlDeviceGetMemoryInfo(found[1], ctypes.byref(memory)):
+    with nvml(index) as device:
+        if device is None or device[0].nvmlDeviceGetMemoryInfo(device[1], ctypes.byref(memory)):
             return None
     return memory.free
 
 
 def nvml_own(index: int) -> int | None:
-    """Bytes that this process holds on a device by NVML; None where the driver does not tell processes apart.
+    """Bytes of this process on a device by NVML; None if the driver does not list bytes by process.
 
     In a container the driver may list this process under another pid. It is then the only process that appeared since
-    before this one used the device. If others appeared at the same moment, the answer stays None.
+    before this one used the device. If others appeared at the same moment, the result stays None.
     """
-    if (known := _listed(index)) is None:
+    if (bytes_by_pid := _bytes_by_pid(index)) is None:
         return None
     if index not in own_pid:
-        came = [os.getpid()] if os.getpid() in known else [*known.keys() - others_at_start.get(index, frozenset())]
-        own_pid[index] = came[0] if len(came) == 1 else None
-    return known.get(own_pid[index])
+        pids = [os.getpid()]
+        if os.getpid() not in bytes_by_pid:
+            pids = [*bytes_by_pid.keys() - others_at_start.get(index, frozenset())]
+        own_pid[index] = pids[0] if len(pids) == 1 else None
+    return bytes_by_pid.get(own_pid[index])
 
 
-def _listed(index: int) -> dict[int | None, int | None] | None:
-    """Processes on a device by NVML: pid -> bytes, or None where the driver does not tell them."""
-    processes, count = (_NvmlProcess * _MOST_PROCESSES)(), ctypes.c_uint(_MOST_PROCESSES)
-    with nvml(index) as found:
-        ask = getattr(found[0], "nvmlDeviceGetComputeRunningProcesses_v3", None) if found is not None else None
-        if found is None or ask is None or ask(found[1], ctypes.byref(count), processes):
+def _bytes_by_pid(index: int) -> dict[int | None, int | None] | None:
+    """Processes on a device by NVML: pid -> bytes, None if not available. None if NVML does not list processes."""
+    processes, count = (_NvmlProcess * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
+    with nvml(index) as device:
+        if device is None:
             return None
-    return {one.pid: None if one.used == _NOT_AVAILABLE else one.used for one in processes[: count.value]}
+        library, handle = device
+        query = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+        if query is None or query(handle, ctypes.byref(count), processes):
+            return None
+    return {entry.pid: None if entry.used == _NOT_AVAILABLE else entry.used for entry in processes[: count.value]}

@@ -1,8 +1,8 @@
-"""Restores parameters that a forward pass writes into, so that a probe leaves the weights as it found them.
+"""Restores parameters that a forward pass writes into, so that a probe does not change the weights.
 
 `nn.Embedding(max_norm=...)` renormalises the rows that it looks up; other modules average or clip weights in forward.
-Hardly any module does so, and copies of all weights would take time and memory. The first probe of a module therefore
-watches which parameters are written, and only these are copied, before the first write.
+Hardly any module does so, and copies of all weights would take time and memory. So the first probe of a module watches
+which parameters are written, and only these are copied, before the first write.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ _WATCHED = WeakTensorKeyDictionary()  # the first parameter of each module that 
 
 
 class ParamRestorer:
-    """Keeps CPU copies of those of `params` that are known to be written to, or are written to under `watching()`."""
+    """Keeps CPU copies of the `params` that an earlier probe saw written, or that are written under `watching()`."""
 
     def __init__(self, params: Iterable[Tensor]):
         self._params = list(params)
@@ -30,8 +30,10 @@ class ParamRestorer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, each parameter is copied before the first write into it; of parameters that an earlier probe watched
-        to the end it is known which are written. A pass that ran out of memory has not shown all its writes."""
+        """Inside, each parameter is copied before the first write into it.
+
+        Does nothing if an earlier probe watched these parameters to the end; one that ran out of memory does not count.
+        """
         if not self._params or self._params[0] in _WATCHED:
             yield
             return
@@ -53,6 +55,8 @@ class ParamRestorer:
 
 
 class _WriteWatcher(TorchDispatchMode):
+    """Calls `keep` for a parameter before an operator writes into its storage."""
+
     def __init__(self, params: Iterable[Tensor], keep: Any):
         super().__init__()
         self._by_storage = {param.untyped_storage()._cdata: param for param in params if param.device.type != "meta"}
@@ -69,8 +73,8 @@ class _WriteWatcher(TorchDispatchMode):
         if hasattr(func, "_schema") and func._schema.is_mutable:
             for index, declared in enumerate(func._schema.arguments):
                 if declared.alias_info is not None and declared.alias_info.is_write:
-                    given = args[index] if index < len(args) else kwargs.get(declared.name)
-                    for tensor in given if isinstance(given, list | tuple) else [given]:
+                    argument = args[index] if index < len(args) else kwargs.get(declared.name)
+                    for tensor in argument if isinstance(argument, list | tuple) else [argument]:
                         if isinstance(tensor, Tensor):
                             param = self._by_storage.get(tensor.untyped_storage()._cdata)
                             if param is not None:

@@ -1,7 +1,7 @@
-"""Puts Python state back that a training step changes outside of parameters and buffers: counters, lists, generators.
+"""Restores Python state that a training step changes outside of parameters and buffers: counters, lists, generators.
 
-A measured step is no step of the run, so that what a module counts or collects has to be as if it had not been. Objects
-keep their identity: containers are filled again in place, so that whoever else refers to them sees the same.
+A measured step is no step of the run, so counters and collections of a module must not show it. Objects keep their
+identity: containers are refilled in place, so that other references to them stay valid.
 """
 
 import random
@@ -19,38 +19,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, MethodType)
-# Libraries whose objects are not looked into: they do not change in a step, or the caller restores them.
-_LEFT = frozenset({"torch", "lightning", "pytorch_lightning", "builtins", "numpy", "logging", "threading", "weakref"})
-_KEPT_BY_OTHERS = frozenset({"_parameters", "_buffers"})  # see `footprint.preserved_state`
-MAX_TRAVERSED = 100_000  # a container of this many elements or more is not looked into
-
+_IMMUTABLE = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, MethodType)
+# Libraries whose objects are not traversed: they do not change in a step, or the caller restores them.
+_SKIPPED = frozenset(
+    {"torch", "lightning", "pytorch_lightning", "builtins", "numpy", "logging", "threading", "weakref"}
+)
+_RESTORED_ELSEWHERE = frozenset({"_parameters", "_buffers"})  # see `footprint.preserved_state`
+_COPYABLE = ("builtins", "itertools")  # modules whose iterators can be copied
+MAX_TRAVERSED = 100_000  # a container of this many elements or more is not traversed
 
 Undo = Callable[[], object]
 
 
 class PythonState:
-    """Remembers all Python state that is reached from `roots`, modules or other objects; `restore` puts it back.
+    """Saves all Python state that is reachable from `roots`, modules or other objects; `restore` restores it.
 
-    Tensors other than parameters and buffers are copied to the CPU. What cannot be remembered is left: generators (of
-    `yield`), files, objects of C libraries.
+    Tensors other than parameters and buffers are copied to the CPU. Not saved are generators (of `yield`), files,
+    objects of C libraries, and tensors that are no leaves, sparse, on meta, or of a subclass.
     """
 
     def __init__(self, *roots: Any):
         self._undo: list[Undo] = []
         buffers = {id(b) for root in roots if isinstance(root, nn.Module) for b in root.buffers()}
-        seen: dict[int, Any] = {}  # keeps what was visited alive, for ids to stay its own
+        seen: dict[int, Any] = {}  # keeps visited objects alive, so that ids stay unique
         pending = list(roots)
         while pending:  # no recursion: linked objects may be deep
             value = pending.pop()
-            if isinstance(value, _PLAIN) or id(value) in seen or id(value) in buffers:
+            if isinstance(value, _IMMUTABLE) or id(value) in seen or id(value) in buffers:
                 continue
             seen[id(value)] = value
             if isinstance(value, nn.Module):
-                seen |= {id(held): held for key, held in vars(value).items() if key in _KEPT_BY_OTHERS}
-            undo, held = _tensor(value) if isinstance(value, Tensor) else _container(value) or _object(value)
+                seen |= {id(item): item for key, item in vars(value).items() if key in _RESTORED_ELSEWHERE}
+            undo, items = _save_tensor(value) if isinstance(value, Tensor) else _save_container(value) or _save(value)
             self._undo += undo
-            pending += held if len(held) < MAX_TRAVERSED else ()
+            pending += items if len(items) < MAX_TRAVERSED else ()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -58,25 +60,25 @@ class PythonState:
             undo()
 
 
-def _tensor(value: Tensor) -> tuple[list[Undo], Sequence[Any]]:
+def _save_tensor(value: Tensor) -> tuple[list[Undo], Sequence[Any]]:
     if type(value) is not Tensor or value.is_meta or value.is_inference() or value.layout is not torch.strided:
         return [], ()
     if not value.is_leaf:
         return [], ()
     version = value._version
     with _disable_current_modes():  # a memory tracker would count the copy
-        was = value.detach().to("cpu", copy=True)
-    return [lambda: value.copy_(was) if value._version != version else None], ()
+        saved = value.detach().to("cpu", copy=True)
+    return [lambda: value.copy_(saved) if value._version != version else None], ()
 
 
-def _container(value: Any) -> tuple[list[Undo], Sequence[Any]] | None:
-    """How to fill a container of Python's or NumPy's again, and what it holds; None for other objects."""
+def _save_container(value: Any) -> tuple[list[Undo], Sequence[Any]] | None:
+    """(undo, items) of a container of Python or NumPy; None for other objects."""
     if isinstance(value, dict):
-        was = {key: _replayable(item) for key, item in value.items()}
-        return [lambda: _refill(value, was)], list(value.values())
+        saved = {key: _saved_iterator(item) for key, item in value.items()}
+        return [lambda: _refill(value, saved)], list(value.values())
     if isinstance(value, list | bytearray):
-        kept = copy(value)
-        return [lambda: value.__setitem__(slice(None), kept)], value if isinstance(value, list) else ()
+        elements = copy(value)
+        return [lambda: value.__setitem__(slice(None), elements)], value if isinstance(value, list) else ()
     if isinstance(value, deque):
         items = list(value)
         return [value.clear, lambda: value.extend(items)], items
@@ -92,8 +94,8 @@ def _container(value: Any) -> tuple[list[Undo], Sequence[Any]] | None:
     return None
 
 
-def _object(value: Any) -> tuple[list[Undo], Sequence[Any]]:
-    """How to give an object its attributes again, or a generator of random numbers its state."""
+def _save(value: Any) -> tuple[list[Undo], Sequence[Any]]:
+    """(undo, attributes) of an object; of a generator of random numbers its state."""
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         return [partial(value.set_state, value.get_state())], ()
@@ -103,29 +105,26 @@ def _object(value: Any) -> tuple[list[Undo], Sequence[Any]]:
         return [partial(setattr, value.bit_generator, "state", deepcopy(value.bit_generator.state))], ()
     if isinstance(value, nn.Module):
         return [], [vars(value)]
-    if type(value).__module__.partition(".")[0] in _LEFT or isinstance(value, BuiltinFunctionType | Iterator):
+    if type(value).__module__.partition(".")[0] in _SKIPPED or isinstance(value, BuiltinFunctionType | Iterator):
         return [], ()
     declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__dict__"}
-    undo: list[Undo] = [partial(object.__setattr__, value, name, item) for name, item in held.items()]
-    own = getattr(value, "__dict__", None)
-    return undo, [*held.values(), *([own] if isinstance(own, dict) else ())]
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__dict__"}
+    undo: list[Undo] = [partial(object.__setattr__, value, name, item) for name, item in attributes.items()]
+    by_name = getattr(value, "__dict__", None)
+    return undo, [*attributes.values(), *([by_name] if isinstance(by_name, dict) else ())]
 
 
-def _refill(value: dict[Any, Any], was: dict[Any, Any]) -> None:
-    if was.keys() != value.keys() or any(value[key] is not item for key, item in was.items()):
+def _refill(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if saved.keys() != value.keys() or any(value[key] is not item for key, item in saved.items()):
         value.clear()
-        value.update(was)
+        value.update(saved)
 
 
-def _replayable(value: Any) -> Any:
-    """An iterator's own copy, from which it goes on as if nobody had asked it; other values as they are."""
-    if isinstance(value, Iterator) and not isinstance(value, Generator) and type(value).__module__ in _COPIED:
+def _saved_iterator(value: Any) -> Any:
+    """A copy of an iterator that can be copied; other values unchanged."""
+    if isinstance(value, Iterator) and not isinstance(value, Generator) and type(value).__module__ in _COPYABLE:
         with suppress(TypeError), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, in Python 3.12
             return copy(value)
     return value
-
-
-_COPIED = ("builtins", "itertools")

@@ -5,8 +5,7 @@ The resident set size would not do on the CPU, as it includes the allocator's fr
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -199,9 +198,15 @@ class MemoryTracker(TorchDispatchMode):
 
     def exit_out_of_order(self) -> None:
         """Exits the mode on this thread although modes that were entered later are still active; these stay active."""
-        with _popped(down_to=self) as mode:
+        above: list[Any] = []
+        while (mode := _get_current_dispatch_mode()) is not None and mode is not self:
+            above.append(_pop_mode())
+        try:
             if mode is self:
                 self.__exit__(None, None, None)
+        finally:
+            for other in reversed(above):
+                _push_mode(other)
 
     def _resizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -212,24 +217,6 @@ class MemoryTracker(TorchDispatchMode):
             return out
 
         return resize_
-
-
-@contextmanager
-def _popped(*, down_to: TorchDispatchMode | None = None) -> Iterator[TorchDispatchMode | None]:
-    """Inside, no dispatch modes above `down_to` are active (without it, none). Yields `down_to` if it is active."""
-    above: list[Any] = []
-    while (mode := _get_current_dispatch_mode()) is not None and mode is not down_to:
-        above.append(_pop_mode())
-    try:
-        yield mode
-    finally:
-        for other in reversed(above):
-            _push_mode(other)
-
-
-def untracked() -> AbstractContextManager[object]:
-    """Inside, no tracker sees operators: for reading data, which does not count as memory of a step."""
-    return _popped()
 
 
 class PeakMeter:

@@ -1,6 +1,6 @@
 """Tasks by name: LightningModules with a network, a loss and a metric. They do not depend on budgets.
 
-To add a task: a file with a subclass of `baoc.tasks.base.Task`, and a row here.
+To add a task: a file with a subclass of `baoc.tasks.base.Task`, and an entry in TASKS.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ __all__ = ["TASKS", "OptimizerSettings", "TaskInfo", "build_task", "task_info"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInfo:
-    """A row of TASKS: class `cls` of `module`.
+    """An entry of TASKS: class `cls` of `module`.
 
     Args:
         options: names and defaults of the task's settings beside the optimizer's.
@@ -42,8 +42,8 @@ class TaskInfo:
 
 
 TASKS: dict[str, TaskInfo] = {
-    row.name: row
-    for row in (
+    info.name: info
+    for info in (
         TaskInfo(
             name="vision",
             description="classification of images: cross-entropy, judged by val/loss; accuracy beside it",
@@ -103,20 +103,20 @@ def build_task(
 
     `seed` determines the task's randomness. Raises BadInputError for an unknown name.
     """
-    row, settings = task_info(name), optimizer or OptimizerSettings()
-    if row.is_own:
+    info, settings = task_info(name), optimizer or OptimizerSettings()
+    if info.is_own:
         from baoc.tasks.own import build_user_task
 
         return build_user_task(name, model=model, spec=spec, optimizer=settings, options=options)
-    given = {**row.options, **options}
-    if row.seeded is not None and given[row.seeded] is None:
-        given[row.seeded] = seed
-    cls = getattr(import_module(row.module), row.cls)
-    return cls(model, spec=spec, optimizer=settings, **given)
+    arguments = {**info.options, **options}
+    if info.seeded is not None and arguments[info.seeded] is None:
+        arguments[info.seeded] = seed
+    cls = getattr(import_module(info.module), info.cls)
+    return cls(model, spec=spec, optimizer=settings, **arguments)
 
 
 def task_info(name: str) -> TaskInfo:
-    """The row of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
+    """The entry of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
     if name in TASKS:
         return TASKS[name]
     if name in own_code.entry_points_of("baoc.tasks") or own_code.names_own_code(name):

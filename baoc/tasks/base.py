@@ -24,7 +24,7 @@ class Task(L.LightningModule):
     """A model with its loss. Subclasses add the steps and declare the metric that runs are compared by."""
 
     quality: ClassVar[tuple[str, bool]]  # metric key, and whether higher is better
-    task_family: ClassVar[str | None] = None  # of `baoc.core.measured.families`, whose measurements are of this task
+    task_family: ClassVar[str | None] = None  # name in `baoc.core.measured.families` of measurements of this task
 
     def __init__(
         self,

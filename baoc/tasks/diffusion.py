@@ -15,17 +15,17 @@ from baoc.tasks.sampling import SAMPLERS, Sampler, sample
 from baoc.types import ImageDataSpec
 
 NUM_TIMESTEPS = 1000
-VALIDATION_CHUNK = 64  # samples whose validation noise is drawn together
-_GOLDEN = (5**0.5 - 1) / 2
+VALIDATION_CHUNK = 64  # validation samples whose noise is drawn together
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class DiffusionTask(Task):
     """Mean squared error of the prediction (`epsilon` or `v`) on batches `{"images", "labels"}`.
 
-    `model(noisy, timesteps, labels)` predicts, as a tensor or as `sample` of what it returns (as networks of diffusers
-    do); `null_label` stands for no label. Timesteps, noise and dropped labels of
-    a training step depend only on `noise_seed`, the step and the micro-batch, so a resumed run repeats them and global
-    generators are not used.
+    `model(noisy, timesteps, labels)` returns the prediction as a tensor, or as attribute `sample` of its output, as
+    networks of diffusers do. Label `null_label` stands for no label. Timesteps, noise and dropped labels of a training
+    step depend only on `noise_seed`, the step and the micro-batch, so a resumed run repeats them. Global generators are
+    not used.
 
     `val/mse` is the error of the noise for both predictions. Validation sample i has the same timestep and noise in
     every run and at every batch size. With `ema_decay`, validation uses the averaged weights.
@@ -93,22 +93,22 @@ class DiffusionTask(Task):
         timesteps = torch.randint(NUM_TIMESTEPS, labels.shape, generator=generator, device=images.device)
         noise = torch.randn(images.shape, generator=generator, device=images.device)
         if self.label_dropout:
-            hidden = torch.rand(labels.shape, generator=generator, device=images.device) < self.label_dropout
-            labels = labels.masked_fill(hidden, self.null_label)
+            dropped = torch.rand(labels.shape, generator=generator, device=images.device) < self.label_dropout
+            labels = labels.masked_fill(dropped, self.null_label)
         predicted = self.predict(self.schedule.add_noise(images, noise, timesteps), timesteps, labels)
         target = noise if self.prediction == "epsilon" else self.schedule.velocity(images, noise, timesteps)
-        loss = F.mse_loss(predicted.float(), target.float())  # torch 2.11 has no backward of mixed ones
+        loss = F.mse_loss(predicted.float(), target.float())  # torch 2.11 has no backward for mixed dtypes
         self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
     def predict(self, noisy: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """What the model predicts, (N, channels, height, width)."""
-        given = self.model(noisy, timesteps, labels)
-        predicted = getattr(given, "sample", given)
+        """The model's prediction, (N, channels, height, width)."""
+        output = self.model(noisy, timesteps, labels)
+        predicted = getattr(output, "sample", output)
         if not isinstance(predicted, Tensor) or predicted.shape != noisy.shape:
-            told = tuple(predicted.shape) if isinstance(predicted, Tensor) else type(given).__name__
+            returned = tuple(predicted.shape) if isinstance(predicted, Tensor) else type(output).__name__
             raise BadInputError(
-                f"the model returned {told} and task diffusion needs a prediction of the images' shape "
+                f"the model returned {returned} and task diffusion needs a prediction of the images' shape "
                 f"{tuple(noisy.shape)}: return it as a tensor, or as `sample` of what is returned"
             )
         return predicted
@@ -141,17 +141,17 @@ class DiffusionTask(Task):
     def sample(self, labels: Tensor, *, shape: tuple[int, int, int], batch_size: int = 64) -> Tensor:
         """Draws images (N, *shape), float32 on the CPU, one per label (N,), `batch_size` at a time.
 
-        It uses the present weights; `averaged()` replaces them by their averages. Images of 1 or 3 channels are clipped
+        It uses the current weights; `averaged()` replaces them by their averages. Images of 1 or 3 channels are clipped
         to [-1, 1].
         """
         settings, training = self.hparams, self.training
-        kept = next((param.dtype for param in self.parameters()), torch.float32)  # averages may be of another type
+        dtype = next((param.dtype for param in self.parameters()), torch.float32)  # averages may have another one
         generator = torch.Generator().manual_seed(0)
         self.eval()
-        made = [
+        images = [
             sample(
-                lambda noisy, *others: self.predict(noisy.to(kept), *others).float(),
-                part.to(self.device),
+                lambda noisy, *others: self.predict(noisy.to(dtype), *others).float(),
+                batch_labels.to(self.device),
                 shape=shape,
                 schedule=self.schedule,
                 prediction=self.prediction,
@@ -162,10 +162,10 @@ class DiffusionTask(Task):
                 clip=shape[0] in (1, 3),
                 generator=generator,
             ).cpu()
-            for part in labels.split(batch_size)
+            for batch_labels in labels.split(batch_size)
         ]
         self.train(training)
-        return torch.cat(made)
+        return torch.cat(images)
 
     def conclude(self, data: Any, *, folder: Path) -> SampleGrid:
         """Writes samples.png to `folder` after a run."""
@@ -184,7 +184,7 @@ class DiffusionTask(Task):
 
 
 def fixed_noise(start: int, count: int, *, shape: tuple[int, ...]) -> Tensor:
-    """Noise (count, *shape) of validation samples `start` onwards, independent of the batch size."""
+    """Noise (count, *shape) of `count` validation samples from number `start` on, independent of the batch size."""
     first, last = start // VALIDATION_CHUNK, (start + count - 1) // VALIDATION_CHUNK
     generator = torch.Generator()
     chunks = [
@@ -197,5 +197,5 @@ def fixed_noise(start: int, count: int, *, shape: tuple[int, ...]) -> Tensor:
 
 def fixed_timesteps(start: int, count: int) -> Tensor:
     """Timesteps (count,) of the same samples: multiples of the golden ratio modulo 1, which cover all evenly."""
-    places = torch.arange(start + 1, start + count + 1, dtype=torch.float64) * _GOLDEN % 1
-    return (places * NUM_TIMESTEPS).long()
+    positions = torch.arange(start + 1, start + count + 1, dtype=torch.float64) * _GOLDEN_RATIO % 1
+    return (positions * NUM_TIMESTEPS).long()

@@ -2,7 +2,7 @@
 
 After each optimizer step average <- average + (1 - d)(weight - average), d = min(decay, (1 + n) / (10 + n)) after n
 steps, so that a short run forgets its random start too (the warm-up of Polyak averaging in TensorFlow's moving
-averages). Averages are float32 in every case, and include the corrections that bf16 weights keep in optimizer state.
+averages). Averages are always float32, and include the corrections that bf16 weights keep in optimizer state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,17 +23,21 @@ from baoc.parallel import refusal
 
 CHUNK = 2**22  # elements of a bf16 weight that are converted to float32 at a time
 ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
-SMALL = (torch.bfloat16, torch.float16)
+DTYPES_16_BIT = (torch.bfloat16, torch.float16)
 TRUE_16_BIT = ("bf16-true", "16-true")  # precisions in which modules only accept inputs of their own 16-bit dtype
 
 
 class EmaWeights(L.Callback):
     """Averages of a module's trainable parameters, which replace the weights during validation and test.
 
-    They lie in one tensor on the module's device, `nbytes` long. `swapped(module)` lets the parameters point to the
-    averages, without a copy unless the module needs bf16. Checkpoints hold the averages by parameter name under
-    `callbacks`, key "EmaWeights". Sharded parameters: each rank averages its rows, checkpoints hold them
-    unsharded, and weights and averages swap contents, because FSDP all-gathers from the parameter's own storage.
+    Not Lightning's `EMAWeightAveraging`, which averages in the weights' dtype and does not see corrections.
+
+    The averages lie in one tensor on the module's device, `nbytes` long. `swapped(module)` makes the parameters point
+    to the averages, without a copy unless the module needs 16 bits. Checkpoints hold the averages by parameter name,
+    under `callbacks`, key "EmaWeights".
+
+    Sharded parameters: each rank averages its rows, checkpoints hold them unsharded, and weights and averages swap
+    contents, because FSDP all-gathers from the parameter's own storage.
     """
 
     def __init__(self, decay: float):
@@ -43,17 +47,17 @@ class EmaWeights(L.Callback):
         self.num_updates = 0
         self.averages: dict[str, Tensor] = {}
         self.tracked: Callable[[], AbstractContextManager[Any]] = nullcontext  # wraps averaging, to measure memory
-        self._is_16_bit = False
+        self._module_is_16_bit = False
         self._last_step = -1
-        self._pending: Mapping[str, Any] | None = None
-        self._live: dict[str, Tensor] = {}  # the weights' own data while the averages stand in for them
+        self._pending: Mapping[str, Any] | None = None  # a loaded state dict, until `start` knows the parameters
+        self._weights: dict[str, Tensor] = {}  # data of the weights while they are swapped with the averages
         self._shards: dict[str, Shard] = {}
 
     @property
     def state_key(self) -> str:
         return "EmaWeights"
 
-    # -- memory, as planned and as it is ----------------------------------------------------------------------------
+    # -- memory -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def nbytes(module: nn.Module) -> int:
@@ -61,37 +65,37 @@ class EmaWeights(L.Callback):
         return 4 * sum(_padded(local_shard(p).numel()) for p in module.parameters() if p.requires_grad)
 
     def validation_bytes(self, module: nn.Module) -> int:
-        """Bytes that validation needs beside the averages: 16-bit copies, for modules that only accept 16 bits."""
-        if not self._is_16_bit:
+        """Bytes that validation needs in addition: 16-bit copies, for modules that only accept 16 bits."""
+        if not self._module_is_16_bit:
             return 0
-        small = [p for p in module.parameters() if p.requires_grad and p.dtype in SMALL]
-        return sum(local_shard(p).nbytes for p in small)
+        params_16_bit = [p for p in module.parameters() if p.requires_grad and p.dtype in DTYPES_16_BIT]
+        return sum(local_shard(p).nbytes for p in params_16_bit)
 
     def buffers(self) -> list[Tensor]:
-        """All tensors that it keeps on the device now."""
-        return [*self.averages.values(), *self._live.values()]
+        """All tensors that the averages take on the device now."""
+        return [*self.averages.values(), *self._weights.values()]
 
     # -- averaging --------------------------------------------------------------------------------------------------
 
     def start(self, module: nn.Module) -> None:
-        """Allocates the averages, with the values of a loaded checkpoint or of the present weights."""
-        owners = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._shards = {name: shard for name, p in owners.items() if (shard := shard_of(p)) is not None}
-        named = {name: local_shard(p.detach()) for name, p in owners.items()}
-        if not named or self.averages.keys() == named.keys():
+        """Allocates the averages, with the values of a loaded checkpoint or of the current weights."""
+        params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._shards = {name: shard for name, p in params.items() if (shard := shard_of(p)) is not None}
+        local_params = {name: local_shard(p.detach()) for name, p in params.items()}
+        if not local_params or self.averages.keys() == local_params.keys():
             return
         saved = self._pending["averages"] if self._pending is not None else self.averages
         self.num_updates = int(self._pending["num_updates"]) if self._pending is not None else self.num_updates
-        device = next(iter(named.values())).device
-        room = torch.empty(self.nbytes(module) // 4, dtype=torch.float32, device=device)
+        device = next(iter(local_params.values())).device
+        buffer = torch.empty(self.nbytes(module) // 4, dtype=torch.float32, device=device)
         averages, start = {}, 0
-        for name, parameter in named.items():
-            average = averages[name] = room[start : start + parameter.numel()].view(parameter.shape)
-            start += _padded(parameter.numel())
-            given = _checked_shape(saved[name], owners[name], name=name) if name in saved else parameter
+        for name, param in local_params.items():
+            averages[name] = buffer[start : start + param.numel()].view(param.shape)
+            start += _padded(param.numel())
+            values = _checked_shape(saved[name], params[name], name=name) if name in saved else param
             if name in saved and name in self._shards:
-                given = self._shards[name].local_part(given, shape=parameter.shape)
-            average.copy_(given)
+                values = self._shards[name].local_part(values, shape=param.shape)
+            averages[name].copy_(values)
         self.averages, self._pending = averages, None
 
     @torch.no_grad()
@@ -100,10 +104,11 @@ class EmaWeights(L.Callback):
         self.start(module)
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         self.num_updates += 1
-        own = {} if optimizer is None else optimizer.state  # which shows nothing of states on the host
-        states = synchronized_states(optimizer.registry) if isinstance(optimizer, BlockwiseOptimizer) else own
-        plain: list[Tensor] = []
-        targets: list[Tensor] = []
+        states = {} if optimizer is None else optimizer.state
+        if isinstance(optimizer, BlockwiseOptimizer):  # `optimizer.state` would not have states on the host
+            states = synchronized_states(optimizer.registry)
+        fp32_weights: list[Tensor] = []
+        their_averages: list[Tensor] = []
         for name, parameter in module.named_parameters():
             average = self.averages.get(name)
             if average is None or not parameter.requires_grad:
@@ -111,12 +116,12 @@ class EmaWeights(L.Callback):
             parameter = local_shard(parameter)
             state = states.get(parameter, {})
             if parameter.dtype is torch.float32 and CORRECTION not in state:
-                plain.append(parameter.detach())
-                targets.append(average)
+                fp32_weights.append(parameter.detach())
+                their_averages.append(average)
             else:
-                _lerp_exact_(average, parameter.detach(), state=state, weight=1 - decay)
-        if plain:
-            torch._foreach_lerp_(targets, plain, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+                _lerp_in_chunks_(average, parameter.detach(), state=state, weight=1 - decay)
+        if fp32_weights:
+            torch._foreach_lerp_(their_averages, fp32_weights, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def swapped(self, module: nn.Module) -> Iterator[None]:
@@ -128,35 +133,36 @@ class EmaWeights(L.Callback):
             self.swap_out(module)
 
     def swap_in(self, module: nn.Module) -> None:
+        """Makes the averages the module's weights, until `swap_out`."""
         reshard(module)
         if self._pending is not None:
             self.start(module)
-        if self._live:
+        if self._weights:
             return
         for name, parameter in module.named_parameters():
             if name in self._shards:
-                self._live[name] = self.averages[name]
-                _trade_(local_shard(parameter.detach()), self.averages[name])
+                self._weights[name] = self.averages[name]
+                _swap_contents_(local_shard(parameter.detach()), self.averages[name])
             elif name in self.averages:
-                self._live[name] = parameter.data
+                self._weights[name] = parameter.data
                 average = self.averages[name]
-                parameter.data = average.to(parameter.dtype) if self._is_16_bit else average
+                parameter.data = average.to(parameter.dtype) if self._module_is_16_bit else average
 
     def swap_out(self, module: nn.Module) -> None:
-        if self._live:
+        if self._weights:
             reshard(module)  # unsharded copies still hold the averages
         for name, parameter in module.named_parameters():
-            if name in self._live and name in self._shards:
-                _trade_(local_shard(parameter.detach()), self.averages[name])
-            elif name in self._live:
-                parameter.data = self._live[name]
-        self._live = {}
+            if name in self._weights and name in self._shards:
+                _swap_contents_(local_shard(parameter.detach()), self.averages[name])
+            elif name in self._weights:
+                parameter.data = self._weights[name]
+        self._weights = {}
 
     # -- Lightning --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._is_16_bit = trainer.precision in TRUE_16_BIT
-        if self._is_16_bit and any(map(is_sharded, pl_module.parameters())):
+        self._module_is_16_bit = trainer.precision in TRUE_16_BIT
+        if self._module_is_16_bit and any(map(is_sharded, pl_module.parameters())):
             raise refusal("averaged_narrow", precision=trainer.precision)
         if stage == "fit":
             self.averages, self.num_updates, self._pending = {}, 0, None  # another fit; a checkpoint is loaded later
@@ -187,20 +193,21 @@ class EmaWeights(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._pending is not None:
             return dict(self._pending)
-        assert not self._live, "a checkpoint during validation would hold the averages as weights"
+        assert not self._weights, "a checkpoint during validation would hold the averages as weights"
         return {"num_updates": self.num_updates, "averages": self.unsharded()}
 
     def unsharded(self) -> dict[str, Tensor]:
-        """The averages by parameter name. Sharded ones are gathered to rank 0's CPU, which all ranks take part in."""
-        cut = self._shards
-        shown = {n: cut[n].as_dtensor(a, shape=cut[n].param.shape) if n in cut else a for n, a in self.averages.items()}
-        return unsharded_on_rank_0(shown) if cut else shown
+        """The averages by parameter name. Sharded ones are gathered to rank 0's CPU, a collective on all ranks."""
+        averages, shards = dict(self.averages), self._shards
+        for name in [name for name in averages if name in shards]:
+            averages[name] = shards[name].as_dtensor(averages[name], shape=shards[name].param.shape)
+        return unsharded_on_rank_0(averages) if shards else averages
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending, self.averages = state_dict, {}
 
 
-def _trade_(a: Tensor, b: Tensor) -> None:
+def _swap_contents_(a: Tensor, b: Tensor) -> None:
     copy = a.clone()
     a.copy_(b)
     b.copy_(copy)
@@ -219,8 +226,8 @@ def _checked_shape(average: Tensor, parameter: Tensor, *, name: str) -> Tensor:
     return average
 
 
-def _lerp_exact_(average: Tensor, parameter: Tensor, *, state: Mapping[str, Tensor], weight: float) -> None:
-    """Averages in the exact values of a 16-bit parameter, in chunks, so that there is no float32 copy of it."""
+def _lerp_in_chunks_(average: Tensor, parameter: Tensor, *, state: Mapping[str, Tensor], weight: float) -> None:
+    """Updates an average with the exact values of a 16-bit parameter, in chunks, without a float32 copy of it."""
     if not parameter.is_contiguous():
         here = {key: state[key].to(parameter.device) for key in (CORRECTION,) if key in state}
         average.lerp_(master(parameter, here).float(), weight)

@@ -13,13 +13,13 @@ from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of
 from baoc.types import TextDataSpec
 
-IGNORED = -100  # of targets: tokens that are not asked for
+IGNORED = -100  # target of tokens that do not count in the loss (torch's default `ignore_index`)
 
 
 class LanguageTask(Task):
     """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that returns logits.
 
-    With `positions` beside them, rows hold several texts, and targets of IGNORED count for nothing.
+    If batches also have `positions`, rows hold several texts, and tokens with target IGNORED do not count.
 
     val/bpb (bits per byte) is the loss per token in bits over the mean bytes per token of `spec` (1 without a spec); it
     is comparable between tokenizers. val/ppl is the exponential of the mean loss.
@@ -59,16 +59,16 @@ class LanguageTask(Task):
         self._val_loss.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss, counted = self._loss(batch), int((batch["targets"] != IGNORED).sum())
-        self._val_loss.update(loss, weight=counted)
-        self.log("val/loss", loss, prog_bar=True, batch_size=counted)
-        self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=counted)
+        loss, num_tokens = self._loss(batch), int((batch["targets"] != IGNORED).sum())
+        self._val_loss.update(loss, weight=num_tokens)
+        self.log("val/loss", loss, prog_bar=True, batch_size=num_tokens)
+        self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=num_tokens)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val/ppl", self._val_loss.compute().exp())
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs, targets = [batch["tokens"], *([batch["positions"]] if "positions" in batch else [])], batch["targets"]
+        inputs, targets = [batch[key] for key in ("tokens", "positions") if key in batch], batch["targets"]
         if self.loss_chunk:
             return self._chunked_loss(inputs, targets.flatten())
         logits = logits_of(self.model(*inputs), task="language", shape="(B, T, vocabulary)").flatten(0, 1).float()
@@ -81,8 +81,8 @@ class LanguageTask(Task):
         model: Any = self.model
         hidden = model.features(*inputs).flatten(0, 1)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part, wanted in zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
-            total = total + checkpoint(_summed_loss, model.head, part, wanted, use_reentrant=False)
+        for chunk, chunk_targets in zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
+            total = total + checkpoint(_summed_loss, model.head, chunk, chunk_targets, use_reentrant=False)
         return total / (targets != IGNORED).sum().clamp(min=1)
 
 

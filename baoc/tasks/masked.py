@@ -10,7 +10,7 @@ from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of, seed_from_key
 from baoc.types import DataSpec, TextDataSpec
 
-_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the rest stays
+_MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the others do not change
 
 
 class MaskedTask(Task):
@@ -44,7 +44,7 @@ class MaskedTask(Task):
         options = {"share": float(share), "mask_seed": int(mask_seed), "ema_decay": float(ema_decay)}
         super().__init__(model, spec=spec, **options, **base)
         self._share, self._seed = float(share), int(mask_seed)
-        self._mask, self._vocabulary = spec.mask_token, spec.vocab_size
+        self._mask_token, self._vocabulary = spec.mask_token, spec.vocab_size
         self._num_validated = 0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -65,7 +65,7 @@ class MaskedTask(Task):
         self.log("val/loss", loss, prog_bar=True, batch_size=int(num_chosen))
 
     def _loss(self, tokens: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over the chosen tokens, and their number."""
+        """(mean loss over the chosen tokens, their number)."""
         inputs, chosen = self.mask_tokens(tokens, draws)
         logits = logits_of(self.model(inputs), task="masked", shape="(B, T, vocabulary)")
         losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="none")
@@ -80,6 +80,6 @@ class MaskedTask(Task):
         """(inputs (B, T) int64 with masks in, chosen (B, T) bool: the positions that count), by `draws` (3, B, T)."""
         choice, kind, token = draws.to(tokens.device)
         chosen = choice < self._share
-        inputs = tokens.masked_fill(chosen & (kind < _MASK_SHARE), self._mask)
+        inputs = tokens.masked_fill(chosen & (kind < _MASK_SHARE), self._mask_token)
         randomised = chosen & (kind >= _MASK_SHARE) & (kind < _MASK_SHARE + _RANDOM_SHARE)
         return inputs.where(~randomised, (token * self._vocabulary).long()), chosen

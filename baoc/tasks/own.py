@@ -16,28 +16,28 @@ from baoc.types import DataSpec
 def build_user_task(
     name: str, *, model: nn.Module, spec: DataSpec | None, optimizer: OptimizerSettings, options: Mapping[str, Any]
 ) -> Task:
-    """The task of the class or function `name` around `model`. Raises BadInputError for what is no task."""
-    found = own_code.load(name, key="task")
-    if not isinstance(found, type):
+    """Builds the task of the class or function `name` around `model`. Raises BadInputError for other objects."""
+    loaded = own_code.load(name, key="task")
+    if not isinstance(loaded, type):
         return LossTask(model, spec=spec, optimizer=optimizer, name=name, arguments=options)
-    if not issubclass(found, Task):
+    if not issubclass(loaded, Task):
         raise BadInputError(
-            f"task={name} is a class of {found.__mro__[1].__name__}: give a subclass of baoc.tasks.base.Task, or a "
+            f"task={name} is a class of {loaded.__mro__[1].__name__}: give a subclass of baoc.tasks.base.Task, or a "
             "function that returns the loss of (model, batch). A LightningModule of its own is trained by its own "
             "Trainer with baoc.BaocStrategy"
         )
-    quality = getattr(found, "quality", None)
+    quality = getattr(loaded, "quality", None)
     if not (isinstance(quality, tuple) and len(quality) == 2 and isinstance(quality[0], str)):
         raise BadInputError(
             f"task={name} declares no quality: write quality = ('val/loss', False), the metric that runs are compared "
             "by and whether higher is better"
         )
-    given = {"model": model, "spec": spec, "optimizer": optimizer, **options}
-    return own_code.call(name, key="task", options=given)
+    arguments = {"model": model, "spec": spec, "optimizer": optimizer, **options}
+    return own_code.call(name, key="task", options=arguments)
 
 
 class LossTask(Task):
-    """The loss of a function of the user's: `loss(model, batch, **arguments)`.
+    """Trains with the user's function `loss(model, batch, **arguments)`.
 
     It returns a scalar tensor, or a mapping with `loss` and other scalars, which are logged beside it. Runs are
     compared by val/loss, its mean over the validation samples.
@@ -52,12 +52,12 @@ class LossTask(Task):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         values = self._values(batch)
-        self.log("train/loss", values["loss"].detach(), prog_bar=True, sync_dist=True, batch_size=size_of(batch))
+        self.log("train/loss", values["loss"].detach(), prog_bar=True, sync_dist=True, batch_size=batch_size_of(batch))
         return values["loss"]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         for key, value in self._values(batch).items():
-            self.log(f"val/{key}", value, prog_bar=key == "loss", batch_size=size_of(batch))
+            self.log(f"val/{key}", value, prog_bar=key == "loss", batch_size=batch_size_of(batch))
 
     def _values(self, batch: Any) -> dict[str, Tensor]:
         returned = own_code.call(self._name, key="task", options={"_args_": [self.model, batch], **self._arguments})
@@ -79,9 +79,9 @@ class LossTask(Task):
         }
 
 
-def size_of(batch: Any) -> int:
+def batch_size_of(batch: Any) -> int:
     """Samples of a batch: the first dimension of its first tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((size_of(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), 1)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((batch_size_of(item) for item in items if isinstance(item, Tensor | Mapping | list | tuple)), 1)

@@ -15,8 +15,9 @@ from baoc.tasks.base import Task
 from baoc.tracking.console import say
 
 NUM_SAMPLES = 80
-LEAST_PIXELS = 32  # an image is enlarged to at least this many pixels a side, as 8 x 8 ones are hard to see
-COLUMNS = (8, 10)  # columns if the classes do not fit into a row; the most columns, one per class, if they do
+MIN_PIXELS = 32  # images are enlarged to at least this many pixels a side, as 8 x 8 ones are hard to see
+MIN_COLUMNS = 8
+MAX_COLUMNS = 10  # with one class per column; more classes are spread over MIN_COLUMNS
 AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid on a CPU
 
 
@@ -44,9 +45,9 @@ def draw_sample_grid(
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
-    at_once = samples_at_once(task, micro_batch=data.batch_size)
-    say(f"drawing {count} samples, {at_once} at once; task.num_samples=0 leaves them out")
-    images = sample(labels, shape=shape, batch_size=at_once)
+    batch_size = samples_at_once(task, micro_batch=data.batch_size)
+    say(f"drawing {count} samples, {batch_size} at once; task.num_samples=0 leaves them out")
+    images = sample(labels, shape=shape, batch_size=batch_size)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
     return SampleGrid(path=path)
@@ -58,17 +59,16 @@ def samples_at_once(task: Task, *, micro_batch: int) -> int:
     Sampling keeps the activations of one layer at a time; training keeps those of all layers, unless it recomputes
     them. The temporaries of a running layer are assumed to be as large as what four layers keep for backward.
     """
-    units = len(recomputable_layers(task.model))
-    return micro_batch * max(1, (units - count_recomputed_layers(task.model)) // 4)
+    num_layers = len(recomputable_layers(task.model))
+    return micro_batch * max(1, (num_layers - count_recomputed_layers(task.model)) // 4)
 
 
 def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
     """(labels (count,), number of columns): one column per class, or labels spread evenly over all classes."""
-    least, most = COLUMNS
-    if num_classes <= most:
-        columns = num_classes * max(1, least // num_classes)
+    if num_classes <= MAX_COLUMNS:
+        columns = num_classes * max(1, MIN_COLUMNS // num_classes)
         return torch.arange(count) % num_classes, columns
-    return torch.arange(count) * num_classes // count, least
+    return torch.arange(count) * num_classes // count, MIN_COLUMNS
 
 
 # -- PNG, without an image library -------------------------------------------------------------------------------------
@@ -86,8 +86,8 @@ def write_grid(images: Tensor, path: Path, *, columns: int) -> None:
         images = (images - low) / (high - low).clamp_min(1e-12) * 2 - 1
     images = images if images.shape[1] in (1, 3) else images[:, :1]
     pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    enlarge = -(-LEAST_PIXELS // pixels.shape[-1])
-    pixels = pixels.repeat_interleave(enlarge, -1).repeat_interleave(enlarge, -2)
+    factor = -(-MIN_PIXELS // pixels.shape[-1])
+    pixels = pixels.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
     path.write_bytes(png(_tiled(pixels, columns=columns)))
 
 
@@ -98,10 +98,10 @@ def png(pixels: Tensor) -> bytes:
     unfiltered = torch.zeros(height, 1, dtype=torch.uint8)  # each row begins with the number of its filter
     rows = torch.cat([unfiltered, pixels.reshape(height, -1)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.numpy().tobytes(), 9)), (b"IEND", b""))
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.numpy().tobytes(), 9)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        for kind, content in parts
+        for kind, content in chunks
     )
 
 

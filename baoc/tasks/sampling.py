@@ -36,51 +36,53 @@ def sample(
     clip: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B, *shape) float32, one image per label, on the device of `labels`; `generator` is a CPU one, so that the noise
-    is the same on every device.
+    """Draws images (B, *shape), float32, one per label (B,), on the device of `labels`.
 
-    `guidance` g above 1 moves each prediction from that without a label to that with it and beyond: e_null + g (e -
-    e_null), a second forward per step (Ho & Salimans 2022). `clip` holds the estimate of x_0 inside [-1, 1] where the
-    data lie: without it the first steps of a cosine schedule, which divide by nearly 0, go astray. Without
-    `null_label` guidance is ignored. Gradients are recorded unless the caller disables them.
+    Gradients are recorded unless the caller disables them.
+
+    Args:
+        guidance: g other than 1 extrapolates the noise from the prediction without a label to that with it:
+            e_null + g (e - e_null), by a second forward per step (Ho & Salimans 2022). Ignored without `null_label`.
+        clip: keeps the estimate of x_0 inside [-1, 1], where the data lie. Without it the first steps of a cosine
+            schedule, which divide by nearly 0, would diverge.
+        generator: of the CPU, so that the noise is the same on every device.
     """
-    start = torch.randn(len(labels), *shape, generator=generator)
-    images = start.to(labels.device)
+    images = torch.randn(len(labels), *shape, generator=generator).to(labels.device)
     timesteps = spaced_timesteps(schedule.num_steps, num_steps=num_steps)
-    for step, earlier in zip(timesteps, [*timesteps[1:], None], strict=True):
-        at = torch.full_like(labels, step)
-        clean, eps = schedule.split(images, model(images, at, labels), at, prediction=prediction)
+    for timestep, next_timestep in zip(timesteps, [*timesteps[1:], None], strict=True):
+        t = torch.full_like(labels, timestep)
+        clean, eps = schedule.split(images, model(images, t, labels), t, prediction=prediction)
         if guidance != 1 and null_label is not None:
             nulls = torch.full_like(labels, null_label)
-            _, without = schedule.split(images, model(images, at, nulls), at, prediction=prediction)
-            eps = without + guidance * (eps - without)
-            clean, _ = schedule.split(images, eps, at, prediction="epsilon")
+            _, eps_null = schedule.split(images, model(images, t, nulls), t, prediction=prediction)
+            eps = eps_null + guidance * (eps - eps_null)
+            clean, _ = schedule.split(images, eps, t, prediction="epsilon")  # x_0 of the guided noise
         if clip:
             clean = clean.clamp(-1, 1)
-            a, s = schedule.signal_and_noise(at)
+            a, s = schedule.signal_and_noise(t)
             eps = (images - a * clean) / s
-        images = _step(images, clean, eps, at, earlier, schedule=schedule, sampler=sampler, generator=generator)
+        images = _step(images, clean, eps, t, next_timestep, schedule=schedule, sampler=sampler, generator=generator)
     return images
 
 
 def _step(
     images: Tensor,
     clean: Tensor,
-    noise: Tensor,
-    timesteps: Tensor,
-    earlier: int | None,
+    eps: Tensor,
+    t: Tensor,
+    next_timestep: int | None,
     *,
     schedule: NoiseSchedule,
     sampler: Sampler,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """From x_t to x at the `earlier` timestep; to the estimate of x_0 where there is none."""
-    if earlier is None:
+    """From x_t to x at the next, less noisy timestep; to `clean`, the estimate of x_0, after the last one."""
+    if next_timestep is None:
         return clean
-    a, s = schedule.signal_and_noise(timesteps)
-    next_a, next_s = schedule.signal_and_noise(torch.full_like(timesteps, earlier))
+    a, s = schedule.signal_and_noise(t)
+    next_a, next_s = schedule.signal_and_noise(torch.full_like(t, next_timestep))
     if sampler == "ddim":
-        return next_a * clean + next_s * noise
-    deviation = next_s / s * (1 - (a / next_a).square()).sqrt()  # of the posterior q(x_earlier | x_t, x_0)
-    fresh = torch.randn(images.shape, generator=generator).to(images.device)
-    return next_a * clean + (next_s.square() - deviation.square()).clamp_min(0).sqrt() * noise + deviation * fresh
+        return next_a * clean + next_s * eps
+    deviation = next_s / s * (1 - (a / next_a).square()).sqrt()  # of the posterior q(x_next | x_t, x_0)
+    noise = torch.randn(images.shape, generator=generator).to(images.device)
+    return next_a * clean + (next_s.square() - deviation.square()).clamp_min(0).sqrt() * eps + deviation * noise

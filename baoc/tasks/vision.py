@@ -68,7 +68,7 @@ class VisionTask(Task):
     def _mixed_loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Mixup (Zhang et al. 2018, arXiv 1710.09412): blends each image, and its loss, with another of the batch.
 
-        There is one share per batch, drawn on the CPU from torch's global generator, whose state checkpoints keep.
+        One share per batch is drawn on the CPU, from torch's global generator, whose state checkpoints keep.
         """
         share = float(torch.distributions.Beta(self.mixup, self.mixup).sample())
         partner = torch.randperm(len(images)).to(images.device)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from baoc.profiling import MemoryTracker
-from baoc.profiling.tracker import untracked
 
 F32 = 4
 
@@ -227,14 +226,3 @@ def test_what_is_left_out_does_not_count_and_its_address_counts_again_once_it_is
     with tracker:
         torch.zeros(1000)
     assert tracker.peak_bytes == 2000 * F32
-
-
-def test_operators_inside_untracked_are_not_seen_and_tracking_goes_on_behind():
-    x = torch.zeros(100)
-    with MemoryTracker().count_existing(x) as outer, MemoryTracker() as inner:
-        with untracked():
-            kept = torch.zeros(5000)
-        assert outer.peak_bytes == 100 * F32
-        x + 1
-    assert (outer.peak_bytes, inner.peak_bytes) == (200 * F32, 200 * F32)
-    assert len(kept) == 5000
