@@ -13,7 +13,7 @@ TIMEOUT_S = 60.0
 
 def find_browser() -> str | None:
     """Path of the first Chromium on PATH; None if there is none."""
-    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def render_picture(page: Path) -> Path | None:

@@ -168,9 +168,9 @@ def _read_fields(file: Path, *, fields: Sequence[str]) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     value = read_json(file)
-    lacking = [name for name in fields if not isinstance(value, dict) or name not in value]
-    if lacking:
-        raise BadInputError(f"{file} lacks {', '.join(lacking[:4])}: it was damaged or is no file of ours; remove it")
+    missing = [name for name in fields if not isinstance(value, dict) or name not in value]
+    if missing:
+        raise BadInputError(f"{file} lacks {', '.join(missing[:4])}: it was damaged or is no file of ours; remove it")
     return value
 
 

@@ -183,9 +183,8 @@ def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
             except OutOfTimeError:
                 ran_out_of_time = True
     fresh = state.scores.get(FRESH, {})
-    found = verdict(state.remaining, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level)
     return RaceOutcome(
-        verdict=found,
+        verdict=verdict(state.remaining, pilot=pilot, fresh=fresh, margin=settings.margin, level=settings.level),
         rung=reached,
         rates=state.rates,
         dropped=state.dropped,

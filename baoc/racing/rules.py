@@ -144,54 +144,47 @@ def verdict(
         margin: share of the incumbent's score within which fewer bytes decide.
         level: probability of the claim.
     """
-    both = {name: {**pilot.get(name, {}), **fresh.get(name, {})} for name in (entrant.name for entrant in entrants)}
-    uniforms = [entrant for entrant in entrants if entrant.uniform and both[entrant.name]]
-    best = incumbent(entrants, both)
-    allowed = margin * abs(_mean(both[best]))
+    scores = {entrant.name: {**pilot.get(entrant.name, {}), **fresh.get(entrant.name, {})} for entrant in entrants}
+    uniforms = {entrant.name: entrant for entrant in entrants if entrant.uniform and scores[entrant.name]}
+    best = incumbent(entrants, scores)
     mixed = challenger(entrants, pilot)
+    allowed = margin * abs(_mean(scores[best]))
     comparisons = max(len(uniforms) - 1 + (mixed is not None), 1)
-    each = 1 - (1 - level) / comparisons
-    choose = partial(Verdict, margin=allowed, level=level)
+    level_each = 1 - (1 - level) / comparisons  # Bonferroni
+    make_verdict = partial(Verdict, margin=allowed, level=level)
     if mixed is not None and fresh.get(mixed):
-        against = {
-            entrant.name: paired_difference(fresh[mixed], fresh[entrant.name])
-            for entrant in uniforms
-            if fresh.get(entrant.name)
-        }
-        bounds = {name: upper_bound(difference, level=each) for name, difference in against.items()}
-        if len(against) == len(uniforms) and max(bounds.values()) < 0:
+        against = {name: paired_difference(fresh[mixed], fresh[name]) for name in uniforms if fresh.get(name)}
+        bounds = [upper_bound(difference, level=level_each) for difference in against.values()]
+        if len(against) == len(uniforms) and max(bounds) < 0:
             rival = max(against, key=lambda name: against[name].mean)
             reason = f"{mixed} beats every uniform on fresh seeds, the best of them by {against[rival]}"
-            return choose(choice=mixed, reason=reason, rival=rival, difference=against[rival], margin_held=0.0)
-    held = {
-        entrant.name: _margin_held(entrant.name, uniforms=uniforms, scores=both, level=each) for entrant in uniforms
-    }
-    within = [entrant for entrant in uniforms if held[entrant.name] <= allowed]
-    choice = min(within, key=lambda entrant: (entrant.state_bytes, _mean(both[entrant.name]))).name if within else best
-    rivals = [entrant.name for entrant in uniforms if entrant.name != choice]
-    rival = min(rivals, key=lambda name: _mean(both[name]), default=None)
-    difference = paired_difference(both[choice], both[rival]) if rival is not None else None
-    reason = _uniform_reason(choice, rival=rival, difference=difference, within=bool(within), held=held[choice])
-    return choose(choice=choice, reason=reason, rival=rival, difference=difference, margin_held=max(held[choice], 0.0))
+            return make_verdict(choice=mixed, reason=reason, rival=rival, difference=against[rival], margin_held=0.0)
+    bound_of = {name: _worst_difference(name, uniforms=uniforms, scores=scores, level=level_each) for name in uniforms}
+    within = [name for name in uniforms if bound_of[name] <= allowed]
+    choice = min(within, key=lambda name: (uniforms[name].state_bytes, _mean(scores[name]))) if within else best
+    rivals = [name for name in uniforms if name != choice]
+    rival = min(rivals, key=lambda name: _mean(scores[name]), default=None)
+    difference = paired_difference(scores[choice], scores[rival]) if rival is not None else None
+    bound = bound_of[choice]
+    reason = _uniform_reason(choice, rival=rival, difference=difference, within=bool(within), bound=bound)
+    return make_verdict(choice=choice, reason=reason, rival=rival, difference=difference, margin_held=max(bound, 0.0))
 
 
-def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | None, within: bool, held: float) -> str:
+def _uniform_reason(choice: str, *, rival: str | None, difference: Interval | None, within: bool, bound: float) -> str:
     if rival is None:
         return f"{choice} is the only uniform left in the race, and no mixed recipe is shown to beat it"
     if within:
         return f"{choice} has the fewest bytes within the margin of the best uniform; against {rival}: {difference}"
     return (
         f"the seeds cannot tell the uniforms apart within the margin: {choice} has the best mean ({difference} against "
-        f"{rival}), and may be worse than the best by {held:.2g}"
+        f"{rival}), and may be worse than the best by {bound:.2g}"
     )
 
 
-def _margin_held(name: str, *, uniforms: Iterable[Entrant], scores: Scores, level: float) -> float:
-    """The most by which a uniform may be worse than another one, at `level` for each; 0 without a rival."""
-    rivals = [entrant.name for entrant in uniforms if entrant.name != name]
-    return max(
-        (upper_bound(paired_difference(scores[name], scores[rival]), level=level) for rival in rivals), default=0.0
-    )
+def _worst_difference(name: str, *, uniforms: Iterable[str], scores: Scores, level: float) -> float:
+    """The most by which a uniform may be worse than another one, at `level` for each; 0 without another one."""
+    differences = [paired_difference(scores[name], scores[other]) for other in uniforms if other != name]
+    return max((upper_bound(difference, level=level) for difference in differences), default=0.0)
 
 
 def _pooled_sd(differences: Iterable[Interval]) -> float:

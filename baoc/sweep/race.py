@@ -338,8 +338,8 @@ class RaceRun:
             write_json(file, read_json(self.folder / TARGET_PLAN_FOLDER / ENTRANTS_FILE))
         target = read_target(file)
         for racer in target.racers:
-            known = RECIPES.get(racer.name)
-            if known is None or replace(racer.recipe, share=None) != replace(known, share=None):
+            builtin = RECIPES.get(racer.name)
+            if builtin is None or replace(racer.recipe, share=None) != replace(builtin, share=None):
                 text = yaml.safe_dump(recipe_node(racer.recipe), sort_keys=False)
                 write_text(self.folder / "recipes" / f"{racer.name}.yaml", text)
         return target
