@@ -35,9 +35,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_xdist_auto_num_workers() -> int | None:
-    """For `-n auto`, one more than there are cores, as some tests wait (launchers that poll, processes that end)."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """For `-n auto`, as many as there are cores, and one more for slow tests, of which some wait (launchers that poll,
+    processes that end)."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return len(os.sched_getaffinity(0)) + (config.getoption("markexpr") != "not slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
