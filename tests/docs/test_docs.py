@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from baoc.cli.listing import LISTS
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
-from baoc.config.nodes import options
-from baoc.config.race import seconds_of
+from baoc.config.nodes import option_names
+from baoc.config.race import parse_seconds
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
 from baoc.core.rule_tags import RULE_INFOS
@@ -130,11 +130,11 @@ def test_settings_in_prose_exist():
     """Options of groups by their files; single values all together, on the data set that has the most options."""
     keys = settings()
     assert len(keys) > 25
-    groups = {key: values for key, values in keys.items() if options(key)}
+    groups = {key: values for key, values in keys.items() if option_names(key)}
     for group, values in groups.items():
-        allowed = options(group)
+        allowed = option_names(group)
         unknown = {value for value in values if not any(fnmatch(option, value) for option in allowed)}
-        unknown -= {value for value in unknown if group == "race" and seconds_of(value)}
+        unknown -= {value for value in unknown if group == "race" and parse_seconds(value)}
         assert {value for value in unknown if group != "budget" or parse_budget(value) is None} == set(), group
     plain = [f"{key}={min(values)}" for key, values in keys.items() if key not in groups]
     compose(["dataset=images", *plain])

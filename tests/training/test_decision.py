@@ -405,7 +405,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     found = MicroBatchMeasurement(micro_batch=32, footprint=footprint(32))
     measurements.small, measurements.out_of_memory = {False: [found]}, {(32, False, False)}
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
-    monkeypatch.setattr(measurements, "_measure_bytes", lambda *_, **__: found)
+    monkeypatch.setattr(measurements, "measure_bytes", lambda *_, **__: found)
     assert (
         measurements.measure_outside_cap(freed, blocks=[])
         and measurements.is_measured(freed)
@@ -545,7 +545,7 @@ def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypat
     measurements.small = {0: [MicroBatchMeasurement(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
     untimed = MicroBatchMeasurement(micro_batch=8, footprint=footprint(8))
     monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
-    monkeypatch.setattr(measurements, "_measure_bytes", lambda *_, **__: untimed)
+    monkeypatch.setattr(measurements, "measure_bytes", lambda *_, **__: untimed)
     assert measurements.measure_outside_cap(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0
     measurements.small = {0: [untimed]}
     decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)

@@ -386,7 +386,7 @@ class Measurements:
         """
 
         def tried(in_bf16: bool) -> None:
-            measurement = self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16)
+            measurement = self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16)
             if self._may_fit(measurement.footprint):  # else its seconds are nobody's
                 self.rehearsed_s[key] = self.rehearse(key, blocks=blocks, specs=specs)
                 measurement = replace(measurement, seconds=self.rehearsed_s[key] * key[0] / self.config.batch_size)
@@ -400,7 +400,7 @@ class Measurements:
         measured: list[MicroBatchMeasurement] = []
 
         def measure(in_bf16: bool) -> None:
-            measured.append(self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
+            measured.append(self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
 
         self._try_within_cap(key, measure)
         return measured[0] if measured else None
@@ -439,13 +439,13 @@ class Measurements:
         in_bf16 = bool(self.bf16_savings)
         measure_size = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
         with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget), measure_size:
-            self._record(key, self._measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
+            self._record(key, self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
             self.measured_outside_cap.add(key)
             return True
         clear_cache(self.device)
         return False
 
-    def _measure_bytes(
+    def measure_bytes(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], in_bf16: bool
     ) -> MicroBatchMeasurement:
         """Measures the bytes of an option, unless they were measured with weights in the same format."""
