@@ -583,7 +583,7 @@ class DropGradients(BackwardStepper):
     # -- between steps
 
     def check_zero_grad(self, *, set_to_none: bool) -> None:
-        """Raises BadInputError where `zero_grad` would keep gradients, or drop some that were used."""
+        """Raises BadInputError if `zero_grad` would keep gradients, or drop some that were used."""
         if not set_to_none:
             raise BadInputError(
                 "zero_grad(set_to_none=False) keeps gradients, which gradient release drops: leave it out"

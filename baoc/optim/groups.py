@@ -123,7 +123,7 @@ def to_groups(params: Any, *, existing: Sequence[Mapping[str, Any]] = ()) -> lis
 
 
 def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
-    """Raises BadInputError where two of the (group index, name, parameter) are two tensors of one name."""
+    """Raises BadInputError if two of the (group index, name, parameter) are two tensors of one name."""
     owners: dict[str, tuple[int, Tensor]] = {}
     for index, name, param in entries:
         first, owner = owners.setdefault(name, (index, param))

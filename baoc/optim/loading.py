@@ -235,7 +235,7 @@ def load_late(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) ->
 
 
 def _check_state(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
-    """The slot as it was when saved. Raises CheckpointError where the saved tensors are not what its spec keeps."""
+    """The slot as it was when saved. Raises CheckpointError if the saved tensors are not what its spec keeps."""
     name, spec = slot.name, saved.specs.get(slot.name)
     if spec is None:
         raise CheckpointError(f"the checkpoint has a state of {name} but no block for it: it is damaged, use another")

@@ -130,7 +130,7 @@ def build_backward_backend(
 
 
 def _check_as_built(slot: Slot) -> None:
-    """Raises BadInputError where a parameter's shape or type is no longer that of its states or weights format."""
+    """Raises BadInputError if a parameter's shape or type is no longer that of its states or weights format."""
     if not has_changed(slot):
         return
     shape, dtype = tuple(slot.param.shape), slot.param.dtype
