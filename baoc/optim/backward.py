@@ -56,9 +56,7 @@ _ONE_BACKWARD_PER_STEP = (
     "With gradient release every backward is a step: call step() after each, with no accumulation, or build the "
     "optimizer without release"
 )
-_LEAVE_GRADIENTS_ALONE = (
-    "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
-)
+_KEEP_GRADIENTS = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"  # attribute: GradScaler lets an optimizer that has it unscale by itself
 StreamId = tuple[int, int, int]  # of a CUDA stream: its number, device index and device type
 
@@ -462,9 +460,7 @@ class DropGradients(BackwardStepper):
         owner, group = self.owner, blocks[0].group
         assert self._options is not None
         unit, lives = owner.registry.backward_unit(group.names), [pending.live for pending in blocks]
-        left_out = (
-            [] if len(blocks) == len(group.blocks) else [each.live for each in group.blocks if each not in blocks]
-        )
+        left_out = [each.live for each in group.blocks if each not in blocks] if len(blocks) < len(group.blocks) else []
         params = [slot.param for live in lives for slot in live.slots]
         with ordered_after(group.streams), _without_gradients(left_out) if left_out else nullcontext():
             self.any_released = True
@@ -689,9 +685,7 @@ class KeepGradients(BackwardStepper):
     """
 
     late_text = "blocks that were stepped in backward take it in the next step"
-    stepped_text = (
-        f"some host-placed blocks have been stepped in backward. Call step() first, or {_LEAVE_GRADIENTS_ALONE}"
-    )
+    stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_KEEP_GRADIENTS}"
 
     def __init__(self, owner: SteppedOptimizer):
         self._active = False
@@ -794,7 +788,7 @@ class KeepGradients(BackwardStepper):
                 what = "dropped" if param.grad is None else "changed"
                 raise BadInputError(
                     f"the gradient of {self.owner.registry.names[param]} was {what} between backward and step(), and "
-                    f"its block was stepped in backward: {_LEAVE_GRADIENTS_ALONE}"
+                    f"its block was stepped in backward: {_KEEP_GRADIENTS}"
                 )
         if self.versions:
             self.owner.registry.join()
@@ -806,7 +800,7 @@ class KeepGradients(BackwardStepper):
         if vars(owner).pop(_UNSCALES_ITSELF, False) and hasattr(owner, "grad_scale"):
             raise BadInputError(
                 "a GradScaler unscales gradients, or skips the step, when blocks have been stepped in backward with "
-                f"gradients that are scaled still: {_LEAVE_GRADIENTS_ALONE}"
+                f"gradients that are scaled still: {_KEEP_GRADIENTS}"
             )
         if self.mid_step:
             self._check_late_settings()

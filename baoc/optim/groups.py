@@ -359,8 +359,9 @@ def named_params(param_groups: list[dict[str, Any]]) -> dict[str, tuple[Tensor, 
 
 def with_current_dtypes(block: Block, params: Mapping[str, Tensor]) -> Block:
     """The block with its parameters' present types and shards: they may have been cast or sharded since."""
-    dtypes = {info.name: str(params[info.name].dtype).removeprefix("torch.") for info in block.params}
+    present = [(info, params[info.name]) for info in block.params]
     infos = tuple(
-        with_sharding(replace(info, dtype=dtypes[info.name]), param=params[info.name]) for info in block.params
+        with_sharding(replace(info, dtype=str(param.dtype).removeprefix("torch.")), param=param)
+        for info, param in present
     )
     return block if infos == block.params else replace(block, params=infos)

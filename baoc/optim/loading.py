@@ -250,9 +250,8 @@ def _check_state(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
                 f"state {key} of {name} is {'missing' if value is None else tuple(getattr(value, 'shape', ()))} in the "
                 f"checkpoint, {spec.name} keeps {shape}: it belongs to another model, or is damaged"
             )
-        lenient = (
-            stored_alike(spec, SPECS["adamw"]) and value.is_floating_point()
-        )  # torch keeps bf16 states for bf16 weights
+        # torch keeps bf16 states for bf16 weights
+        lenient = stored_alike(spec, SPECS["adamw"]) and value.is_floating_point()
         if value.dtype != dtype and not lenient:
             raise CheckpointError(
                 f"state {key} of {name} is {value.dtype} in the checkpoint, {spec.name} keeps {dtype}: it is "

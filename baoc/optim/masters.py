@@ -68,12 +68,9 @@ def load(values: Mapping[str, Tensor], *, registry: BlockRegistry, param_groups:
 
 def warn_of_stalling(lives: Iterable[LiveBlock]) -> list[str]:
     """Warns of blocks whose weights have 16 bits and are rounded to nearest. Returns their names."""
+    dtypes = weights.SIXTEEN_BIT_DTYPES
     uncorrected = [live for live in lives if live.spec.weights in ("native", "bf16")]
-    names = [
-        live.block.name
-        for live in uncorrected
-        if any(slot.param.dtype in weights.SIXTEEN_BIT_DTYPES for slot in live.slots)
-    ]
+    names = [live.block.name for live in uncorrected if any(slot.param.dtype in dtypes for slot in live.slots)]
     if not names:
         return names
     warnings.warn(

@@ -260,9 +260,7 @@ def last_update_rms(
             group = param_groups[slot.group]
             ctx = slot.context(step=step, betas=slot.betas(param_groups), eps=group["eps"])
             states = decoded(slot, state[slot.param])
-            norm = (
-                nan  # if the states do not determine it: ranks without rows cannot know, and all take part in the sum
-            )
+            norm = nan  # if the states do not determine it: ranks without rows cannot know that, and all sum
             if (last := slot.rule.last(states=states, ctx=ctx)) is not None:
                 norm, numel = update_norm(last.update(), divisor=last.divisor, finite=None)
         norm, numel = norm_over_ranks(slot, norm=float(norm), count=numel)

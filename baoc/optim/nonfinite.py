@@ -167,10 +167,8 @@ class NonFiniteFilter:
             log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
 
     def _raise(self, unit: StepUnit, *, step: int) -> None:
-        text, self._pending_error = (
-            self._pending_error or f"another process found non-finite gradients in step {step}",
-            "",
-        )
+        text = self._pending_error or f"another process found non-finite gradients in step {step}"
+        self._pending_error = ""
         self.forget(unit)
         raise DivergedError(f"{text}. Lower the learning rate, or set nonfinite=skip_element to go on without them")
 

@@ -26,7 +26,7 @@ from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, Stat
 from baoc.types.specs import NUM_ROW_PARTS
 
 State = dict[str, Tensor]
-FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, where some blocks have their own
+FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, if some blocks have their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,7 @@ class Slot:
     param: Tensor
     info: ParamInfo
     group: int  # index into param_groups
-    options_index: (
-        int  # into the options of a step: that of its group, or one behind those of all groups if it is tuned
-    )
+    options_index: int  # into a step's options: `group`, or if it is tuned an index behind those of all groups
     rule: UpdateRule
     weights: str
     states: tuple[StoredState, ...]
@@ -385,9 +383,7 @@ class ParsedCheckpoint:
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]  # names and settings
     matches: Mapping[str, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # by block: names and match
     unseeded: frozenset[str] = frozenset()  # parameters whose v waits for a gradient
-    tuned: Mapping[str, BlockTuning] = field(
-        default_factory=dict
-    )  # by parameter name, of blocks with settings of their own
+    tuned: Mapping[str, BlockTuning] = field(default_factory=dict)  # by parameter name, if it has settings of its own
     num_steps: int = 0
 
     def renamed(self, new_names: Mapping[str, str]) -> "ParsedCheckpoint":

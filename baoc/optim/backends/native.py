@@ -119,9 +119,7 @@ class _Unit:
         self.tables = [_Table(_native_table(kind, of_kind, state=state), of_kind) for kind, of_kind in members.items()]
         self.sharded = [(block, slot) for block in blocks for slot in block.slots if slot.shard is not None]
         self.shard_group = next((slot.shard.group for _, slot in self.sharded if slot.shard is not None), None)
-        self.sums: dict[
-            int, tuple[float, int]
-        ] = {}  # id of a sharded slot -> norm of all rows' update, and its elements
+        self.sums: dict[int, tuple[float, int]] = {}  # id of a sharded slot -> norm and elements of all rows' update
 
     def step(self, inputs: StepInputs) -> None:
         for table in self.tables:

@@ -25,9 +25,8 @@ __all__ = [
 
 def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
     """Host-placed blocks, the last ones first: about the order in which backward completes their gradients."""
-    return [
-        live for live in reversed(list(blocks)) if live.on_host and any(slot.group_param.numel() for slot in live.slots)
-    ]
+    on_host = [live for live in blocks if live.on_host and any(slot.group_param.numel() for slot in live.slots)]
+    return on_host[::-1]
 
 
 class Pipelines:
