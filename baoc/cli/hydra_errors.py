@@ -59,13 +59,13 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
         return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
-    if group in ("allocator", "risk", "reallocation") and (told := removal_message(option)):
-        return BadInputError(told)
-    what = group.removesuffix("s") if group in COLLECTIONS else group
-    text = f"{group}={option}: there is no such {what}{did_you_mean(option, error.options)}"
-    more = [NAME_FORMATS] if group in GROUPS else []
-    allowed = spellings() if group == "budget" else ", ".join([*error.options, *more])
-    return BadInputError(f"{text}\nallowed: {allowed}")
+    if group in ("allocator", "risk", "reallocation") and (removal := removal_message(option)):
+        return BadInputError(removal)
+    singular = group.removesuffix("s") if group in COLLECTIONS else group
+    similar = did_you_mean(option, error.options)
+    own_code_forms = [NAME_FORMATS] if group in GROUPS else []
+    allowed = spellings() if group == "budget" else ", ".join([*error.options, *own_code_forms])
+    return BadInputError(f"{group}={option}: there is no such {singular}{similar}\nallowed: {allowed}")
 
 
 def _override_error(text: str) -> BadInputError | None:

@@ -107,19 +107,19 @@ def _run_job(config: DictConfig) -> None:
         report(failure, where="" if is_single_run else f"run {hydra.job.num}: ")
 
 
-def with_race_command(words: Sequence[str]) -> list[str]:
+def with_race_command(argv: Sequence[str]) -> list[str]:
     """Replaces `mode=race resume=FOLDER` by the command line that started the race, in FOLDER.
 
-    Other overrides on the command line, such as race.workers, replace those of that command line. Returns other command
-    lines as they are.
+    Other overrides in `argv`, such as race.workers, replace those of that command line. Returns other command lines
+    unchanged.
     """
-    values: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
+    values: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in argv) if equals}
     folder = Path(values.get("resume", "")).expanduser()
     if values.get("mode") != "race" or "resume" not in values or not (folder / RACE_SETUP_FILE).is_file():
-        return list(words)
-    saved_words = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
-    inherited = [word for word in saved_words if word.partition("=")[0] not in values]
-    new = [word for word in words if not word.startswith(("resume=", "hydra.run.dir="))]
+        return list(argv)
+    saved_argv = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
+    inherited = [word for word in saved_argv if word.partition("=")[0] not in values]
+    new = [word for word in argv if not word.startswith(("resume=", "hydra.run.dir="))]
     return [*inherited, *new, f"hydra.run.dir={folder}"]
 
 

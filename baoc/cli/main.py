@@ -36,23 +36,23 @@ def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
     `single`: the command is one run, such as a trial, so that Hydra need compose only once.
     """
     open_missing_streams()
-    words = list(sys.argv[1:] if argv is None else argv)
-    jobs.reset_state(words)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    jobs.reset_state(argv)
     if "torch" not in sys.modules:
         sleep_where_shared()
     try:
-        if not _print_information(words):
+        if not _print_information(argv):
             _check_address_space()
-            words = jobs.with_race_command(words)
-            if (rank := current_rank()) is not None and _is_run(words) and ranks.join(rank):
+            argv = jobs.with_race_command(argv)
+            if (rank := current_rank()) is not None and _is_run(argv) and ranks.join(rank):
                 return ranks.serve()
-            register(_overrides(words))
-            words = with_option_names(words)
+            register(_overrides(argv))
+            argv = with_option_names(argv)
             if single:
                 with _composed_once():
-                    _run_hydra(words)
+                    _run_hydra(argv)
             else:
-                _run_hydra(words)
+                _run_hydra(argv)
         sys.stdout.flush()
         code = 0
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -78,28 +78,28 @@ def _check_address_space() -> None:
         )
 
 
-def _print_information(words: Sequence[str]) -> bool:
-    """Handles --list, --version and --help, which need no Hydra. Returns False if none of them is in `words`."""
-    if any(word.split("=")[0] == "--list" for word in words):
-        print("\n".join(list_lines(_list_name(words))))
-    elif "--version" in words:
+def _print_information(argv: Sequence[str]) -> bool:
+    """Handles --list, --version and --help, which need no Hydra. Returns False if none of them is in `argv`."""
+    if any(word.split("=")[0] == "--list" for word in argv):
+        print("\n".join(list_lines(_list_name(argv))))
+    elif "--version" in argv:
         print(f"baoc {baoc.__version__}")
-    elif "--help" in words or "-h" in words:
-        print(usage.help_text(_overrides(words)))
+    elif "--help" in argv or "-h" in argv:
+        print(usage.help_text(_overrides(argv)))
     else:
         return False
     return True
 
 
-def _is_run(words: Sequence[str]) -> bool:
+def _is_run(argv: Sequence[str]) -> bool:
     """Whether a command of several ranks is a run, not one for which Hydra only prints.
 
     Raises BadInputError for a study or multirun: a launcher of ranks can start one run only.
     """
-    flags, _ = get_args_parser().parse_known_args(words)
+    flags, _ = get_args_parser().parse_known_args(argv)
     if flags.cfg or flags.info or flags.shell_completion:
         return False
-    if any(word.startswith("sweeps=") for word in words):
+    if any(word.startswith("sweeps=") for word in argv):
         refuse_several_processes("study")
     if flags.multirun:
         refuse_several_processes("multirun")
@@ -150,21 +150,21 @@ def _report_frontier(sweep_dir: Path) -> None:
         report(failure_of(error), where="frontier: ")
 
 
-def _list_name(words: Sequence[str]) -> str:
+def _list_name(argv: Sequence[str]) -> str:
     """NAME of `--list NAME` or `--list=NAME`. Raises BadInputError without one."""
-    for index, word in enumerate(words):
+    for index, word in enumerate(argv):
         if word.startswith("--list="):
             return word.removeprefix("--list=")
-        if word == "--list" and index + 1 < len(words):
-            return words[index + 1]
+        if word == "--list" and index + 1 < len(argv):
+            return argv[index + 1]
     raise BadInputError(f"--list of what? allowed: {', '.join(LISTS)}")
 
 
 def _overrides(argv: Sequence[str]) -> list[str]:
     """The overrides of a command line; during shell completion, those of the line that is being completed."""
     if "COMP_LINE" in os.environ:
-        words = os.environ["COMP_LINE"].split()
-        return [word for word in words if not word.startswith("budget=") or _is_budget(word)]
+        argv = os.environ["COMP_LINE"].split()
+        return [word for word in argv if not word.startswith("budget=") or _is_budget(word)]
     return [word for word in argv if not word.startswith("-")]
 
 

@@ -173,21 +173,17 @@ def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
     elif config.trainer.devices == 1 or (config.mode == "plan" and config.device not in ("auto", "cpu", "cuda")):
         yield config
     else:
-        _refuse_devices(config)
-        with _SpawnedRanks(config.trainer.devices) as others, others.naming_the_failed_rank():
+        import torch
+
+        devices, count = config.trainer.devices, torch.cuda.device_count()
+        if config.device != "cpu" and 0 < count < devices:
+            raise BadInputError(
+                f"trainer.devices={devices}, and torch sees {count} CUDA device(s): choose at most {count}, or "
+                "device=cpu"
+            )
+        with _SpawnedRanks(devices) as others, others.naming_the_failed_rank():
             ranks().broadcast((config, command))
             yield config
-
-
-def _refuse_devices(config: RunConfig) -> None:
-    import torch
-
-    count = torch.cuda.device_count()
-    if config.device != "cpu" and 0 < count < config.trainer.devices:
-        raise BadInputError(
-            f"trainer.devices={config.trainer.devices}, and torch sees {count} CUDA device(s): choose at most {count}, "
-            "or device=cpu"
-        )
 
 
 class _SpawnedRanks:

@@ -194,8 +194,8 @@ def recipe_option(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_yaml_file(recipe) else recipe
 
 
-def with_option_names(words: Sequence[str]) -> list[str]:
-    """Replaces values on a command line by the names of the options that `register` has made for them.
+def with_option_names(argv: Sequence[str]) -> list[str]:
+    """Replaces values of a command line by the names of the options that `register` has made for them.
 
     These are own code, files of recipes, durations of races, and budgets in bytes, which Hydra would read as a number.
     """
@@ -206,7 +206,7 @@ def with_option_names(words: Sequence[str]) -> list[str]:
         "budget": lambda text: repr(text) if text.isdecimal() else text,
     }
     replaced = []
-    for word in words:
+    for word in argv:
         key, _, value = word.partition("=")
         if (convert := to_option.get(key.lstrip("+"))) is not None:
             if key.endswith(f".{TARGET}"):

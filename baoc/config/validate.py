@@ -177,10 +177,11 @@ def build_settings(cls: type[T], values: object, *, path: str = "", complete: bo
 def validate_value(value: object, hint: Any, *, key: str) -> Any:
     """Returns `value` as the type `hint`. Converts int to float and list to tuple only. Raises BadInputError."""
     from pydantic import ValidationError
+    from pydantic_core import to_json
 
     refuse_unwritable(value, key=key)
     try:
-        return _adapter(hint).validate_json(_json(value))
+        return _adapter(hint).validate_json(to_json(value, inf_nan_mode="constants", fallback=str))
     except ValidationError as error:
         raise _to_bad_input(error, value, hint=hint, path=key) from None
 
@@ -255,12 +256,6 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
         return TypeAdapter(hint, config=config)
     cast(Any, hint).__pydantic_config__ = config  # also used for nested dataclasses
     return TypeAdapter(cast(Any, hint))
-
-
-def _json(value: object) -> bytes:
-    from pydantic_core import to_json
-
-    return to_json(value, inf_nan_mode="constants", fallback=str)
 
 
 def _to_bad_input(error: "ValidationError", value: object, *, hint: Any, path: str) -> BadInputError:

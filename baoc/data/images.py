@@ -44,7 +44,12 @@ def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
     path = Path(path).expanduser()
     arrays = _load(path)
     images = _check_images(arrays["images"], path=path)
-    labels, num_classes = _check_labels(arrays["labels"], num_images=len(images), path=path)
+    labels, num_images = arrays["labels"], len(images)
+    if labels.shape != (num_images,):
+        raise BadInputError(
+            f"labels of {path} have shape {labels.shape}; {num_images} images need labels of shape ({num_images},)"
+        )
+    labels, num_classes = check_labels(labels, name=str(path))
     return ImageSet(name=name or path.stem, images=images, labels=labels, num_classes=num_classes)
 
 
@@ -86,14 +91,6 @@ def _check_images(images: NDArray[Any], *, path: Path) -> NDArray[Any]:
         count = int((~np.isfinite(images)).sum())
         raise BadInputError(f"images of {path} hold {count} values that are nan or infinite: replace or drop them")
     return images.astype(np.float32)
-
-
-def _check_labels(labels: NDArray[Any], *, num_images: int, path: Path) -> tuple[NDArray[np.int64], int]:
-    if labels.shape != (num_images,):
-        raise BadInputError(
-            f"labels of {path} have shape {labels.shape}; {num_images} images need labels of shape ({num_images},)"
-        )
-    return check_labels(labels, name=str(path))
 
 
 def check_labels(labels: NDArray[Any], *, name: str, declared: int | None = None) -> tuple[NDArray[np.int64], int]:

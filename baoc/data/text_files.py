@@ -51,7 +51,7 @@ class TextFiles:
             if name.endswith(_PARQUET_ENDINGS):
                 documents = _parquet_documents(file, column=self.text_column)
             elif name.endswith(JSON_ENDINGS):
-                documents = _json_documents(file, column=self.text_column)
+                documents = (_text_of(row, column=self.text_column, where=where) for row, where in json_lines(file))
             else:
                 yield from _plain_text(file)
                 continue
@@ -213,11 +213,6 @@ def _split_document(document: bytes) -> Iterator[TextChunk]:
     *parts, last = _split(document)
     yield from (TextChunk(text=part, ends=False) for part in parts)
     yield TextChunk(text=last, ends=True)
-
-
-def _json_documents(file: Path, *, column: str) -> Iterator[str]:
-    for row, where in json_lines(file):
-        yield _text_of(row, column=column, where=where)
 
 
 def json_lines(file: Path) -> Iterator[tuple[Any, str]]:

@@ -31,18 +31,12 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(Protocol):
-    """Encodes text.
-
-    Attributes:
-        end: the token after each document; None for none.
-        mask: the token that replaces masked ones; None if the vocabulary has none.
-        fingerprint: changes whenever the tokens of a text would change.
-    """
+    """Encodes text as tokens."""
 
     vocab_size: int
-    end: int | None
-    mask: int | None
-    fingerprint: str
+    end: int | None  # the token after each document; None for none
+    mask: int | None  # the token that replaces masked ones; None if the vocabulary has none
+    fingerprint: str  # changes whenever the tokens of a text would change
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[Sequence[int] | Tokens]:
         """Returns the tokens of each UTF-8 text, in order, without special tokens."""
