@@ -9,7 +9,10 @@ How a peak is predicted, in the order of the code:
    through `cuda_emulation.CachingAllocator`, which adds the pages that the real allocator would reserve.
 3. `_measure_training` runs the same micro-batch twice. The first run starts without gradients, as the first step of
    training does. The second run starts with the gradients of the first, as every later step does; if the training loop
-   sets gradients to None between forward and backward, the probe does so too. The larger peak counts.
+   sets gradients to None between forward and backward, the probe does so too. The larger peak counts. Fake tensors run
+   once, next to zero gradients, and the emulated allocator replays their allocations twice. A callable that runs
+   backward itself and drops no gradients belongs to a loop that drops them before forward, so that only runs without
+   gradients count.
 4. `timeline.Timeline` splits the second run into intervals: one ends when a gradient arrives, when autocast makes or
    frees a bf16 copy of a weight, and when gradients are set to None. Each interval has its own peak of live bytes, the
    number of gradients and the copies that exist all through it. What reserved memory exceeds the largest interval by
@@ -21,9 +24,9 @@ How a peak is predicted, in the order of the code:
    it for each spec, on the largest tensor.
 8. `Footprint.peak_bytes` (types/decision.py) adds it up. It takes the largest of: any interval, a validation batch, an
    optimizer step (weights, gradients and temporaries), a sample of the gradient profiler, loading of the weights. It
-   adds what exists at every moment: optimizer state, EMA weights, profiler buffers, CUDA context and reserve. If a plan
-   keeps weights in bf16, each interval first loses the bytes that these weights, their gradients and their copies save
-   in it.
+   adds what exists at every moment: optimizer state, EMA weights, profiler buffers, CUDA context, the reserve of
+   `memory_reserve_bytes`, and on CUDA gaps around a step's temporaries. If a plan keeps weights in bf16, each interval
+   first loses the bytes that these weights, their gradients and their copies save in it.
 
 The prediction is meant to be an upper bound: a peak below it leaves some memory unused, a peak above it ends the run.
 So terms are added even where they may not coincide, merged intervals keep the largest peak and the smallest savings,

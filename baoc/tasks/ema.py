@@ -18,12 +18,11 @@ from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.masters import synchronized_states
 from baoc.optim.shards import Shard, is_sharded, local_shard, reshard, shard_of, unsharded_on_rank_0
-from baoc.optim.weights import CORRECTION, master
+from baoc.optim.weights import CORRECTION, SIXTEEN_BIT_DTYPES, master
 from baoc.parallel import refusal
 
 CHUNK = 2**22  # elements of a bf16 weight that are converted to float32 at a time
 ALIGNMENT = 4  # float32 values; every average starts at a multiple of 16 bytes
-DTYPES_16_BIT = (torch.bfloat16, torch.float16)
 TRUE_16_BIT = ("bf16-true", "16-true")  # precisions in which modules only accept inputs of their own 16-bit dtype
 
 
@@ -68,7 +67,7 @@ class EmaWeights(L.Callback):
         """Bytes that validation needs in addition: 16-bit copies, for modules that only accept 16 bits."""
         if not self._module_is_16_bit:
             return 0
-        params_16_bit = [p for p in module.parameters() if p.requires_grad and p.dtype in DTYPES_16_BIT]
+        params_16_bit = [p for p in module.parameters() if p.requires_grad and p.dtype in SIXTEEN_BIT_DTYPES]
         return sum(local_shard(p).nbytes for p in params_16_bit)
 
     def buffers(self) -> list[Tensor]:
