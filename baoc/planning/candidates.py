@@ -4,6 +4,7 @@ Allocators see nothing but the candidates made here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,12 @@ def build_candidates(
     """
     total = max(sum(block.numel for block in blocks), 1)
     found: CandidateSets = {}
+    of_kind: dict[Block, str] = {}  # layers repeat: what was computed for a block serves all of its kind
     for block in blocks:
+        same = of_kind.setdefault(_kind(block), block.name) if profile is None and not only else block.name
+        if same != block.name:
+            found[block.name] = tuple(replace(candidate, block=block.name) for candidate in found[same])
+            continue
         reasons = {
             spec.name: why_inapplicable(
                 block,
@@ -176,6 +182,12 @@ def build_candidates(
             )
         found[block.name] = tuple(sorted(made, key=_by_bytes))
     return found
+
+
+def _kind(block: Block) -> Block:
+    """The block without what tells it from others of the same role, shapes and dtypes; the first layer stays apart."""
+    params = (replace(param, name="", depth=None, aliases=()) for param in block.params)
+    return replace(block, name="", params=tuple(params), depth=0 if block.depth == 0 else None)
 
 
 def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
