@@ -1,13 +1,13 @@
-"""The Lightning strategy that plans inside a budget, swaps the user's AdamW for a blockwise one, and goes on planning.
+"""The Lightning strategy: it plans inside a budget and replaces the user's AdamW by a BlockwiseOptimizer.
 
-Lightning calls `setup_optimizers` when the module is on its device and the data are attached; everything of the
-decision happens there. Later decisions hang on the optimizer's own step, so no callback of the user's is needed.
+Lightning calls `setup_optimizers` when the module is on its device and the data are attached; all planning happens
+there. Later decisions hook into the optimizer's own step, so the user adds no callback.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,9 +90,14 @@ class _GradientGuard(L.Callback):
 
 
 class BudgetedStrategy(Strategy):
-    """What the strategies of one device and of several share: they differ in how a process comes to its device.
+    """Base of the strategies of one device and of several, see BaocStrategy.
 
-    See BaocStrategy. `ranks` are those that train together, known from `setup_environment` on.
+    Attributes:
+        ranks: The ranks that train together, from `setup_environment` on.
+        reallocators: One for each optimizer; `reallocator` is the first.
+        known_footprint: A footprint by which the micro-batch search found that this very step fits.
+        plan_listeners: Called with the planner and the first plan.
+        resume_listeners: Called with step and plan after states were loaded.
     """
 
     display_name = "BaocStrategy"
@@ -122,71 +127,76 @@ class BudgetedStrategy(Strategy):
         self.settings = with_recipe(settings, recipe=recipe, checkpointing=checkpointing)
         self._pretrained = pretrained
         self.latency = latency
-        self.decided: Footprint | None = None  # of this very step, by which a decision has found that it fits
+        self.known_footprint: Footprint | None = None
         self.plan_only = plan_only
         self.record_latency = record_latency
         self.verbose = verbose
-        self.reallocators: list[Reallocator] = []  # one for each optimizer; `reallocator` is the first
-        self.narrators: list[Narrator] = []
-        self.layers_summary = ""  # see Session
-        self._first_step: PeakMeter | None = None
-        self._arrived: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
-        self._unmeasured: FirstStep | None = None  # a first step that nobody could measure before training
         self.plan_listeners = list(plan_listeners)
         self.reallocation_listeners = list(reallocation_listeners)
-        self.resume_listeners: list[Callable[[int, Plan], None]] = []  # called with step and plan after a load
+        self.resume_listeners: list[Callable[[int, Plan], None]] = []
+        self.reallocators: list[Reallocator] = []
         self.reallocator: Reallocator | None = None
-        self._guard = _GradientGuard()
+        self.narrators: list[Narrator] = []
         self.context_bytes = 0
+        self.layers_summary = ""  # see Session
         self._resharding: Resharding | None = None  # see Session
-        self._waits = False  # whether weights in full pass the budget
-        self._between = WeightsBetweenFits()
-        self._last = False  # the backward that comes is the last one of its step
+        self._first_step_meter: PeakMeter | None = None
+        self._unmeasured_step: FirstStep | None = None  # a first step that could not be measured before training
+        self._weights_on_host = False  # as native weights exceed the budget
+        self._weights_between_fits = WeightsBetweenFits()
+        self._arrived_weights: ArrivedWeights | None = None  # of a resume, until the optimizer's states are loaded
+        self._nonfinite_guard = _GradientGuard()
+        self._in_last_backward = False  # of a step
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """The budget's cap comes before anything is put on the device."""
+        """Sets the budget's cap before anything is on the device."""
         free = free_bytes(self.root_device)
         super().setup_environment()
-        self._join()
+        self._join_ranks()
         self.budget = resolve_auto(self.budget, free_bytes=-int(self.ranks.all_reduce_max(-free)[0]))
         self.context_bytes = int(self.ranks.all_reduce_max(context_bytes(self.root_device))[0])
         cap_device(self.root_device, budget=self.budget)
 
-    def _join(self) -> None:
-        """Makes `ranks` those that train together."""
+    def _join_ranks(self) -> None:
+        """Sets `ranks`."""
 
     def evaluator(self) -> SingleDeviceStrategy:
-        """For a Trainer that evaluates the module in this process after a fit."""
+        """A strategy for a Trainer that evaluates the module in this process after a fit."""
         return SingleDeviceStrategy(self.root_device)
 
     def model_to_device(self) -> None:
-        """As Lightning's where the budget holds the weights in full; else they wait on the host until a plan is made.
+        """Moves the module to the device, unless native weights exceed the budget: then they wait in CPU memory for a
+        plan.
 
-        A pass that trains nothing takes those in 16 bits that lose nothing by it. Raises InfeasibleBudgetError there.
+        A pass without training converts weights to bf16 where that loses nothing; raises InfeasibleBudgetError if that
+        is not enough.
         """
         module = self.lightning_module
         assert module is not None
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits:
-            self._between.resume(module)
-        given = {"budget": self.budget, "context_bytes": self.context_bytes}
-        self._waits = must_wait(module, device=self.root_device, **given)
-        if not self._waits:
-            return super().model_to_device()
+            self._weights_between_fits.resume(module)
+        exceeds = partial(
+            must_wait, module, device=self.root_device, budget=self.budget, context_bytes=self.context_bytes
+        )
+        self._weights_on_host = exceeds()
+        if not self._weights_on_host:
+            super().model_to_device()
+            return
         if fits:
-            return  # `setup_optimizers` goes on
+            return  # `setup_optimizers` moves them
         if module.trainer.precision in MIXED:
-            self._between.narrow(module)
-        if must_wait(module, device=self.root_device, **given):
-            self._between.widen()
-            raise no_room(module, **given)
+            self._weights_between_fits.narrow(module)
+        if exceeds():
+            self._weights_between_fits.widen()
+            raise no_room(module, budget=self.budget, context_bytes=self.context_bytes)
         super().model_to_device()
 
     @in_own_words
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Plans, and puts a BlockwiseOptimizer in the place of the user's; its groups and schedulers stay."""
+        """Plans, and replaces the user's optimizers by BlockwiseOptimizers; groups and schedulers stay."""
         module = self.lightning_module
         assert module is not None
         self._refuse_unsupported(trainer)
@@ -197,31 +207,30 @@ class BudgetedStrategy(Strategy):
                 self.settings, device=self.root_device.type, budget=self.budget, precision=str(trainer.precision)
             )
         self._refuse_mixed_types(trainer)
-        detach_other_releases(list(module.parameters()))  # whose hooks would step in the probe
+        detach_other_releases(list(module.parameters()))  # their hooks would step in the probe
         super().setup_optimizers(trainer)
-        theirs = self._taken_over(module)
+        optimizers = self._users_optimizers(module)
         self.settings = without_scratch_measurements(self.settings, network=module, pretrained=self._pretrained)
         settings = replace(self.settings, release=released_clipping(trainer, self.settings.release))
         if module.automatic_optimization:
-            self.reallocators = [self._planned(trainer, theirs[0], settings=settings)]
+            self.reallocators = [self._plan_automatic(trainer, optimizers[0], settings=settings)]
         else:
-            self.reallocators = self._planned_apart(module, theirs, settings=settings)
+            self.reallocators = self._plan_manual(module, optimizers, settings=settings)
         self.reallocator = reallocator = self.reallocators[0]
-        for old, one in zip(theirs, self.reallocators, strict=True):
+        for replaced, one in zip(optimizers, self.reallocators, strict=True):
             one.siblings = [other for other in self.reallocators if other is not one]
             one.listeners.extend(self.reallocation_listeners)
-            rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=old, new=one.optimizer)
+            rebind_schedulers([c.scheduler for c in self.lr_scheduler_configs], old=replaced, new=one.optimizer)
             if self.lr_scheduler_configs:
                 count_steps_for_schedulers(one.optimizer)
-        self.optimizers = [one.optimizer for one in self.reallocators]
-        for one in self.reallocators:
             watch_loads(module, one.optimizer.registry)
+        self.optimizers = [one.optimizer for one in self.reallocators]
         if reallocator.optimizer.releaser is not None:
             leave_clipping(self.precision_plugin)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if self._guard not in callbacks:
-            callbacks.insert(0, self._guard)
-        several = len(theirs) > 1
+        if self._nonfinite_guard not in callbacks:
+            callbacks.insert(0, self._nonfinite_guard)
+        several = len(optimizers) > 1
         self.narrators = [
             Narrator(
                 one,
@@ -232,11 +241,11 @@ class BudgetedStrategy(Strategy):
             )
             for number, one in enumerate(self.reallocators, start=1)
         ]
-        unseen = set(self.reallocators)
+        unstepped = set(self.reallocators)
         for one, narrator in zip(self.reallocators, self.narrators, strict=True):
             narrator.layers_summary = self.layers_summary
-            if self._unmeasured is not None:
-                one.optimizer.after_step.append(partial(self._learn, one, unseen=unseen))
+            if self._unmeasured_step is not None:
+                one.optimizer.after_step.append(partial(self._finish_unmeasured_step, one, unstepped=unstepped))
             else:
                 narrator.begin()
         for listener in self.plan_listeners:
@@ -244,88 +253,100 @@ class BudgetedStrategy(Strategy):
         if self.plan_only:
             trainer.limit_train_batches = 0  # Lightning then leaves `fit` before the first batch
 
-    def _planned(self, trainer: L.Trainer, theirs: Optimizer, *, settings: SessionSettings) -> Reallocator:
-        """Plan and optimizer by a look at the first step, which leaves the module on its device."""
+    def _plan_automatic(self, trainer: L.Trainer, optimizer: Optimizer, *, settings: SessionSettings) -> Reallocator:
+        """Measures a step, plans, and builds the optimizer; the module is on its device afterwards."""
         module = self.lightning_module
         assert module is not None
-        probe, defaults = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self)), hyperparameters(theirs)
+        probe = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self))
         named = dict(module.named_parameters())
         refuse_sharded(named, budget=self.budget, settings=settings)
-        session = self._session(theirs, params=named, settings=settings)
+        session = self._session(optimizer, params=named, settings=settings)
         session.resharding = self._resharding
-        whole = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
-        self.ranks.broadcast_tensors(whole)  # states are made of them, of some their last bits
+        unsharded = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
+        self.ranks.broadcast_tensors(unsharded)  # states start from them, and some hold their last bits
         with ExitStack() as visit:
-            if self._waits:
-                given = {"device": self.root_device, "budget": self.budget, "context_bytes": self.context_bytes}
-                visit.enter_context(on_device_as_bf16(module, bf16_params=session.bf16_params, **given))
+            if self._weights_on_host:
+                visit.enter_context(
+                    on_device_as_bf16(
+                        module,
+                        bf16_params=session.bf16_params,
+                        device=self.root_device,
+                        budget=self.budget,
+                        context_bytes=self.context_bytes,
+                    )
+                )
             try:
                 session.measure(
                     probe,
                     latency=self.latency,
                     record_latency=self.record_latency,
                     host_steps_overlap_backward=settings.overlap and leaves_gradients(trainer),
-                    weights_on_host=self._waits,
-                    known_footprint=self.decided,
+                    weights_on_host=self._weights_on_host,
+                    known_footprint=self.known_footprint,
                 )
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))
             self.context_bytes, self.layers_summary = session.context_bytes, session.layers_summary
             visit.close()
-            device = self.root_device if self._waits else None
+            device = self.root_device if self._weights_on_host else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
                 leave(session.bf16_params)
                 device = self.root_device
             if trainer._checkpoint_connector._loaded_checkpoint:
-                self._arrived = ArrivedWeights(session)
-            reallocator = session.start(named_groups(theirs, module), defaults=defaults, device=device)
-            if self._arrived is not None:
-                self._arrived.narrowed()
-        if self._unmeasured is not None:
-            self._unmeasured.begin(reallocator, owner=reallocator.optimizer)
+                self._arrived_weights = ArrivedWeights(session)
+            reallocator = session.start(
+                named_groups(optimizer, module), defaults=hyperparameters(optimizer), device=device
+            )
+            if self._arrived_weights is not None:
+                self._arrived_weights.narrowed()
+        if self._unmeasured_step is not None:
+            self._unmeasured_step.begin(reallocator, owner=reallocator.optimizer)
         return reallocator
 
     def _session(
-        self, theirs: Optimizer, *, params: Mapping[str, torch.nn.Parameter], settings: SessionSettings
+        self, optimizer: Optimizer, *, params: Mapping[str, torch.nn.Parameter], settings: SessionSettings
     ) -> Session:
         module = self.lightning_module
         assert module is not None
         return Session(
-            largest_shards(describe(module, optimizer_groups=theirs.param_groups), params=params),
+            largest_shards(describe(module, optimizer_groups=optimizer.param_groups), params=params),
             params=params,
             budget=self.budget,
             settings=settings,
-            betas=tuple(hyperparameters(theirs)["betas"]),
+            betas=tuple(hyperparameters(optimizer)["betas"]),
             device=self.root_device,
             module=module,
             ranks=self.ranks,
         )
 
     def _plan_unmeasured(self, session: Session, *, why: str) -> None:
-        """Plans where the step cannot run before training: a memory budget is planned for after the first real step."""
-        if self._waits or self.budget.step_time is not None:
-            needs = "a budget below the weights in full" if self._waits else f"step_time={self.budget.step_time:g}"
+        """Plans without a measurement, for `why`; a memory budget is planned for after the first real step."""
+        if self._weights_on_host or self.budget.step_time is not None:
+            needs = (
+                "a budget below the weights in full"
+                if self._weights_on_host
+                else f"step_time={self.budget.step_time:g}"
+            )
             raise BadInputError(
                 f"a step could not be measured before training ({why}), which {needs} needs: make what it needs in "
                 "__init__ or setup of the LightningModule, or give another budget"
             )
-        then = (
-            "its first real step is measured instead" if self.budget.memory_bytes is not None else "no limit needs it"
-        )
+        limited = self.budget.memory_bytes is not None
+        then = "its first real step is measured instead" if limited else "no limit needs it"
         log.warning("a step could not be measured before training (%s): %s", why, then)
-        if self.budget.memory_bytes is not None:
-            self._unmeasured = FirstStep(session)
+        if limited:
+            self._unmeasured_step = FirstStep(session)
         session.assume()
 
-    def _planned_apart(
-        self, module: L.LightningModule, theirs: Sequence[Optimizer], *, settings: SessionSettings
+    def _plan_manual(
+        self, module: L.LightningModule, optimizers: Sequence[Optimizer], *, settings: SessionSettings
     ) -> list[Reallocator]:
-        """A plan and an optimizer for each of a module that steps them itself, which nobody can do before training.
+        """Plans and builds the optimizers of a module that steps them itself, whose step cannot run before training.
 
-        A state budget is the same share of each; a memory budget is planned for after the first step of all of them.
+        A state budget is the same share of each; a memory budget is planned for after all have stepped once.
         """
         step_time, released = self.budget.step_time, settings.release is not False
-        if step_time is not None or released or self._waits:
+        if step_time is not None or released or self._weights_on_host:
             limit = "a budget below the weights in full" if step_time is None else f"budget.step_time={step_time:g}"
             raise BadInputError(
                 f"the module sets automatic_optimization=False, and {'gradient release' if released else limit} needs "
@@ -335,23 +356,23 @@ class BudgetedStrategy(Strategy):
         named = dict(module.named_parameters())
         names = {id(param): name for name, param in named.items()}
         sessions: list[Session] = []
-        for one in theirs:
-            own = {names[id(p)] for group in one.param_groups for p in group["params"] if id(p) in names}
+        for optimizer in optimizers:
+            own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
             params = {name: param for name, param in named.items() if name in own}
-            sessions.append(self._session(one, params=params, settings=settings))
+            sessions.append(self._session(optimizer, params=params, settings=settings))
         if self.budget.memory_bytes is not None:
-            self._unmeasured = FirstStep(*sessions)
+            self._unmeasured_step = FirstStep(*sessions)
         for session in sessions:
             session.assume()
-        found = [
-            session.start(named_groups(one, module), defaults=hyperparameters(one))
-            for session, one in zip(sessions, theirs, strict=True)
+        reallocators = [
+            session.start(named_groups(optimizer, module), defaults=hyperparameters(optimizer))
+            for session, optimizer in zip(sessions, optimizers, strict=True)
         ]
-        if self._unmeasured is not None:
-            self._unmeasured.begin(*found, owner=found[0].optimizer)
-        return found
+        if self._unmeasured_step is not None:
+            self._unmeasured_step.begin(*reallocators, owner=reallocators[0].optimizer)
+        return reallocators
 
-    def _taken_over(self, module: L.LightningModule) -> list[Optimizer]:
+    def _users_optimizers(self, module: L.LightningModule) -> list[Optimizer]:
         if not self.optimizers or (module.automatic_optimization and len(self.optimizers) != 1):
             raise BadInputError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers: BAOC trains with one in automatic "
@@ -361,39 +382,39 @@ class BudgetedStrategy(Strategy):
         return self.optimizers
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
-        """Raises BadInputError for a Trainer or a module that cannot be trained here."""
+        """Raises BadInputError for a Trainer or a module that this strategy does not train."""
 
     def teardown(self) -> None:
-        """Ends a fit: backward passes after it are nobody's steps.
+        """Ends a fit: weights and states leave the device, and later backward passes step nothing.
 
-        Weights and states leave the device here. Backends know them by address and hold on to them, so they go first:
-        a validation that follows brings the weights back, and finds the room that they had.
+        Backends hold references to weights and states, so they go first. Else a validation that follows would not find
+        the room that the weights had.
         """
         self._end_first_step()
-        if self._unmeasured is not None:
-            self._unmeasured.close()
-            self._unmeasured = None
+        if self._unmeasured_step is not None:
+            self._unmeasured_step.close()
+            self._unmeasured_step = None
         for optimizer in (reallocator.optimizer for reallocator in self.reallocators):
             optimizer.registry.refresh(optimizer.param_groups)
-            self._between.leave(optimizer)
+            self._weights_between_fits.leave(optimizer)
         super().teardown()
-        self._between.widen()
+        self._weights_between_fits.widen()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
             self.reallocator.optimizer.releaser.detach()
             take_clipping_back(self.precision_plugin)
 
     def _refuse_mixed_types(self, trainer: L.Trainer) -> None:
-        """bf16 weights need layers that take inputs of any type, which is what bf16 autocast or a bf16 model gives."""
-        low = [spec.name for spec in bf16_weight_specs(self.settings.planner)]
-        if low and trainer.precision not in ("bf16-mixed", "bf16-true"):
-            more = ", ..." if len(low) > 3 else ""
+        """Raises BadInputError for specs with bf16 weights without bf16 autocast or a bf16 model."""
+        specs = [spec.name for spec in bf16_weight_specs(self.settings.planner)]
+        if specs and trainer.precision not in ("bf16-mixed", "bf16-true"):
+            more = ", ..." if len(specs) > 3 else ""
             raise BadInputError(
-                f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}{more}), but trainer.precision is "
+                f"the catalogue has specs with bf16 weights ({', '.join(specs[:3])}{more}), but trainer.precision is "
                 f"{trainer.precision}: layers would get inputs of another type. Set trainer.precision=bf16-mixed, or "
                 "leave these specs out"
             )
 
-    # -- what it says ---------------------------------------------------------------------------------------------
+    # -- reporting ------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -402,39 +423,43 @@ class BudgetedStrategy(Strategy):
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known."""
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known."""
         verdicts = [narrator.budget_met for narrator in self.narrators]
         return None if None in verdicts or not verdicts else all(verdicts)
 
     def summary(self) -> str:
-        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
-        told = [narrator.summary() for narrator in self.narrators]
-        return "\n\n".join(told) or f"{self.display_name}: no plan before a fit"
+        """The plan in force as a table by role and spec, with totals, and state and peak beside the budget."""
+        summaries = [narrator.summary() for narrator in self.narrators]
+        return "\n\n".join(summaries) or f"{self.display_name}: no plan before a fit"
 
     def on_train_start(self) -> None:
-        """On a CPU the first step is measured for the verdict; a CUDA device tells its peak at the end."""
+        """Starts to measure the peak of the first step on a CPU. CUDA has a peak at the end."""
         module = self.lightning_module
-        measured = self._unmeasured is not None or self.root_device.type != "cpu" or self.budget.memory_bytes is None
+        measured = (
+            self._unmeasured_step is not None or self.root_device.type != "cpu" or self.budget.memory_bytes is None
+        )
         if module is None or measured or not self.verbose:
             return
-        self._first_step = PeakMeter(self.root_device, [module, [optimizer.state for optimizer in self.optimizers]])
-        self._first_step.__enter__()
+        self._first_step_meter = PeakMeter(
+            self.root_device, [module, [optimizer.state for optimizer in self.optimizers]]
+        )
+        self._first_step_meter.__enter__()
 
     @in_own_words
-    def _learn(self, stepped: Reallocator, *, unseen: set[Reallocator]) -> None:
-        """After the first real step of each optimizer here, which told what forward and backward need."""
+    def _finish_unmeasured_step(self, stepped: Reallocator, *, unstepped: set[Reallocator]) -> None:
+        """After the first real step of an optimizer. When all have stepped, plans by what the step was seen to take."""
         if not stepped.has_gradients:
             return
-        unseen.discard(stepped)
-        if self._unmeasured is not None and not unseen:
-            first, self._unmeasured = self._unmeasured, None
-            first.learn(*self.reallocators)
+        unstepped.discard(stepped)
+        if self._unmeasured_step is not None and not unstepped:
+            first_step, self._unmeasured_step = self._unmeasured_step, None
+            first_step.learn(*self.reallocators)
             for narrator in self.narrators:
-                narrator.first_step_bytes = first.peak_bytes
+                narrator.first_step_bytes = first_step.peak_bytes
 
     def _end_first_step(self) -> None:
-        if self._first_step is not None:
-            meter, self._first_step = self._first_step, None
+        if self._first_step_meter is not None:
+            meter, self._first_step_meter = self._first_step_meter, None
             meter.exit_out_of_order()
             for narrator in self.narrators:
                 narrator.first_step_bytes = meter.peak_bytes
@@ -453,29 +478,28 @@ class BudgetedStrategy(Strategy):
         model: L.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As Lightning's, whose closure runs the last backward of the step."""
-        self._last = True
+        """Lightning's step, whose closure runs the last backward."""
+        self._in_last_backward = True
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
-            self._last = False
+            self._in_last_backward = False
             self._end_first_step()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        """Lets host-placed blocks be stepped in the last backward of a step, if their gradients are final then."""
+        """Steps host-placed blocks in the last backward of a step, if their gradients are final then."""
         module = self.lightning_module
-        ahead = self._last and self.settings.overlap
-        final = ahead and module is not None and leaves_gradients(module.trainer)
-        last = nullcontext()
+        overlaps = self._in_last_backward and self.settings.overlap
+        final = overlaps and module is not None and leaves_gradients(module.trainer)
         if final and isinstance(optimizer, BlockwiseOptimizer):
-            last = optimizer.last_backward()
-        with last:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            with optimizer.last_backward():
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A file, or a folder of parts that Lightning's ModelParallelStrategy wrote."""
+        """Loads a file, or a folder of shards that Lightning's ModelParallelStrategy wrote."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         if weights_only is not False:
@@ -485,7 +509,7 @@ class BudgetedStrategy(Strategy):
         return {"optimizer_states": [content.pop(key) for key in parts], **content}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state with what the reallocator needs to go on: plan, profile, counters."""
+        """The optimizer's state, with the reallocator's under `online`: plan, profile, counters."""
         state: dict[str, Any] = dict(super().optimizer_state(optimizer))
         for reallocator in self.reallocators:
             if reallocator.optimizer is getattr(optimizer, "_optimizer", optimizer):
@@ -493,9 +517,9 @@ class BudgetedStrategy(Strategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes over the saved allocation where it meets today's budget, then the states, converting where they differ.
+        """Adopts the saved allocation if it meets the budget, then loads the states, converted where specs differ.
 
-        A checkpoint of plain torch.optim.AdamW is taken too: its moments are converted to the plan in force.
+        A checkpoint of torch.optim.AdamW is loaded too: its moments are converted to the plan in force.
         """
         saved: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
         if len(saved) != len(self.reallocators):
@@ -503,10 +527,10 @@ class BudgetedStrategy(Strategy):
                 f"the checkpoint has states of {len(saved)} optimizers, and the module makes {len(self.reallocators)}: "
                 "resume with the module of that run"
             )
-        arrived, self._arrived = self._arrived, None
-        whole = arrived.untouched() if arrived is not None else {}
-        for reallocator, narrator, given in zip(self.reallocators, self.narrators, saved, strict=True):
-            self._load_states(dict(given), reallocator=reallocator, narrator=narrator, whole=whole)
+        arrived, self._arrived_weights = self._arrived_weights, None
+        native = arrived.untouched() if arrived is not None else {}
+        for reallocator, narrator, state in zip(self.reallocators, self.narrators, saved, strict=True):
+            self._load_states(dict(state), reallocator=reallocator, narrator=narrator, native=native)
 
     def _load_states(
         self,
@@ -514,15 +538,15 @@ class BudgetedStrategy(Strategy):
         *,
         reallocator: Reallocator,
         narrator: Narrator,
-        whole: Mapping[str, torch.Tensor],
+        native: Mapping[str, torch.Tensor],
     ) -> None:
+        """`native`: weights of the checkpoint, by name, before the plan in force rounded them to bf16."""
         online = state.pop("online", None)
         notes = reallocator.load_state_dict(online) if online is not None else []
         optimizer = reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None
-        # The plan on which this run started may have kept in fewer bits what the model had in all of its own.
-        optimizer.load_weights({name: whole[name] for name in optimizer.load_report.whole_names if name in whole})
+        optimizer.load_weights({name: native[name] for name in optimizer.load_report.whole_names if name in native})
         if online is not None:
             narrator.resumed()
             for listener in self.resume_listeners:
@@ -594,7 +618,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         self._device_choice = device
 
     def setup_environment(self) -> None:
-        """Chooses the device where it was left open; Lightning has resolved its accelerator by now."""
+        """Chooses the device if it is "auto", now that Lightning has resolved its accelerator."""
         refuse_several_processes("strategy")  # of a process group that was made since
         if self._device_choice == "auto" and isinstance(self.accelerator, CUDAAccelerator):
             self._root_device = torch.device("cuda", torch.cuda.current_device())
@@ -611,13 +635,13 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
 
 
 class RanksStrategy(BudgetedStrategy):
-    """What the strategies of several processes share."""
+    """Base of the strategies of several processes."""
 
     def __init__(self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", **settings: Any):
         super().__init__(budget, **settings)
         self.settings = replace(self.settings, overlap=False)
 
-    def _join(self) -> None:
+    def _join_ranks(self) -> None:
         self.ranks = ranks()
         warm_up_communicator(self.root_device)
 
@@ -632,13 +656,13 @@ class RanksStrategy(BudgetedStrategy):
 class BaocDDPStrategy(RanksStrategy, DDPStrategy):
     """BaocStrategy for several processes: `L.Trainer(devices=2, strategy=BaocDDPStrategy(budget="8gb"))`.
 
-    The budget is that of each device. Ranks look at a step together; rank 0 plans by what the one measured that needs
-    most, decides again from its profile of the averaged gradients, and all move at once, so weights and states stay
-    equal, bit for bit. The plan comes before DistributedDataParallel, as it may change the type of weights. Gradients
-    are views of its buckets, which are there all the time, and counted so.
+    The budget is that of each device. Ranks measure a step together; rank 0 plans by the measurement of the rank that
+    needs most, and decides again from its profile of the averaged gradients. All ranks migrate at once, so weights and
+    states stay equal, bit for bit. The plan comes before DistributedDataParallel, as it may change the type of weights.
+    Gradients are views of DDP's buckets, which are allocated, and counted, all the time.
 
     `budget` and the named arguments are BaocStrategy's, without `device`; others are those of Lightning's DDPStrategy
-    and of DistributedDataParallel. Gradient release and host-placed blocks stepped in backward are not had here.
+    and of DistributedDataParallel. Gradient release, and stepping host-placed blocks in backward, are not supported.
     """
 
     strategy_name = DDP_STRATEGY_NAME
@@ -657,29 +681,34 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         self._first_since_wrapped = False
 
     def configure_ddp(self) -> None:
-        """Lightning calls this before there is a plan, by which weights may change: `setup_optimizers` does it."""
+        """Does nothing: Lightning calls this before there is a plan, which may change weights. See
+        `setup_optimizers`."""
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.reallocator is not None
-        self.reallocator.around_migration = self._moving
+        self.reallocator.around_migration = self._rewrap_around_migration
         self._wrap()
-        if self._arrived is not None:
-            self._arrived.narrowed()  # anew: DistributedDataParallel wrote the same numbers to the weights again
+        if self._arrived_weights is not None:
+            self._arrived_weights.narrowed()  # again: DistributedDataParallel wrote the same numbers to the weights
 
     def _wrap(self) -> None:
         super().configure_ddp()
         self._first_since_wrapped = True
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """Built on the stream that trains. Lightning takes another one, whose memory no other stream can use: the first
-        bucket, of all gradients together, would stay reserved there when buckets are made anew."""
+        """Builds DistributedDataParallel on the stream that trains.
+
+        Lightning uses another stream, whose memory no other one can use: the first bucket, of all gradients together,
+        would stay reserved there when DDP rebuilds its buckets.
+        """
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @contextmanager
-    def _moving(self, cast: bool) -> Iterator[None]:
-        """DistributedDataParallel has to be made anew where weights change their type: it knows their gradients."""
-        wrapped = isinstance(self.model, DistributedDataParallel) and cast
+    def _rewrap_around_migration(self, casts: bool) -> Iterator[None]:
+        """Rebuilds DistributedDataParallel around a migration that changes the type of weights, as its buckets hold
+        their gradients."""
+        wrapped = isinstance(self.model, DistributedDataParallel) and casts
         if wrapped:
             assert self.lightning_module is not None
             self.lightning_module.zero_grad(set_to_none=True)  # views of its buckets
@@ -698,8 +727,8 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         model: L.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As Lightning's. After the first step buckets are made anew, in the order in which gradients came: those of
-        before are held by gradients only, which go first."""
+        """Lightning's step. After the first one DDP rebuilds its buckets in the order in which gradients came, so the
+        gradients, the last references to the old buckets, are freed."""
         out = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._first_since_wrapped:
             self._first_since_wrapped = False
@@ -707,25 +736,25 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         return out
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As of one device. Raises TrainingFailedError where weights differ between ranks."""
+        """The state as on one device. Raises TrainingFailedError if weights differ between ranks."""
         assert self.lightning_module is not None
         check_equal_on_ranks(checksum(self.lightning_module.parameters()), what="weights", among=self.ranks)
         return super().optimizer_state(optimizer)
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that hardly any two sets of tensors share: their bytes, weighted by place, modulo a prime."""
+    """A hash of the tensors' bytes: sums of words per tensor, combined modulo PRIME."""
     flat = (tensor.detach().contiguous().view(-1) for tensor in tensors)
     words = (part.view(torch.int16 if part.element_size() % 2 == 0 else torch.uint8) for part in flat)
     sums = [part.sum(dtype=torch.int64) % PRIME for part in words]
-    found = 0
+    combined = 0
     for value in torch.stack(sums).tolist() if sums else ():
-        found = (found * 31 + value) % PRIME
-    return float(found)
+        combined = (combined * 31 + value) % PRIME
+    return float(combined)
 
 
 # `Trainer(strategy="baoc")`, and `"baoc_state_25"` for each preset of a budget; `"baoc_ddp"` likewise.
 for _strategy in (BaocStrategy, BaocDDPStrategy):
     for _suffix, _budget in {"": AUTO, **{f"_{preset}": preset for preset in PRESETS}}.items():
-        _name, _told = _strategy.strategy_name + _suffix, f"trains inside budget={_budget}"
-        StrategyRegistry.register(_name, _strategy, _told, budget=_budget, override=True)
+        _name, _description = _strategy.strategy_name + _suffix, f"trains inside budget={_budget}"
+        StrategyRegistry.register(_name, _strategy, _description, budget=_budget, override=True)

@@ -103,7 +103,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         sources = sources_of(config, data=data)
         built = {"task": task, "device": device, "run_dir": run_dir, "loggers": loggers}
         parts = assemble_trainer(config, latency=latency, sources=sources, **built)
-        parts.strategy.decided = decided.footprint if decided is not None else None
+        parts.strategy.known_footprint = decided.footprint if decided is not None else None
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
