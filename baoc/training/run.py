@@ -48,7 +48,7 @@ from baoc.training.resume import (
     with_decision,
     write_decision,
 )
-from baoc.training.session import without_scratch_measurements
+from baoc.training.session import SessionSettings, without_scratch_measurements
 from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
@@ -83,8 +83,9 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         write_decision(choice, run_dir=run_dir)
     elif resolved.needs_microbatch_search:
         settings = without_scratch_measurements(session_settings(config), network=task, pretrained=None)
-        given = {"device": device, "settings": settings, "run_dir": run_dir}
-        decided = decide_together(config, task=task, data=data, group=group, **given)
+        decided = decide_together(
+            config, task=task, data=data, device=device, settings=settings, group=group, run_dir=run_dir
+        )
         config, latency = decided.config, decided.latency
     loggers = make_loggers(
         config.logger.names,
@@ -101,14 +102,16 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     folder = files.FolderGuard(run_dir)
     with closing(folder), finishing(loggers):
         sources = sources_of(config, data=data)
-        built = {"task": task, "device": device, "run_dir": run_dir, "loggers": loggers}
-        parts = assemble_trainer(config, latency=latency, sources=sources, **built)
+        parts = assemble_trainer(
+            config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency, sources=sources
+        )
         parts.strategy.known_footprint = decided.footprint if decided is not None else None
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
-            given = {"checkpoint": checkpoint, "run_dir": run_dir, "sources": sources}
-            group.broadcast_result(lambda: check_resume(config, **given))
+            group.broadcast_result(
+                lambda: check_resume(config, checkpoint=checkpoint, run_dir=run_dir, sources=sources)
+            )
         with failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
@@ -117,14 +120,14 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
         metrics = final_metrics(parts, task, data)
-        parts.memory.compare()  # once more: that validation was each rank's own
-        whole = whole_weights(task) if config.checkpoint.export else {}
+        parts.memory.compare()  # again, as each rank validated by itself
+        unsharded = unsharded_weights(task) if config.checkpoint.export else {}
         if group.rank:
-            return None  # what is made of it is rank 0's
+            return None  # rank 0 alone writes the result
         check_quality(metrics, task=task, step=parts.trainer.global_step)
         if config.checkpoint.export:
             with parts.memory.track("export"):
-                export(task, parts=parts, folder=run_dir / "model", whole=whole)
+                export(task, parts=parts, folder=run_dir / "model", unsharded=unsharded)
         folder.check()
         result = result_of_run(config, parts=parts, task=task, data=data, metrics=metrics, command=command)
         write_result(result, parts=parts, run_dir=run_dir)
@@ -132,30 +135,40 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
 
 
 def decide_together(
-    config: RunConfig, *, task: Task, data: DataModule, device: str, group: Ranks, run_dir: Path, **given: Any
+    config: RunConfig,
+    *,
+    task: Task,
+    data: DataModule,
+    device: str,
+    settings: SessionSettings,
+    group: Ranks,
+    run_dir: Path,
 ) -> SearchResult:
-    """The decision by the share of a batch that each rank has: on rank 0's device, and taken over by all; under fsdp by
-    all ranks in step, on the network as it is cut."""
+    """Decides how each rank's share of the batch is run, for all ranks.
+
+    Rank 0 decides on its device, and the others adopt the result. Under fully_shard all ranks decide together, on the
+    sharded network.
+    """
     size = config.trainer.devices
     share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
-    here = partial(decide, task=task, data=data, device=device, run_dir=run_dir, **given)
+    decide_share = partial(decide, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
     if config.trainer.strategy == "fsdp" and group is not SINGLE_PROCESS:
         from baoc.training.fully_sharded import cut, one_mesh
 
-        where = device_of(device)
-        budget = resolve_auto(config.budget, free_bytes=-int(group.all_reduce_max(-free_bytes(where))[0]))
-        cut(task, mesh=one_mesh(where), device=where, precision=str(config.trainer.precision))
-        decided = here(replace(share, budget=budget))
+        own_device = device_of(device)
+        budget = resolve_auto(config.budget, free_bytes=-int(group.all_reduce_max(-free_bytes(own_device))[0]))
+        cut(task, mesh=one_mesh(own_device), device=own_device, precision=str(config.trainer.precision))
+        decided = decide_share(replace(share, budget=budget))
     else:
-        decided = group.broadcast_result(lambda: here(share))
+        decided = group.broadcast_result(lambda: decide_share(share))
         if group.rank:
             take_option(decided.option, task=task, data=data, name=config.model.name)
-    made = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)
-    return replace(decided, config=made)
+    whole_batch = replace(decided.config, batch_size=config.batch_size, trainer=config.trainer)
+    return replace(decided, config=whole_batch)
 
 
 def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModule, device: str, run_dir: Path) -> None:
-    """mode=plan on the present device: `plan.json`; with race=auto the entrants of a race."""
+    """Writes `plan.json` for mode=plan on the present device, and the entrants of a race with race=auto."""
     assert parts.strategy.reallocator is not None
     planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
     rate = config.batch_size / parts.recorder.step_s_predicted
@@ -168,8 +181,8 @@ def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModu
 
 
 def quieten() -> None:
-    """Keeps what is not about the run off the terminal: Lightning's tips, its use of a name that torch renamed, its
-    advice for loggers that count batches of an epoch, as ours count steps, and what ranks are warned of needlessly."""
+    """Silences warnings of Lightning and torch that do not concern a run: tips, a renamed class, advice on logging per
+    epoch, and warnings about ranks that do not apply."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -181,7 +194,7 @@ def quieten() -> None:
 
 
 def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, DataModule]:
-    """The LightningModule and the DataModule of any task, and the start-up summary."""
+    """Builds the LightningModule and the DataModule, and prints the start-up summary."""
     config = resolved.config
     if device == "cuda" and config.model.compile is True:
         start_compiler()
@@ -203,12 +216,12 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         **(stored if family_of(config.model.name).needs_pretrained else {}),
     }
     model = build_model(config.model.name, spec=data.spec, size=config.model.size, seed=config.seed, **options)
-    done = prepare(model, config.model, seed=config.seed)
+    preparations = prepare(model, config.model, seed=config.seed)
     resize_to: Any = getattr(data, "resize_to", None)
     if resize_to is not None and isinstance(size := getattr(model, "image_size", None), int):
         resize_to(size)
-    own = ("backend", "matching", "nonfinite", "release_gradients")
-    optim = {k: v for k, v in asdict(config.optim).items() if k not in own}
+    not_the_tasks = ("backend", "matching", "nonfinite", "release_gradients")
+    optim = {key: value for key, value in asdict(config.optim).items() if key not in not_the_tasks}
     task = build_task(
         config.task.name,
         model=model,
@@ -219,7 +232,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     )
     num_params = sum(p.numel() for p in model.parameters())
     count = config.batch_size // config.micro_batch_size  # micro-batches of all devices
-    told = {
+    summary = {
         "task": config.task.name,
         "model": f"{config.model.name}, size {resolved.size.name} ({resolved.size_reason}), {num_params:,} parameters",
         "data": str(data.spec),
@@ -228,23 +241,22 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
         "batch": f"{config.batch_size}" + (f" = {count} x {config.micro_batch_size}" if count > 1 else ""),
         "steps": f"{config.trainer.max_steps}" if config.trainer.max_steps > 0 else None,
         "seed": f"{config.seed}",
-        "chosen": "; ".join((*resolved.reasons, *done)) or None,
+        "chosen": "; ".join((*resolved.reasons, *preparations)) or None,
     }
-    console.print_key_values(config.name, told, run_dir=run_dir)
+    console.print_key_values(config.name, summary, run_dir=run_dir)
     return task, data
 
 
 def sources_of(config: RunConfig, *, data: DataModule) -> dict[str, str]:
-    """Hashes of the user's code and of the data, by what they are of."""
+    """Hashes of the user's code and of the data, by a description of each."""
     hashes = {**hash_own_code(config), f"the data of dataset={config.dataset.name}": data.identity}
     return {what: sha for what, sha in hashes.items() if sha}
 
 
 def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:
-    """Options of a data set with the network's own tokenizer where `tokenizer` is `model`.
+    """The options of a data set, with `tokenizer=model` replaced by the stored network's tokenizer.
 
-    Raises BadInputError where there is no such network, and for text that would be cut into bytes for one that has a
-    tokenizer.
+    Raises BadInputError if there is no stored network, or for bytes if it has a tokenizer.
     """
     given, stored = options.get("tokenizer"), config.model.pretrained
     needs_pretrained = family_of(config.model.name).needs_pretrained
@@ -273,11 +285,11 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
 
 
 def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict[str, float]:
-    """val/ metrics of the last step: those of the training loop if it ended on a validation, else of one more pass."""
+    """val/ metrics of the last step. If the training loop did not end on a validation, validates once more."""
     values = parts.trainer.callback_metrics
     if parts.validated.step != parts.trainer.global_step:
-        task.zero_grad(set_to_none=True)  # else they travel to the device and back with the weights
-        plain = L.Trainer(
+        task.zero_grad(set_to_none=True)  # else gradients move to the device and back with the weights
+        trainer = L.Trainer(
             strategy=parts.strategy.evaluator(),
             accelerator=parts.strategy.root_device.type,
             devices=1,
@@ -290,13 +302,13 @@ def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict
             enable_model_summary=False,
             limit_val_batches=parts.trainer.limit_val_batches,
         )
-        plain.validate(task, datamodule=data, verbose=False)
-        values = plain.callback_metrics
+        trainer.validate(task, datamodule=data, verbose=False)
+        values = trainer.callback_metrics
     return {key: float(value) for key, value in values.items() if key.startswith("val/")}
 
 
 def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> None:
-    """DivergedError if the quality is not finite."""
+    """Raises DivergedError if the task's quality metric is not finite."""
     name, _ = task.quality
     if not math.isfinite(metrics.get(name, math.nan)):
         raise DivergedError(
@@ -308,7 +320,7 @@ def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> Non
 def result_of_run(
     config: RunConfig, *, parts: Parts, task: Task, data: DataModule, metrics: dict[str, float], command: str
 ) -> RunResult:
-    """The result of a finished run, from what was measured."""
+    """The result of a finished run."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
     plan, optimizer = reallocator.plan, reallocator.optimizer
@@ -364,27 +376,32 @@ def result_of_run(
     )
 
 
-def whole_weights(task: Task) -> dict[str, torch.Tensor]:
-    """On rank 0 the averages of what is trained, where the task keeps such, and what else each rank has in part."""
+def unsharded_weights(task: Task) -> dict[str, torch.Tensor]:
+    """On rank 0, by name: the task's averaged weights, if it averages, and all other sharded parameters, gathered."""
     averages = task.ema.unsharded() if task.ema is not None else {}
-    cut = {name: param for name, param in task.named_parameters() if is_sharded(param) and name not in averages}
-    return {**unsharded_on_rank_0(cut), **averages}
+    sharded = {name: param for name, param in task.named_parameters() if is_sharded(param) and name not in averages}
+    return {**unsharded_on_rank_0(sharded), **averages}
 
 
-def export(task: Task, *, parts: Parts, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
-    """The network as its library loads it, in float32 even where the optimizer keeps weights in parts; `whole` are
-    those of `whole_weights`: the network is judged by its averages."""
+def export(task: Task, *, parts: Parts, folder: Path, unsharded: Mapping[str, torch.Tensor]) -> None:
+    """Writes the network as its library loads it, in float32 even if the optimizer keeps bf16 weights.
+
+    `unsharded`: see `unsharded_weights`. They take precedence, as the result's quality is that of averaged weights.
+    """
     assert parts.strategy.reallocator is not None
-    task.zero_grad(set_to_none=True)  # which float32 copies of weights are to take the place of
-    weights = {name: value.to("cpu", torch.float32) for name, value in whole.items()}
-    if not whole and any(p.dtype != torch.float32 for p in task.model.parameters()):
+    task.zero_grad(set_to_none=True)  # to make room for float32 copies
+    weights = {name: value.to("cpu", torch.float32) for name, value in unsharded.items()}
+    if not unsharded and any(p.dtype != torch.float32 for p in task.model.parameters()):
         weights = parts.strategy.reallocator.optimizer.export_weights()
     named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     export_model(task.model, folder=folder, weights=named)
 
 
 def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
-    """result.json, a frontier of this one run, W&B's summary, and the closing summary; a breach ends in an error."""
+    """Writes result.json, the run's frontier and W&B's summary, and prints the result.
+
+    Raises BudgetBreachedError if the run held more than its budget.
+    """
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)
     from baoc.frontier.build import write_frontier
@@ -400,7 +417,7 @@ def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
 
 
 def evaluate(parts: Parts, *, task: Task, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path) -> None:
-    """mode=eval: one pass over the validation part with the checkpoint's weights; `eval.json`."""
+    """mode=eval: validates with the checkpoint's weights and writes `eval.json`."""
     values: list[Any] = parts.trainer.validate(
         task, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True
     )

@@ -1,7 +1,7 @@
 """Measures the memory of the first real step, for loops whose step could not be run before training.
 
-That step runs on the plan of least state and without the budget's cap; afterwards the budget is planned for. So it is
-for `BaocOptimizer` without a probe, for modules that step several optimizers, and where a module's step fails alone.
+That step runs on the plan of least state and without the budget's cap; afterwards the budget is planned for. This
+serves `BaocOptimizer` without a probe, modules that step several optimizers, and modules whose step failed in a probe.
 """
 
 import weakref
@@ -20,18 +20,17 @@ from baoc.types import Footprint
 
 
 class FirstStep:
-    """From before the optimizers are built to the end of their first step. `close` where that never comes.
+    """Measures from before the optimizers are built to the end of their first step. Call `close` if that never comes.
 
-    Several optimizers of one loop, a session each, share the budget: of what it leaves beside forward and backward each
-    gets a part by the bytes that fp32 AdamW would keep for it. `peak_bytes` is what the first step held, once it is
-    over.
+    Several optimizers of one loop, with a session each, share the budget: what it leaves beside forward and backward is
+    split in proportion to the bytes of fp32 AdamW's states. `peak_bytes`: the peak of the first step, after it.
     """
 
     def __init__(self, *sessions: Session):
         self._sessions = sessions
-        self._cap = ExitStack()  # the first step is a look: what passes the budget is refused by number after it
+        self._cap = ExitStack()  # the first step runs without a cap; a budget that it exceeds is refused after it
         self._memory: FirstStepMemory | None = None
-        self._hooks = ExitStack()  # and what measures: all that is to end with the owner, at the latest
+        self._hooks = ExitStack()  # of the measurement; they end with the owner at the latest
         self._reallocators: list[weakref.ref[Reallocator]] = []
         self.peak_bytes: int | None = None
         device, budget = sessions[0].device, sessions[0].budget
@@ -39,7 +38,7 @@ class FirstStep:
         self._cap.enter_context(uncapped(device, budget=budget))
 
     def begin(self, *reallocators: Reallocator, owner: object) -> None:
-        """Measures from now on, or from when states are loaded; ends with `owner`."""
+        """Starts measuring, and again when states are loaded. Ends when `owner` is deleted."""
         self._reallocators = [weakref.ref(each) for each in reallocators]
         self._measure()
         # Not `self.close`: the registry of finalizers would keep sessions, their module and so the owner itself.
@@ -55,9 +54,9 @@ class FirstStep:
         params = [param for session in self._sessions for param in session.params.values()]
         optimizers = [one.optimizer for ref in self._reallocators if (one := ref()) is not None]
         context = context_bytes(self._sessions[0].device)
-        held = [session.module for session in self._sessions if session.module is not None]
-        held = [*held, *(optimizer.state for optimizer in optimizers)]
-        self._memory = FirstStepMemory(params, existing=held, context_bytes=context)
+        modules = [session.module for session in self._sessions if session.module is not None]
+        states = [optimizer.state for optimizer in optimizers]
+        self._memory = FirstStepMemory(params, existing=[*modules, *states], context_bytes=context)
         self._hooks.callback(self._memory.stop)
         for optimizer in optimizers:
             subscribe(self._memory, optimizer, ends=self._hooks)
@@ -67,10 +66,10 @@ class FirstStep:
         _close(self._hooks, self._cap)
 
     def learn(self, *reallocators: Reallocator) -> None:
-        """After the very first step: the memory of its forward and backward is known, so the budget is planned for.
+        """After the first step: plans for the budget, as the memory of forward and backward is known.
 
-        `reallocators`: one for each session. Raises InfeasibleBudgetError where nothing meets the budget, and
-        BadInputError where the model was moved since.
+        `reallocators`: one for each session. Raises InfeasibleBudgetError if nothing meets the budget, and
+        BadInputError if the model was moved meanwhile.
         """
         assert self._memory is not None
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
@@ -87,21 +86,21 @@ class FirstStep:
         self._hooks.close()
         self.peak_bytes = footprint.forward_backward_bytes + state_bytes
         profilers = [one.profiler for one in reallocators if one.profiler is not None]
-        held = sum(profiler.nbytes for profiler in profilers)
-        temporary = max((profiler.temporary_bytes() for profiler in profilers), default=0)
+        profile_bytes = sum(profiler.nbytes for profiler in profilers)
+        temporary_bytes = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
             reallocator.planner.footprint = session.largest_on_ranks(
                 _with_seeds(session.complete(footprint), session=session)
             )
             reallocator.planner.budget, reallocator.deferred_budget = budget, None
-            reallocator.planner.count_profile(held, temporary_bytes=temporary)
+            reallocator.planner.count_profile(profile_bytes, temporary_bytes=temporary_bytes)
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
-        seen = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
-        (seen,) = self._sessions[0].ranks.all_reduce_max(seen)  # all stay, or all are planned for anew
-        fitted = budget.memory_bytes is None or seen <= budget.memory_bytes
+        own_peak = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
+        (peak_bytes,) = self._sessions[0].ranks.all_reduce_max(own_peak)  # so that all ranks stay, or all replan
+        fitted = budget.memory_bytes is None or peak_bytes <= budget.memory_bytes
         staying = [reallocator for reallocator in reallocators if reallocator.continues_saved_plan and fitted]
-        clear_cache(device)  # states get memory of their own, not gaps between gradients
+        clear_cache(device)  # so that states do not fill gaps between gradients
         with self._cap:
             leave_to_others(reallocators, staying=staying)
             for reallocator in reallocators:
@@ -110,14 +109,17 @@ class FirstStep:
 
 
 def _without_state(footprint: Footprint) -> int:
-    """The peak of a step of the spec that takes least for itself."""
+    """The peak without states, of a step with the spec of the smallest temporaries."""
     temporaries = footprint.step_temporary_bytes
     return footprint.peak_bytes(state_bytes=0, specs=sorted(temporaries, key=temporaries.__getitem__)[:1])
 
 
 def _shared(footprint: Footprint, *, among: int) -> Footprint:
-    """The footprint of one of several optimizers. 16-bit gradients save at the step alone, and states come in their
-    place: of the room that forward and backward leave below the step, each optimizer may fill its part by that."""
+    """The footprint of one of several optimizers.
+
+    bf16 gradients save memory in the optimizer's step only, and states take their place. If the step's peak is above
+    that of forward and backward, each optimizer may fill its part of the difference.
+    """
     temporary = min(footprint.step_temporary_bytes.values(), default=0)
     step = footprint.resident_bytes + max(temporary, footprint.profile_temporary_bytes)
     room = 0 if footprint.released else max(step - footprint.forward_backward_bytes, 0)
@@ -125,7 +127,7 @@ def _shared(footprint: Footprint, *, among: int) -> Footprint:
 
 
 def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
-    """The footprint with what it takes to start v of another spec from the second step's gradient."""
+    """The footprint with the temporaries of seeding another spec's v from the second step's gradient."""
     needed = seeding.temporary_bytes(session.params.values())
     temporaries = {name: max(held, needed) for name, held in footprint.step_temporary_bytes.items()}
     return replace(footprint, step_temporary_bytes=temporaries)
@@ -137,31 +139,35 @@ def _close(hooks: ExitStack, cap: ExitStack) -> None:
 
 
 def leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Reallocator]) -> None:
-    """Has each count what others keep, late parameters too. Those `staying` at their allocation keep what they have. Of
-    what the budget then leaves beside forward and backward, each other one gets the least that it needs, and a part of
-    the rest by the bytes that AdamW's states have beyond that. What is too little for all is so for the first one."""
+    """Sets `others_bytes` of each reallocator's footprint, so that several optimizers share the budget.
+
+    Those `staying` at their allocation keep their bytes. Of what the budget then leaves beside forward and backward,
+    each other one gets the least that it needs, and a share of the rest in proportion to the bytes of AdamW's states
+    beyond that. If there is too little for all, the first one's plan is refused.
+    """
     footprints: dict[Reallocator, Footprint] = {}
     for one in reallocators:
         if one.planner.footprint is not None:
             one.planner.footprint = footprints[one] = _shared(one.planner.footprint, among=len(reallocators))
-    bare = {one: _without_state(footprint) for one, footprint in footprints.items()}
-    kept = sum(one.optimizer.state_bytes() for one in staying)
+    stateless = {one: _without_state(footprint) for one, footprint in footprints.items()}
+    staying_bytes = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
     several = len(moving) > 1 or any(one.late for one in moving)
-    least = {one: one.planner.least_feasible_bytes() - bare[one] if several else 0 for one in moving}
-    more = {one: max(one.planner.state_bytes_adamw - held, 0) for one, held in least.items()}
-    late = {one: one.late_bytes_adamw - one.late_bytes for one in moving}  # which came at the least
-    held = kept + sum(least.values()) + sum(one.late_bytes for one in moving)
-    whole = max(sum(more.values()) + sum(late.values()), 1)
-    room = (reallocators[0].planner.budget.memory_bytes or 0) - max(bare.values()) - held
-    room = min(max(room, 0), whole)
+    least = {one: one.planner.least_feasible_bytes() - stateless[one] if several else 0 for one in moving}
+    beyond_least = {one: max(one.planner.state_bytes_adamw - num_bytes, 0) for one, num_bytes in least.items()}
+    late_beyond_least = {one: one.late_bytes_adamw - one.late_bytes for one in moving}  # late ones came at the least
+    held = staying_bytes + sum(least.values()) + sum(one.late_bytes for one in moving)
+    total = max(sum(beyond_least.values()) + sum(late_beyond_least.values()), 1)
+    base = max(stateless.values())
+    room = (reallocators[0].planner.budget.memory_bytes or 0) - base - held
+    room = min(max(room, 0), total)
     for one, footprint in footprints.items():
         if one in staying:
-            others = held - one.plan.allocation.state_bytes + room + max(bare.values()) - bare[one]
+            others = held - one.plan.allocation.state_bytes + room + base - stateless[one]
         else:
-            others = held - least[one] + room - room * more[one] // whole + max(bare.values()) - bare[one]
+            others = held - least[one] + room - room * beyond_least[one] // total + base - stateless[one]
             if one.late:
-                share = (one.late_bytes + room * late[one] / whole) / one.late_bytes_adamw
-                with suppress(InfeasibleBudgetError):  # they stay at the least
+                share = (one.late_bytes + room * late_beyond_least[one] / total) / one.late_bytes_adamw
+                with suppress(InfeasibleBudgetError):  # late parameters then stay at the least
                     one.replan_late(share=min(share, 1.0))
         one.planner.footprint = replace(footprint, others_bytes=max(others, 0))
