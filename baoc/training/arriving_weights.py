@@ -39,7 +39,7 @@ def _least_bytes(module: nn.Module, *, context_bytes: int) -> int:
 
 
 def must_wait(module: nn.Module, *, device: torch.device, budget: Budget, context_bytes: int) -> bool:
-    """Whether the weights in their present types need more than the budget's memory, on a CUDA device."""
+    """True if the weights in their present types exceed the budget's memory, on a CUDA device."""
     if device.type != "cuda" or budget.memory_bytes is None:
         return False
     return _least_bytes(module, context_bytes=context_bytes) > budget.memory_bytes
@@ -71,32 +71,32 @@ def on_device_as_bf16(
     """Inside, `module` is on `device`, with bf16 values in the parameters `bf16_params`; the exact values are on the
     host.
 
-    Afterwards `bf16_params` are back on the host; all others stay on the device. Where bf16 passes the cap
-    too, the module moves without the cap, so that the planner can still name a budget that would fit. Raises
-    InfeasibleBudgetError where the device itself has no room.
+    Afterwards `bf16_params` are back on the host; all others stay on the device. If bf16 exceeds the cap too, the
+    module moves without the cap, so that the planner can still name a budget that would fit. Raises
+    InfeasibleBudgetError if the device itself has no room.
     """
     with ExitStack() as stack:
         try:
-            _come(module, stack=stack, bf16_params=bf16_params, device=device)
+            _move(module, stack=stack, bf16_params=bf16_params, device=device)
         except torch.OutOfMemoryError:
             stack.close()
             clear_cache(device)
             try:
                 with uncapped(device, budget=budget):
-                    _come(module, stack=stack, bf16_params=bf16_params, device=device)
+                    _move(module, stack=stack, bf16_params=bf16_params, device=device)
             except torch.OutOfMemoryError:
                 stack.close()
                 raise no_room(module, budget=budget, context_bytes=context_bytes) from None
         yield
 
 
-def _come(module: nn.Module, *, stack: ExitStack, bf16_params: Mapping[str, Tensor], device: torch.device) -> None:
+def _move(module: nn.Module, *, stack: ExitStack, bf16_params: Mapping[str, Tensor], device: torch.device) -> None:
     stack.enter_context(cast_to_bf16(bf16_params, device=device))
     module.to(device)
 
 
 def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
-    """Whether states and the full weights, which are on the device, may exceed the budget before narrowing."""
+    """True if states and native weights together may exceed the budget before the plan's weights become bf16."""
     memory = plan.budget.memory_bytes
     if (
         footprint is None
@@ -117,10 +117,10 @@ def leave(params: Mapping[str, Tensor]) -> None:
 
 
 class ArrivedWeights:
-    """Full copies, in CPU memory, of the parameters that the plan keeps in fewer bits, made when this is built.
+    """Native copies, in CPU memory, of the parameters that the plan keeps in bf16; made on construction.
 
-    They serve a resume whose checkpoint has another plan, under which some of these are full again. The copies are what
-    the module and callbacks left in the model between loading and training, which may differ from the file (weight
+    They serve a resume whose checkpoint has another plan, under which some of these are native again. The copies are
+    what the module and callbacks left in the model between loading and training, which may differ from the file (weight
     averages swap places with current weights). Call `narrowed` when the optimizer has been built.
     """
 
@@ -134,16 +134,16 @@ class ArrivedWeights:
             if choices[block.name] in narrow and narrow[choices[block.name]].weights != "native"
         ]
         self._params = {name: params[name] for name in names if params[name].element_size() > BF16.itemsize}
-        self._whole = {name: param.detach().to("cpu", copy=True) for name, param in self._params.items()}
+        self._native = {name: param.detach().to("cpu", copy=True) for name, param in self._params.items()}
         self._versions: dict[str, int] = {}
 
     def narrowed(self) -> None:
         self._versions = {name: param._version for name, param in self._params.items()}
 
     def untouched(self) -> dict[str, Tensor]:
-        """Parameter name -> full weights, of the parameters that nobody has written to since `narrowed`."""
+        """Parameter name -> native weights, of the parameters that were not written to since `narrowed`."""
         return {
-            name: self._whole[name] for name, param in self._params.items() if param._version == self._versions[name]
+            name: self._native[name] for name, param in self._params.items() if param._version == self._versions[name]
         }
 
 
@@ -151,44 +151,44 @@ class WeightsBetweenFits:
     """Restores weights between fits.
 
     A fit leaves weights in the formats of its specs, with corrections in the optimizer's states. `leave` and `resume`
-    give the next fit the numbers that they stand for, in their first types. For a pass that trains nothing, `narrow`
-    makes bf16 of the weights that lose nothing by it, such as split weights from a checkpoint, and `widen` undoes it.
+    restore their exact values in native types for the next fit. For a pass without training, `narrow` converts weights
+    to bf16 that lose nothing by it, such as split weights from a checkpoint, and `widen` undoes it.
     """
 
     def __init__(self) -> None:
-        self._whole: dict[Tensor, torch.dtype] = {}
-        self._left: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
+        self._dtypes: dict[Tensor, torch.dtype] = {}
+        self._ended: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
 
     def leave(self, optimizer: BlockwiseOptimizer) -> None:
         """Ends a fit: keeps its optimizer and the versions of its parameters."""
         slots = [slot for live in optimizer.registry.live.values() for slot in live.slots]
-        self._left.append((optimizer, {slot.param: slot.param._version for slot in slots}))
+        self._ended.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
     def resume(self, module: nn.Module) -> None:
-        """Begins another fit. Weights written to since the last one, as by a checkpoint, keep their numbers."""
-        left, self._left = self._left, []
-        mine = set(module.parameters())
-        for optimizer, versions in left:
+        """Begins another fit. Weights written to since the last one, as by a checkpoint, keep their values."""
+        ended, self._ended = self._ended, []
+        own = set(module.parameters())
+        for optimizer, versions in ended:
             registry = optimizer.registry
             for live in registry.live.values():
                 with registry.states_on_device(live, write_back=False):
                     for slot in live.slots:
                         dtype = getattr(torch, slot.info.dtype)
-                        if slot.param in mine and slot.param.dtype is not dtype:
+                        if slot.param in own and slot.param.dtype is not dtype:
                             same = slot.param._version == versions.get(slot.param)
                             slot.param.data = master(slot.param, registry.state[slot.param] if same else {}).to(dtype)
 
     def narrow(self, module: nn.Module) -> None:
         """Makes parameters bf16, on their device, where that loses nothing."""
         for param in module.parameters():
-            near = param.detach().to(BF16)
-            if param.element_size() > BF16.itemsize and torch.equal(near.to(param.dtype), param.detach()):
-                self._whole[param] = param.dtype
-                param.data = near
+            rounded = param.detach().to(BF16)
+            if param.element_size() > BF16.itemsize and torch.equal(rounded.to(param.dtype), param.detach()):
+                self._dtypes[param] = param.dtype
+                param.data = rounded
 
     def widen(self) -> None:
-        """Undoes `narrow`. To be called when the parameters are on the host again."""
-        for param, dtype in self._whole.items():
+        """Undoes `narrow`. Call it when the parameters are on the host again."""
+        for param, dtype in self._dtypes.items():
             param.data = param.detach().to(dtype)
-        self._whole.clear()
+        self._dtypes.clear()

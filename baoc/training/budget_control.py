@@ -1,7 +1,6 @@
 """Changes the budget of a running job: by schedule, and by a file in its folder.
 
-Whatever asks, the answer is the same: before the next optimizer step the allocation meets the new budget, or
-`budget.json` and the terminal say why it does not.
+Before the next optimizer step the allocation meets the new budget, or `budget.json` and the terminal say why not.
 """
 
 import os

@@ -1,8 +1,7 @@
-"""Decisions of before, kept in the user's cache: the same run on the same card need not measure its options again.
+"""The cache of decisions: the same run on the same card does not measure its options again.
 
-An entry is a file whose name is the hash of all that a decision rests on. What was decided for another network, batch,
-card, budget, version or setting is in another file. An entry that is damaged, of another key, or from a folder in which
-somebody else could have put it is none.
+An entry is a file named by the hash of everything that the decision rests on: network, batch, card, budget, versions,
+settings. Entries that are damaged, of another key, or in a folder that another user can write to are ignored.
 """
 
 import hashlib
@@ -28,14 +27,14 @@ from baoc.parallel import ranks
 from baoc.profiling.latency import source_hash, timing_key
 from baoc.types import Budget, Footprint, LatencyTable, Option, read_plain, to_plain
 
-MOST = 256  # entries that are kept, the newest ones
-# Settings that no decision rests on; how long a run is only says what more of deciding is worth, see `Entry.run_s`.
+MAX_ENTRIES = 256  # the newest ones are kept
+# Settings that no decision rests on. The length of a run only matters for `Entry.run_s`.
 _RUN = ("name", "seed", "resume", "logger", "checkpoint", "faults")
 _TRAINER = (
     *("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "log_every_n_steps", "enable_progress_bar"),
     *("enable_model_summary", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches"),
 )
-# Variables that steer torch, its libraries and BAOC, but for those that name a folder or one of several equal cards.
+# Prefixes of environment variables that change what torch, its libraries or BAOC do; _FOLDERS do not.
 _STEERING = ("BAOC_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS", "CUDNN", "NVIDIA_", "OMP_", "MKL_")
 _FOLDERS = (CACHE_VARIABLE, "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -43,10 +42,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A decision: the `chosen` one of `options`, with its footprint and the latency table to plan the run with.
+    """A decision: the chosen option, all options, its footprint, and the latency table to plan the run with.
 
-    `run_s`: for how long a run it is enough; infinite where no option was left that could have been better.
-    `in_16_bits`: it had room with weights of 16 bits alone.
+    `run_s`: seconds of the longest run for which it is good enough; infinite if no unmeasured option could be better.
+    `in_16_bits`: it had room with bf16 weights only.
     """
 
     chosen: Option
@@ -60,17 +59,17 @@ class Entry:
 def key_of(
     config: RunConfig, *, network: nn.Module, batches: Sequence[Any], budget: Budget, device: torch.device
 ) -> dict[str, Any]:
-    """All that a decision rests on. `batches`: of training and validation; their shapes count, not their numbers, as a
-    budget's bytes do and not its name."""
-    asked = to_plain(config)
-    asked = {key: value for key, value in asked.items() if key not in _RUN}
-    asked["trainer"] = {key: value for key, value in asked["trainer"].items() if key not in _TRAINER}
+    """Everything that a decision rests on, as plain values. `batches`: of training and validation; their shapes
+    count."""
+    settings = to_plain(config)
+    settings = {key: value for key, value in settings.items() if key not in _RUN}
+    settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key not in _TRAINER}
     tensors = [*network.named_parameters(), *network.named_buffers()]
     return {
-        "config": asked | {"budget": to_plain(replace(budget, name=""))},
+        "config": settings | {"budget": to_plain(replace(budget, name=""))},
         "code": hash_own_code(config) | _code_of_layers(network),
         "batches": [_shapes(batch) for batch in batches],
-        "ranks": ranks().size,  # each of several keeps buckets of gradients
+        "ranks": ranks().size,  # several ranks keep buckets of gradients
         "network": json_sha256(
             [type(network).__module__, type(network).__qualname__, repr(network)],
             [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
@@ -92,9 +91,9 @@ def key_of(
 
 
 def _code_of_layers(network: nn.Module) -> dict[str, str]:
-    """SHA-256 of the files that define its layers, but for torch's and this package's, which the key has otherwise.
+    """SHA-256 of the files that define the network's layers, by module name.
 
-    Files that these import are not part of it.
+    Without those of torch and BAOC, which the key has otherwise, and without the files that these import.
     """
     names = sorted({type(layer).__module__ for layer in network.modules()})
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
@@ -128,11 +127,11 @@ def path_of(key: Mapping[str, Any]) -> Path:
 
 
 def load_decision(key: Mapping[str, Any]) -> Entry | None:
-    """The decision for this key; None where there is none that is whole."""
+    """The decision for this key; None if there is no intact one."""
     try:
-        kept: Any = json.loads(read_private(path_of(key)) or "")
-        body = kept["body"]
-        if kept["digest"] != json_sha256(body) or body["key"] != json.loads(json.dumps(key)):
+        stored: Any = json.loads(read_private(path_of(key)) or "")
+        body = stored["body"]
+        if stored["digest"] != json_sha256(body) or body["key"] != json.loads(json.dumps(key)):
             return None
         entry = read_plain(Entry, body)
         return replace(entry, run_s=math.inf) if math.isnan(entry.run_s) else entry
@@ -141,10 +140,10 @@ def load_decision(key: Mapping[str, Any]) -> Entry | None:
 
 
 def store_decision(key: Mapping[str, Any], entry: Entry) -> None:
-    """Keeps a decision for the next run, in the place of what was there for this key; the oldest entries go."""
+    """Stores a decision for later runs, and deletes the oldest entries."""
     body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
     write_private(path_of(key), json.dumps({"digest": json_sha256(body), "body": body}))
     with suppress(OSError):
         entries = sorted(cache_folder().glob("decision-*.json"), key=lambda path: path.stat().st_mtime)
-        for old in entries[:-MOST]:
+        for old in entries[:-MAX_ENTRIES]:
             old.unlink(missing_ok=True)

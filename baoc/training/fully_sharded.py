@@ -1,8 +1,8 @@
 """The Lightning strategy of fully_shard (FSDP2) that trains inside a budget.
 
-Of Lightning's ModelParallelStrategy it takes processes and their mesh. The order is that of one device: a checkpoint is
-read into the whole module on the host, which is cut then, layer by layer, and planned for by what a rank measures. So
-checkpoints are the file of one device too.
+Processes and their mesh come from Lightning's ModelParallelStrategy. The order is that of one device: a checkpoint is
+loaded into the unsharded module on the host; then the module is sharded layer by layer, measured and planned for. So a
+checkpoint is one file, as of one device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from baoc.types import Budget
 
 
 class _OneFile(ModelParallelStrategy):
-    """Lightning's, with a mesh of one dimension and checkpoints as of one device, which rank 0 writes."""
+    """ModelParallelStrategy with a one-dimensional mesh and one-device checkpoints, which rank 0 writes."""
 
     restore_checkpoint_after_setup: bool = False  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
@@ -42,7 +42,7 @@ class _OneFile(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: L.Trainer) -> None:
-        super(ModelParallelStrategy, self).setup(trainer)  # which asks for no configure_model
+        super(ModelParallelStrategy, self).setup(trainer)  # ModelParallelStrategy's own requires configure_model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -67,13 +67,15 @@ class _OneFile(ModelParallelStrategy):
 
 
 def one_mesh(device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension, so that messages are the default group's: each group has buffers of its own."""
+    """A mesh of all ranks in one dimension. It uses the default group; another group would allocate its own buffers."""
     return init_device_mesh(device.type, (ranks().size,), mesh_dim_names=("data_parallel",))
 
 
 def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
-    """Cuts the module by fully_shard, on its device: each part comes there as rank 0 has it, the repeated layers of
-    each child, then the child. The module remembers where its weights are from."""
+    """Shards the module by fully_shard: the repeated layers of each child, then the child.
+
+    Each is moved to `device` with rank 0's values first. The module remembers whether its weights are pretrained.
+    """
     remember_origin(module)
     policy = MixedPrecisionPolicy()
     if precision == "bf16-mixed":
@@ -87,12 +89,12 @@ def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, pr
             )
             if any(True for _ in part.parameters()):
                 fully_shard(part, mesh=mesh, mp_policy=policy)
-        if layers and hasattr(child, "features"):  # which a loss in chunks calls in the place of forward
+        if layers and hasattr(child, "features"):  # a chunked loss calls it in place of forward
             register_fsdp_forward_method(child, "features")
 
 
 def _layers_of(module: L.LightningModule) -> Iterator[FSDPModule]:
-    """The layers that `cut` has cut one by one."""
+    """The repeated layers that `cut` sharded."""
     for child in module.children():
         yield from (part for part in recomputable_layers(child) if isinstance(part, FSDPModule) and part is not child)
 
@@ -125,21 +127,21 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
         check_arguments(settings, BaocFSDPStrategy, BudgetedStrategy, ModelParallelStrategy)
         super().__init__(budget, save_distributed_checkpoint=False, **settings)
         self.reshard_after_forward = reshard_after_forward
-        self._layers: list[FSDPModule] = []  # whose gathering is decided here
+        self._layers: list[FSDPModule] = []  # whose reshard_after_forward is decided here
 
     def model_to_device(self) -> None:
-        """Cuts the module where it is, so that no device ever holds it in full."""
+        """Shards the module from CPU memory, so that no device ever holds it unsharded."""
         module = self.lightning_module
         assert module is not None
-        theirs = any(map(is_sharded, module.parameters())) and is_overridden("configure_model", module)
+        users_own = any(map(is_sharded, module.parameters())) and is_overridden("configure_model", module)
         if not any(map(is_sharded, module.parameters())):
             cut(module, mesh=self.device_mesh, device=self.root_device, precision=str(module.trainer.precision))
-        if theirs and self.reshard_after_forward != "auto":
+        if users_own and self.reshard_after_forward != "auto":
             raise BadInputError(
                 f"reshard_after_forward={self.reshard_after_forward} was given to BaocFSDPStrategy, and "
                 f"configure_model of {type(module).__name__} calls fully_shard itself: give it there, or leave one out"
             )
-        self._layers = [] if theirs else list(_layers_of(module))
+        self._layers = [] if users_own else list(_layers_of(module))
         if self.reshard_after_forward != "auto":
             self._reshard(bool(self.reshard_after_forward))
         elif self._layers:
@@ -147,11 +149,11 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
             params = [param for layer in self._layers for param in cast(nn.Module, layer).parameters()]
             num_bytes = sum(param.numel() * (narrow or param.element_size()) for param in params)
             self._resharding = Resharding(switch=self._reshard, num_bytes=num_bytes)
-        left = [name for name, param in module.named_parameters() if not is_sharded(param)]
-        if left:
-            raise refusal("left_whole", names=", ".join(left[:3]))
+        unsharded = [name for name, param in module.named_parameters() if not is_sharded(param)]
+        if unsharded:
+            raise refusal("left_whole", names=", ".join(unsharded[:3]))
         if any(tensor.device != self.root_device for tensor in (*module.parameters(), *module.buffers())):
-            module.to(self.root_device)  # which makes parameters anew, and none that a decision has run may be
+            module.to(self.root_device)  # only if needed: it replaces parameters, which a search may have used already
 
     def _reshard(self, reshards: bool) -> None:
         for layer in self._layers:
@@ -174,7 +176,7 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
 
 
 class _EvaluatorInPlace(SingleDeviceStrategy):
-    """Evaluates a module that is on its device, in every rank at once, and leaves it there and in its types."""
+    """Evaluates a module on all ranks together, and leaves it on its device and in its types."""
 
     def setup(self, trainer: L.Trainer) -> None:
         # Converting would swap each DTensor for a new one, and torch refuses that while its engine refers to the old.

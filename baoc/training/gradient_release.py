@@ -1,6 +1,6 @@
 """Gradient release under Lightning's Trainer: clipping moves into backward; accumulation and a GradScaler are refused.
 
-With gradient release a block is stepped in backward, as soon as its gradients have come, and they are freed.
+With gradient release a block is stepped in backward, as soon as its gradients have arrived, and they are freed.
 """
 
 import logging
@@ -18,10 +18,10 @@ _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> bool | GradientRelease:
-    """The release with the trainer's own clipping, which would come when gradients are gone; False as it is.
+    """The release with the Trainer's clipping, which has to be done in backward; False if `release` is False.
 
-    Raises BadInputError for what needs all gradients before the first update: accumulation, a GradScaler, clipping of
-    the module's own; says which hooks of module and callbacks find no gradients.
+    Raises BadInputError for whatever needs all gradients before the first update: accumulation, a GradScaler, clipping
+    by the module. Warns of hooks of the module and callbacks that will find no gradients.
     """
     if release is False:
         return False
@@ -48,7 +48,7 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> bo
     for owner, hooks in seeing_gradients(trainer).items():
         log.warning("gradients are released in backward: %s of %s find none", " and ".join(hooks), owner)
     limit, own = trainer.gradient_clip_val, release if isinstance(release, GradientRelease) else GradientRelease()
-    if not limit:  # 0 is none, too
+    if not limit:  # 0 means none
         return own
     if own != GradientRelease():
         raise BadInputError(
@@ -60,7 +60,7 @@ def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> bo
 
 
 def seeing_gradients(trainer: L.Trainer) -> dict[str, list[str]]:
-    """Modules and callbacks that are not ours -> their hooks between the backward and the step."""
+    """Class name of module or callback -> its hooks between backward and step; BAOC's own are left out."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     owners = [(trainer.lightning_module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]
     found = {}
@@ -79,9 +79,10 @@ def leaves_gradients(trainer: L.Trainer) -> bool:
 
 
 def leave_clipping(precision: Precision) -> None:
-    """Makes Lightning's own clipping do nothing: it would find no gradients, and torch's by value fails then."""
+    """Disables Lightning's clipping, which would find no gradients; torch's clipping by value fails without any."""
     setattr(precision, "clip_gradients", lambda *args, **kwargs: None)  # noqa: B010 - of this plugin alone
 
 
 def take_clipping_back(precision: Precision) -> None:
+    """Undoes `leave_clipping`."""
     vars(precision).pop("clip_gradients", None)

@@ -1,4 +1,4 @@
-"""Measures the first whole step after parameters were added or unfrozen: their activations are in no plan yet."""
+"""Measures the first whole step after parameters were added or unfrozen, whose activations no plan counts."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from baoc.types import Budget, Footprint
 
 
 def subscribe(memory: FirstStepMemory, optimizer: BlockwiseOptimizer, *, ends: ExitStack) -> None:
-    """Has the optimizer tell `memory` when gradients are zeroed, until `ends` closes, and when a block is stepped."""
+    """Reports to `memory` when the optimizer zeroes gradients, until `ends` closes, and when it steps a block."""
     optimizer.before_zeroing.append(memory.record_zeroing)
     ends.callback(optimizer.before_zeroing.remove, memory.record_zeroing)
     if optimizer.releaser is not None:
@@ -22,9 +22,10 @@ def subscribe(memory: FirstStepMemory, optimizer: BlockwiseOptimizer, *, ends: E
 
 
 class LateStep:
-    """From construction, between two steps, to `finish` after the next one, which runs outside of the budget's cap.
+    """Measures from its construction, between two steps, to `finish` after the next one, which runs without a cap.
 
-    `network`: its frozen weights and buffers count too, as `others` do, the states of other optimizers.
+    Counted are the optimizer's states and parameters, all weights and buffers of `network`, and `others`, the states of
+    other optimizers.
     """
 
     def __init__(
@@ -36,19 +37,21 @@ class LateStep:
         use_expandable_segments(device)
         self._ends = ExitStack()
         self._ends.enter_context(uncapped(device, budget=budget))
-        held = params if network is None else [*network.parameters(), *network.buffers()]
-        self._memory = FirstStepMemory(held, existing=[optimizer.state, *others], context_bytes=context_bytes(device))
+        tensors = params if network is None else [*network.parameters(), *network.buffers()]
+        self._memory = FirstStepMemory(
+            tensors, existing=[optimizer.state, *others], context_bytes=context_bytes(device)
+        )
         self._ends.callback(self._memory.stop)
         subscribe(self._memory, optimizer, ends=self._ends)
         weakref.finalize(registry, self._ends.close).atexit = False
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the device held so far."""
+        """The device's peak so far."""
         return current_context_bytes(self._device) + self._memory.peak_bytes
 
     def finish(self, optimizer: BlockwiseOptimizer, *, budget: Budget) -> Footprint:
-        """What the step held without optimizer state; the cap is that of `budget`, which may be newer."""
+        """Ends the measurement; returns the step's bytes without optimizer state, and caps the device at `budget`."""
         footprint = self._memory.finish(state_bytes=optimizer.state_bytes())
         self.close(optimizer)
         recap_device(self._device, budget=budget)

@@ -1,6 +1,6 @@
-"""Reports of `BaocStrategy` and `BaocOptimizer`: the plan, each move, and at the end whether the budget held.
+"""Reports of `BaocStrategy` and `BaocOptimizer`: the plan, each migration, and at the end whether the budget held.
 
-`baoc.training.run` has its own reports and run folder; here there is a terminal, and loggers where the loop has some.
+They go to the terminal, and to loggers if the loop has some. `baoc.training.run` has its own reports and run folder.
 """
 
 import os
@@ -20,11 +20,14 @@ LogMetrics = Callable[[Mapping[str, float]], object]
 
 
 class Narrator:
-    """Tells of one reallocator's plan, moves and result. `verbose=False` prints nothing; values are there all the same.
+    """Reports one reallocator's plan, migrations and result. `verbose=False` prints nothing.
 
-    `log` gets metrics with the plan, with each decision and at the end. `first_step_bytes` is what a CPU held in the
-    first step, where that was measured; a CUDA device is asked for its peak. Ranks compare theirs after steps 1, 2, 4
-    and so on, and where all of them come to `compare`: `by_rank`. The verdict is of the one that held most.
+    Attributes:
+        log: Called with metrics for the plan, for each decision and at the end.
+        first_step_bytes: Peak of the first step on a CPU, if measured. CUDA has a peak of its own.
+        by_rank: Peaks of all ranks at the newest comparison, after steps 1, 2, 4 and so on and at calls of `compare`;
+            the verdict is of the largest. Empty for a single process.
+        alone: False if another optimizer's memory is missing in the peak on a CPU.
     """
 
     def __init__(
@@ -34,8 +37,8 @@ class Narrator:
         ranks = current_rank()
         self.verbose = verbose and (ranks is None or ranks.rank == "0")
         self.first_step_bytes: int | None = None
-        self.alone = True  # False: another optimizer's memory is in no window of this one's on a CPU
-        self.by_rank: tuple[int, ...] = ()  # peaks as of the newest comparison; empty for a process alone
+        self.alone = True
+        self.by_rank: tuple[int, ...] = ()
         self.layers_summary = ""  # see Session
         self.num_moves = 0  # that were accepted
         self._stepped = self._begun = self._told = False
@@ -44,7 +47,7 @@ class Narrator:
         reallocator.listeners.append(self._moved)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which say nothing: whoever logs, and the end, are the original's."""
+        """For copies, which report nothing."""
         return {**self.__dict__, "log": None, "verbose": False}
 
     # -- values ---------------------------------------------------------------------------------------------------
@@ -55,7 +58,7 @@ class Narrator:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that a process held of its device so far; None where nobody measured it."""
+        """The largest peak of any rank so far; None if it was not measured."""
         return max((held for held in (self._own_bytes, *self.by_rank) if held), default=None)
 
     @property
@@ -64,19 +67,19 @@ class Narrator:
         return max(own, self.reallocator.late_peak_bytes) or None
 
     def compare(self) -> None:
-        """Peaks of all ranks; all of them call it."""
+        """Updates `by_rank`. A collective."""
         ranks = self.reallocator.ranks
         if ranks is not SINGLE_PROCESS:
             self.by_rank = tuple(int(held) for held in ranks.all_gather_number(self._own_bytes or 0))
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the limit on memory or state holds; None without such a limit, and where no peak was seen."""
+        """True if the limit on memory or state holds; None without such a limit, or without a peak."""
         limit, held = self._limit_and_held()
         return None if limit is None or held is None else held <= limit
 
     def _limit_and_held(self) -> tuple[int | None, int | None]:
-        """In the budget's own measure. The plan's bytes of state are those that the optimizer allocated."""
+        """The budget's limit and the bytes held, of memory or of state."""
         plan, late = self.plan, self.reallocator
         if plan.budget.memory_bytes is not None:
             limit, held = plan.budget.memory_bytes, self.peak_bytes
@@ -93,11 +96,11 @@ class Narrator:
 
     @property
     def _share(self) -> float:
-        """Of the state that fp32 AdamW would keep."""
+        """State over the state of fp32 AdamW."""
         return self._state_bytes / max(self.plan.state_bytes_adamw + self.reallocator.late_bytes_adamw, 1)
 
     def values(self) -> dict[str, float]:
-        """Metric keys and values as they are now."""
+        """Present metrics, by key."""
         plan = self.plan
         values = {
             "memory/state_gib": gib(self._state_bytes),
@@ -114,12 +117,12 @@ class Narrator:
         return values
 
     def summary(self) -> str:
-        """The plan in force by role and spec, its totals, and how the budget stands now."""
+        """The plan in force as a table by role and spec, its totals, and state and peak beside the budget."""
         step, table = self.reallocator.step, summary_text(self.plan, title=f"{self.name}: the plan in force")
         return f"{table}\nafter {step} step{'' if step == 1 else 's'}: {'; '.join(self.verdict_lines())}"
 
     def verdict_lines(self) -> list[str]:
-        """State, peak beside its prediction, and the budget."""
+        """Clauses on state, on the peak beside its prediction, and on the budget."""
         plan, peak = self.plan, self.peak_bytes
         late = f", {len(self.reallocator.late)} parameters came late" if self.reallocator.late else ""
         lines = [f"state {format_bytes(self._state_bytes)} ({self._share:.1%} of fp32 AdamW's{late})"]
@@ -143,10 +146,10 @@ class Narrator:
             lines.append(f"budget {plan.budget.name}: {told}")
         return lines
 
-    # -- telling --------------------------------------------------------------------------------------------------
+    # -- reporting ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The plan, before the first step."""
+        """Reports the plan, before the first step."""
         if self.verbose:
             say(summary_text(self.plan, title=f"{self.name}: plan for budget {self.plan.budget.name}") + "\n")
             if self.layers_summary:
@@ -155,12 +158,12 @@ class Narrator:
         self._log()
 
     def resumed(self) -> None:
-        """States were loaded; at step 0 a wrapper only moves them to where they are, as accelerate does."""
+        """Reports that states were loaded, unless at step 0, when a wrapper such as accelerate only moves them."""
         if self.verbose and self.reallocator.step:
             say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
 
     def conclude(self) -> None:
-        """The verdict, once, if there were steps."""
+        """Reports the verdict, once, if there were steps."""
         steps = self.reallocator.step
         if self._told or not self._stepped or os.getpid() != self._pid:
             return
@@ -178,7 +181,7 @@ class Narrator:
             self.compare()
 
     def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
-        if not self._begun:  # the plan after the first step, which measured what the budget has to hold
+        if not self._begun:  # this plan is the first one, made after the first step was measured
             self.begin()
             return
         self.num_moves += event.accepted

@@ -8,7 +8,7 @@ from baoc.errors import BaocError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-IN_PYTHON: Mapping[str, str] = {  # what planning says -> what it is in settings or in the user's code
+IN_PYTHON: Mapping[str, str] = {  # term in planning's messages -> name in SessionSettings or the user's code
     "catalogue.keep_fp32_roles": "settings.planner.keep_fp32_roles",
     "catalogue.specs": "settings.planner.specs",
     "catalogue=host": "'*@streamed' in settings.planner.specs",
@@ -38,6 +38,7 @@ def in_own_words(method: Method) -> Method:
 
 
 def reworded(text: str) -> str:
+    """The text with the keys of IN_PYTHON replaced."""
     for ours, theirs in IN_PYTHON.items():
         text = text.replace(ours, theirs)
     return text

@@ -1,6 +1,6 @@
-"""Writes what was decided into the run folder: one file per value (docs/runs.md).
+"""Writes plans and decisions into the run folder, one file per value (docs/runs.md).
 
-Called with the first plan and with every decision after it; the files always hold the newest, the .jsonl all of them.
+Files hold the newest plan; reallocations.jsonl has every decision.
 """
 
 import csv
@@ -16,7 +16,7 @@ from baoc.types import Plan, Profile, Reallocation, RunResult, to_plain
 
 
 class Recorder:
-    """Holds the run folder; its methods are the strategy's listeners."""
+    """Writes into `run_dir`; its methods are the strategy's listeners."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -26,11 +26,11 @@ class Recorder:
 
     @property
     def peak_bytes_predicted(self) -> int:
-        """The largest peak that any plan of the run predicted: each was in force for a while."""
+        """The largest peak that any plan of the run predicted."""
         return max(self._peaks, default=0)
 
     def planned(self, planner: Planner, plan: Plan) -> None:
-        """The first plan: blocks, footprint, latency, candidates, allocation; and the table on the terminal."""
+        """Writes blocks, footprint, latency, candidates and allocation of the first plan, and prints it."""
         self.planner, self._peaks = planner, []  # of this fit
         files.write_json(self.run_dir / "blocks.json", plan.blocks)
         if planner.footprint is not None:
@@ -48,10 +48,10 @@ class Recorder:
             )
 
     def resumed(self, step: int, plan: Plan) -> None:
-        """The run goes on after `step` with `plan`: decisions of an attempt that went further are set aside.
+        """After a resume at `step`: marks decisions of an attempt that went further as superseded.
 
-        A budget is changed when the next batch begins, and states of another plan are converted as it is loaded, both
-        after the checkpoint of `step`; other decisions of `step` are in it.
+        Those of `step` itself are in the checkpoint, except changes of the budget, which come when the next batch
+        begins, and conversions while loading.
         """
         self._peaks = [plan.peak_bytes]
         supersede(
@@ -61,7 +61,7 @@ class Recorder:
         )
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
-        """A decision: one line in reallocations.jsonl, the newest plan in the other files, its table if it moved."""
+        """Writes a decision to reallocations.jsonl and the newest plan to the other files; prints both."""
         files.append_jsonl(self.run_dir / files.REALLOCATIONS_FILE, event)
         if profile is not None:
             files.write_json(self.run_dir / "profile.json", profile)
@@ -71,7 +71,7 @@ class Recorder:
             console.print_plan(plan, title=f"Allocation from step {event.step} on, by {plan.risk_model} risk")
 
     def concluded(self, result: RunResult) -> None:
-        """Predicted beside measured: in footprint.json, and in the row of options.csv that was run."""
+        """Adds measured values to footprint.json, and to the row of options.csv that was run."""
         measured = {"peak_bytes": result.peak_bytes, "step_s": result.step_ms / 1e3}
         predicted = {"peak_bytes": result.peak_bytes_predicted, "step_s": result.step_s_predicted}
         errors = {key: predicted[key] / value - 1 if value else math.nan for key, value in measured.items()}

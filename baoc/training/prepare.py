@@ -12,32 +12,32 @@ from baoc.models.switches import enable_bf16_activations, recomputable_layers, s
 def prepare(model: nn.Module, config: ModelConfig, *, seed: int | None = None) -> tuple[str, ...]:
     """Changes `model` in place as `config` asks; returns a phrase for each change. Raises BadInputError if one fails.
 
-    What a search still decides (`auto`) is left as it is. `seed`: of the adapters' initial values.
+    Values that a search still decides (`auto`) are left alone. `seed`: of the adapters' initial values.
     """
-    done: list[str] = []
+    changes: list[str] = []
     lora = config.lora
     if config.pretrained is not None and family_of(config.name).needs_pretrained:
-        done.append(f"weights of {config.pretrained}{', its head fresh' if config.new_head else ''}")
+        changes.append(f"weights of {config.pretrained}{', its head fresh' if config.new_head else ''}")
     elif config.pretrained is not None:
         loaded = load_pretrained(model, config.pretrained, new_head=config.new_head)
         fresh = f", {len(loaded.fresh)} tensors of the head fresh" if loaded.fresh else ""
         left_out = f", without its {', '.join(loaded.left_out)}" if loaded.left_out else ""
-        done.append(f"weights of {config.pretrained}{fresh}{left_out}")
+        changes.append(f"weights of {config.pretrained}{fresh}{left_out}")
     if lora.rank is not None:
         num = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
         if config.new_head or config.pretrained is None:  # adapters alone cannot train a random head
             for head in head_names(model):
                 model.get_parameter(head).requires_grad_(True)
-        done.append(f"adapters of rank {lora.rank} on {num} layers")
+        changes.append(f"adapters of rank {lora.rank} on {num} layers")
     if config.freeze:
-        done.append(f"{freeze(model, config.freeze):,} parameters frozen")
+        changes.append(f"{freeze(model, config.freeze):,} parameters frozen")
     if config.activations == "bf16":
         enable_bf16_activations(model, name=config.name)
-        done.append("bf16 between layers, norms included")
+        changes.append("bf16 between layers, norms included")
     if isinstance(config.checkpointing, int) and config.checkpointing:
         count = None if config.checkpointing is True else config.checkpointing
         recomputed = set_recomputed(model, count, name=config.name)
-        done.append(f"recomputed layers {recomputed} of {len(recomputable_layers(model))}")
+        changes.append(f"recomputed layers {recomputed} of {len(recomputable_layers(model))}")
     if config.compile is True:
-        done.append(f"layers compiled {set_compiled(model)}")
-    return tuple(done)
+        changes.append(f"layers compiled {set_compiled(model)}")
+    return tuple(changes)

@@ -1,4 +1,4 @@
-"""Resuming a run: finds and checks the checkpoint, and restores what its run had decided (`decision.json`)."""
+"""Resuming a run: finds and checks the checkpoint, and restores its decision (`decision.json`)."""
 
 import json
 import math
@@ -20,16 +20,15 @@ from baoc.types import LatencyTable, Option, read_plain
 
 DECISION = "decision.json"
 LATENCY = "latency.json"
-RESULT, LAST = "result.json", "frontier.csv"  # of a finished run; the latter is written after all else
+RESULT, LAST = "result.json", "frontier.csv"  # of a finished run; frontier.csv is written last
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
-    """The checkpoint that `resume` names; `auto` looks into this run's own folder, then beside it and at its neighbours
-    of other days.
+    """The checkpoint that `resume` names. `auto` searches this run's folder, then its siblings and those of other days.
 
-    A folder in which this run has trained before, as that of a job that is queued again, is not left for a neighbour's:
-    that may be another point of a sweep, or have ended. Where nothing in it is intact, the run starts anew. The root of
-    the file system, which is no folder of days, is not searched.
+    If the run has trained in this folder before, as a requeued job has, only this folder is searched: a sibling may be
+    another point of a sweep, or have ended. If it has no intact checkpoint, the run starts anew. The root of the file
+    system is not searched.
     """
     if config.resume is None:
         return None
@@ -73,7 +72,7 @@ def check_contents(content: Mapping[str, Any]) -> None:
 
 
 def _steps_of(loops: Mapping[str, Any]) -> int | None:
-    """Optimizer steps by the progress that Lightning goes on from; None where that is not there."""
+    """Optimizer steps by Lightning's saved progress; None if that is missing."""
     try:
         progress = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
         return progress["optimizer"]["step"]["total"]["completed"]
@@ -81,7 +80,7 @@ def _steps_of(loops: Mapping[str, Any]) -> int | None:
         return None
 
 
-# What a run's checkpoint has: key, whether the value is right, and what it is to be.
+# Keys of a run's checkpoint: (key, check of its value, what the value has to be).
 _CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("global_step", lambda it: type(it) is int and it >= 0, "a count"),
     ("epoch", lambda it: type(it) is int and it >= 0, "a count"),
@@ -109,10 +108,10 @@ _CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def check_resume(
     config: RunConfig, *, checkpoint: Path, run_dir: Path, sources: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses to resume what is finished, and says which settings of the optimizer stay those of the checkpoint, and
-    which of `sources` have changed since.
+    """Refuses to resume a finished run. Prints the optimizer settings that stay those of the checkpoint, and which of
+    `sources` have changed since.
 
-    A run of this folder that was killed between its last step and the end is not: it only lacks its result.
+    A run of this folder that was killed between its last step and its end is not finished: it lacks its result.
     """
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
@@ -134,11 +133,11 @@ def check_resume(
             console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
 
 
-# -- what a run had decided ---------------------------------------------------------------------------------------
+# -- decisions --------------------------------------------------------------------------------------------------
 
 
 def decision_of(made: Option | RunConfig) -> dict[str, Any]:
-    """What of an option a run is made with, and goes on with when it is resumed; or what a run's `config` has of it."""
+    """The content of decision.json, of an option or of a configuration without open values."""
     if isinstance(made, Option):
         some = 0 < made.recomputed < made.num_layers
         return {
@@ -157,9 +156,10 @@ def decision_of(made: Option | RunConfig) -> dict[str, Any]:
 
 
 def saved_decision(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
-    """What the run of a checkpoint had decided, with which a resumed run goes on whatever would be chosen today.
+    """The decision of a checkpoint's run, which a resumed run keeps.
 
-    Empty where there is nothing, and where `config` pins another value or batch: that is said, and decided anew.
+    Empty if there is none, or if `config` asks for another value or batch: then a message says so, and the run decides
+    anew. Raises BadInputError if the file is damaged.
     """
     if checkpoint is None:
         return {}
@@ -189,7 +189,7 @@ def _is_choice(made: object) -> bool:
 
 
 def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
-    """Values of a decision that cannot be had with what `config` asks for, as clauses to be shown."""
+    """Values of a decision that contradict `config`, as clauses of a message."""
     pins = {
         "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
         "checkpointing": None if config.model.checkpointing == "auto" else config.model.checkpointing,
@@ -214,12 +214,12 @@ def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
 
 
 def _comparable(value: Any, *, choice: Mapping[str, Any]) -> Any:
-    """`value`, with `checkpointing=true` as the number of all layers, where `choice` names it: both recompute all."""
+    """The value; of `checkpointing=true` the number of all layers, which is the same, if `choice` has it."""
     return (choice.get("num_layers") or math.inf) if value is True else value
 
 
 def write_decision(choice: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Leaves a decision in the run's folder, for runs that resume from it."""
+    """Writes decision.json, for runs that resume from this one."""
     files.write_json(run_dir / DECISION, choice)
 
 
@@ -232,7 +232,7 @@ def with_decision(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
 
 
 def saved_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable | None:
-    """The latency table of a checkpoint's run, where a limit on time rests on it: noise must not change a choice."""
+    """The latency table of a checkpoint's run if there is a step_time limit, so that noise cannot change a choice."""
     path = None if checkpoint is None else checkpoint.parent.parent / LATENCY
     if path is None or config.budget.step_time is None or not path.is_file():
         return None

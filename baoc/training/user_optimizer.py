@@ -1,5 +1,5 @@
-"""What is taken over from the user's AdamW (groups, hyperparameters, learning-rate schedules), and what is refused of
-its arguments, of the Trainer's callbacks and of averages of weights."""
+"""Takes over the user's AdamW (groups, hyperparameters, learning-rate schedules), and refuses arguments, callbacks and
+weight averages that are not supported."""
 
 import logging
 import weakref
@@ -54,7 +54,7 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
 
 
 def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: Iterable[str] = ()) -> None:
-    """Raises BadInputError for an argument that none of the doors, which are classes, takes."""
+    """Raises BadInputError for an argument that none of the classes `doors` takes."""
     listed = [one for door in doors for one in signature(door).parameters.values()]
     named = [one.name for one in listed if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
     takes = [name for name in dict.fromkeys(named) if name not in ("params", "module")]
@@ -100,7 +100,7 @@ def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The user's parameter groups without torch's switches; every other key as it is."""
+    """The user's parameter groups without torch's implementation switches; other keys stay."""
     left_out = (*IMPLEMENTATION_KEYS, *REFUSED_KEYS, "decoupled_weight_decay")
     return [{key: value for key, value in group.items() if key not in left_out} for group in optimizer.param_groups]
 
@@ -150,7 +150,7 @@ def widened(settings: SessionSettings, *, device: str, budget: Budget, precision
 
 
 def averaging_callbacks(trainer: L.Trainer) -> list[str]:
-    """Callbacks and parts of the module that average weights by reading parameters as they are."""
+    """Names of callbacks and submodules that average weights by reading the parameters."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     found = [
         type(callback).__name__
@@ -162,8 +162,10 @@ def averaging_callbacks(trainer: L.Trainer) -> list[str]:
 
 
 def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
-    """The settings without specs that keep weights in 16 bits with corrections beside them, which averages would not
-    see. Raises BadInputError where a recipe or an allocator asks for such."""
+    """The settings without specs that keep bf16 weights, as averages of weights would miss their corrections.
+
+    Raises BadInputError if a recipe or an allocator asks for such specs.
+    """
     planner = settings.planner
     rows, narrow = planner.all_specs, [spec.name for spec in bf16_weight_specs(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec

@@ -18,7 +18,7 @@ from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import DropGradients
 from baoc.profiling.proxy_blocks import ProxyBlocks
-from baoc.training.measure.benchmark_steps import FEW, MOST, WARM, rehearse
+from baoc.training.measure.benchmark_steps import FEW, MAX_STEPS, WARM, rehearse
 from baoc.training.measure.probe import silent
 
 
@@ -55,7 +55,7 @@ def test_a_rehearsal_runs_whole_steps_and_leaves_nothing(capfd: pytest.CaptureFi
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     deterministic = torch.are_deterministic_algorithms_enabled()
     assert rehearsed(net, accumulation=3) > 0
-    assert len(NOTED.logged) == 3 * (WARM + MOST) and all(NOTED.logged), "logged through the loop that was there"
+    assert len(NOTED.logged) == 3 * (WARM + MAX_STEPS) and all(NOTED.logged), "logged through the loop that was there"
     assert NOTED.gradients[:6] == [0, 4, 4, 4, 4, 4], "gradients of a step are there while the next one's forward runs"
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters()) and "log" not in net.__dict__

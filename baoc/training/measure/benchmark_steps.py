@@ -1,7 +1,7 @@
-"""Times a few steps of Lightning's own loop before training, with an optimizer that leaves everything as it is.
+"""Times a few steps of Lightning's own loop before training, with an optimizer that updates nothing.
 
-A loop costs what its forward and backward do not show: hooks, logged values, clipping, a look at the loss that waits
-for the device. Where launching limits a step, that is a tenth of it. The same monitor times it as later times the run.
+A loop takes time beside forward and backward: hooks, logging, clipping, and a check of the loss that synchronizes with
+the device. If launching kernels limits a step, that is a tenth of it. The monitor is the one that times the run later.
 """
 
 import logging
@@ -31,11 +31,11 @@ from baoc.profiling.footprint import preserved_state
 from baoc.profiling.proxy_blocks import ProxyBlocks
 from baoc.types import OptimizerSpec
 
-WARM = 2  # steps that are not counted: memory is taken, kernels are chosen
-WARM_RELEASED = 4  # and where gradients are released: groups form after the first
-MOST = 48  # that are
-FEW = 8  # micro-batches of a step: more of them are as those before
-BYSTANDERS = 6  # callbacks of a run that do little, and are asked at every hook
+WARM = 2  # warm-up steps, in which memory is allocated and kernels are chosen
+WARM_RELEASED = 4  # warm-up steps under gradient release, whose groups form after the first
+MAX_STEPS = 48  # that are timed
+FEW = 8  # micro-batches of a step that are run; further ones are taken to need as long
+IDLE_CALLBACKS = 6  # stand for callbacks of a run that do little but are called at every hook
 
 
 def rehearse(
@@ -52,59 +52,66 @@ def rehearse(
     release: bool = False,
     max_s: float,
 ) -> float:
-    """Seconds of a step as training will take it, all but the optimizer's own part.
+    """Seconds of a step as training will run it, without the optimizer's own part.
 
-    The median of as many steps of `accumulation` micro-batches as begin within `max_s` seconds after WARM ones, MOST at
-    most; of steps longer than that one is warm. Of more than FEW micro-batches so many are run, and the rest is taken
-    to last as long as those between the first and the last. `loss` runs a forward of `module` on `batch`, which is on
-    the device, and `log` logs meanwhile as it does in training. `clip`: value and algorithm of Lightning's clipping.
-    `release`: the gradients of a block go when all have come, and `clip` is done in backward. `blocks`: the parameters
-    of each; with `specs`, one for each, the host does what it does to step them (`ProxyBlocks`). Gradients are None
-    afterwards, however it ends; weights, buffers and generators are as they were. Raises torch.OutOfMemoryError.
+    Returns the median of up to MAX_STEPS steps that begin within `max_s` seconds after the warm-up; of steps longer
+    than that, one is warm-up. Gradients are None afterwards; weights, buffers and random generators are as before.
+
+    Args:
+        loss: Runs a forward of `module` on `batch`, which is on the device.
+        accumulation: Micro-batches of a step. At most FEW are run; the others are taken to need as long as those
+            between the first and the last.
+        clip: Value and algorithm of Lightning's clipping; under `release` it is done in backward.
+        blocks: The parameters of each block.
+        specs: One for each block. The host then does the work of stepping them (`ProxyBlocks`).
+        release: Free the gradients of a block when all have arrived.
+
+    Raises:
+        torch.OutOfMemoryError: The step does not fit.
     """
 
     def measured() -> float:
         few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
         clips = {"clip_value" if clip[1] == "value" else "clip_norm": clip[0] or None}
-        releasing = GradientRelease(**clips) if release else None
-        group = ranks() if any(map(is_sharded, params)) else SINGLE_PROCESS  # who send each other messages in forward
+        gradient_release = GradientRelease(**clips) if release else None
+        group = ranks() if any(map(is_sharded, params)) else SINGLE_PROCESS  # forward has collectives
         clock, guard = _Clock(max_s=max_s, warm=warm, group=group), LossGuard()
-        guard.say = lambda _: None  # these are no steps of the run
+        guard.say = lambda _: None  # these steps are not the run's
         cuda = device.type == "cuda"
         with (
             preserved_state(module, params),
             _quiet(),
-            _stepping(blocks, specs=specs, release=releasing) as small,
+            _stepping(blocks, specs=specs, release=gradient_release) as proxies,
             _interruptible(),
-            _logging_to(stand_in := _LossModule(loss, params, small=small), module=module),
+            _logging_to(stand_in := _LossModule(loss, params, proxies=proxies), module=module),
         ):
             trainer = L.Trainer(
                 accelerator="cuda" if cuda else "cpu",
                 devices=[device.index or 0] if cuda else 1,
-                max_steps=warm + MOST,
+                max_steps=warm + MAX_STEPS,
                 accumulate_grad_batches=few,
                 gradient_clip_val=None if release else clip[0],
                 gradient_clip_algorithm=None if release else clip[1],
-                callbacks=[*(L.Callback() for _ in range(BYSTANDERS)), guard, clock],
-                plugins=[LightningEnvironment()],  # whatever job of a cluster this process is
+                callbacks=[*(L.Callback() for _ in range(IDLE_CALLBACKS)), guard, clock],
+                plugins=[LightningEnvironment()],  # else Lightning detects a cluster's job
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            # Those that are there go on: Lightning's would end the run without a checkpoint.
+            # The process keeps its signal handlers: Lightning's would end the run without a checkpoint.
             trainer._signal_connector.register_signal_handlers = lambda: None
-            trainer.fit(stand_in, train_dataloaders=_RepeatedBatch(batch, count=(warm + MOST) * few))
+            trainer.fit(stand_in, train_dataloaders=_RepeatedBatch(batch, count=(warm + MAX_STEPS) * few))
         return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
     seconds = measured()
-    if specs:  # proxy blocks are in cycles, and no part of what comes next
+    if specs:  # frees proxy blocks, which are in reference cycles
         clear_cache(device)
     return seconds
 
 
 class _RepeatedBatch:
-    """One batch, so many times."""
+    """A loader that repeats one batch `count` times."""
 
     def __init__(self, batch: Any, *, count: int):
         self._batch, self._count = batch, count
@@ -117,39 +124,41 @@ class _RepeatedBatch:
 
 
 class _LossModule(L.LightningModule):
-    """Has no parameters of its own, so nothing is moved or converted, and `params` for an optimizer to hold."""
+    """Runs `loss`. It has no parameters, so Lightning moves and converts nothing; its optimizer holds `params`."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, small: ProxyBlocks | None = None):
+    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, proxies: ProxyBlocks | None = None):
         super().__init__()
-        self._loss, self._params, self._small = loss, list(params), small
+        self._loss, self._params, self._proxies = loss, list(params), proxies
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return _NoUpdate(self._params, small=self._small)
+        return _NoUpdate(self._params, proxies=self._proxies)
 
 
 class _NoUpdate(torch.optim.Optimizer):
-    def __init__(self, params: Sequence[Tensor], *, small: ProxyBlocks | None):
+    def __init__(self, params: Sequence[Tensor], *, proxies: ProxyBlocks | None):
         super().__init__(params, {})
-        self._small = small
+        self._proxies = proxies
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None if closure is None else torch.enable_grad()(closure)()
-        if self._small is not None:
-            self._small.finish()
+        if self._proxies is not None:
+            self._proxies.finish()
         return loss
 
 
 class _Clock(StepMonitor):
-    """Ends the loop when the time is up, of `group` by rank 0's clock, long steps after fewer warm ones."""
+    """Ends the loop after `max_s` seconds by rank 0's clock. If steps are long, fewer are warm-up."""
 
     def __init__(self, *, max_s: float, warm: int, group: Ranks):
         super().__init__(warmup_steps=warm, batch_size=1)
         self._max_s, self._group = max_s, group
         self._began = perf_counter()
-        self._inner: list[list[tuple[Any, Any]]] = []  # micro-batches but for the first and the last, by counted step
+        self._inner: list[
+            list[tuple[Any, Any]]
+        ] = []  # by counted step: its micro-batches between the first and the last
 
     @property
     def micro_batch_ms(self) -> float:
@@ -182,7 +191,7 @@ class _Clock(StepMonitor):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Remarks on a Trainer and an optimizer of which the user knows nothing stay off the terminal."""
+    """Inside, Lightning and BAOC log no warnings about this Trainer, which is not the user's."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "baoc.optim")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -198,7 +207,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> Iterator[None]:
-    """`module` logs through the stand-in, which is in a loop; afterwards as before. Metrics are found by their names in
+    """Inside, `module` logs through `stand_in`, which is attached to a Trainer. Metrics keep their names of
     `module`."""
     stand_in._metric_attributes = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
     before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
@@ -215,22 +224,22 @@ def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> It
 def _stepping(
     blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease | None
 ) -> Iterator[ProxyBlocks | None]:
-    """Inside, small blocks are stepped if there are `specs`, and with `release` the gradients of a block go when the
-    last of them has come."""
-    small = ProxyBlocks(blocks, specs=specs, release=release) if specs else None
+    """Inside, proxy blocks are stepped if there are `specs`, and under `release` the gradients of a block are freed
+    when the last of them has arrived."""
+    proxies = ProxyBlocks(blocks, specs=specs, release=release) if specs else None
     block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block if release}
 
-    def come(param: Tensor) -> None:
-        if small is not None:
-            small.gradient_ready(param)
+    def free_gradients(param: Tensor) -> None:
+        if proxies is not None:
+            proxies.gradient_ready(param)
         block = block_of[param]
         if all(other.grad is not None for other in block):
             for other in block:
                 other.grad = None
 
-    handles = [param.register_post_accumulate_grad_hook(come) for param in block_of if param.requires_grad]
+    handles = [param.register_post_accumulate_grad_hook(free_gradients) for param in block_of if param.requires_grad]
     try:
-        yield small
+        yield proxies
     finally:
         for handle in handles:
             handle.remove()
@@ -238,7 +247,7 @@ def _stepping(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C inside is KeyboardInterrupt: Lightning would end the process and leave the signal ignored."""
+    """Inside, Ctrl-C raises KeyboardInterrupt; Lightning would end the process and leave the signal ignored."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield

@@ -12,15 +12,15 @@ from baoc.profiling.latency import seconds_per_run
 from baoc.profiling.step_time import time_specs
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
-FINITE_BYTES = 4  # per element, that a look for non-finite elements reads
-SHARE = 0.2  # of what a latency table may take, that forward and backward do
+FINITE_BYTES = 4  # bytes per element that the check for non-finite gradients reads
+REST_SHARE = 0.2  # of the seconds that a latency table may take, for timing forward and backward
 
 
 class CallerProbe:
-    """`run` is the caller's; it returns a loss, or runs backward itself, and may return the loss then, too.
+    """Measures by the caller's `run`, which returns a loss or runs backward itself.
 
-    `source`: the module that is trained, or its parameters. Gradients that are `averaged` over ranks live in buckets,
-    which are there all the time.
+    `source`: the module that is trained, or its parameters. `averaged`: DistributedDataParallel averages gradients, so
+    that its buckets keep them all the time.
     """
 
     accumulation = 1
@@ -52,12 +52,12 @@ class CallerProbe:
         given: LatencyTable | None = None,
         released: Sequence[Sequence[Tensor]] = (),
     ) -> LatencyTable:
-        """Seconds of forward and backward, and of the optimizer step of `specs`; clipping of the caller's own is left
-        out. Gradients are None afterwards."""
+        """Seconds of forward and backward, and of the optimizer step of `specs`, without the caller's clipping.
+        Gradients are None afterwards."""
         device, rest_s = self._params[0].device, 0.0
         if given is None:
             with preserved_state(self._module, self._all):
-                rest_s = seconds_per_run(self._step, device=device, max_s=SHARE * max_s)
+                rest_s = seconds_per_run(self._step, device=device, max_s=REST_SHARE * max_s)
         return time_specs(
             specs,
             device=device,
@@ -72,15 +72,15 @@ class CallerProbe:
         )
 
     def _once(self) -> object:
-        """The loss, where its backward is still to be run."""
-        came: list[bool] = []
-        handles = [p.register_post_accumulate_grad_hook(lambda _: came.append(True)) for p in self._params]
+        """Runs `run`; returns the loss if its backward has not run yet, else None."""
+        ran_backward: list[bool] = []
+        handles = [p.register_post_accumulate_grad_hook(lambda _: ran_backward.append(True)) for p in self._params]
         try:
             loss = self._run()
         finally:
             for handle in handles:
                 handle.remove()
-        return None if came else loss
+        return None if ran_backward else loss
 
     def _step(self) -> None:
         loss = self._once()

@@ -1,6 +1,6 @@
-"""Runs one training and one validation micro-batch before training, so that the peak is known before it is reached.
+"""Measures one training and one validation micro-batch of a Trainer's module before training.
 
-The probe leaves nothing behind: RNG, buffers, gradients, metrics and the loader's position are as before.
+Afterwards random generators, buffers, gradients, metrics and the loader's position are as before.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,17 +30,22 @@ from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.types import Footprint, LatencyTable, OptimizerSpec
 
-CLIP_BYTES = 12  # per element, of clipping by norm
-REHEARSED_S = 2.0  # about what steps in Lightning's loop may take on a GPU, whose host's speed changes within a second
-BEGINNING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")  # before the first step
-SHARE = 0.2  # of what a latency table may take, that a rehearsal does on a CPU
+CLIP_BYTES = 12  # bytes per element that clipping by norm moves
+MIN_REHEARSED_S = 2.0  # that steps in Lightning's loop are timed for on a GPU: its host's speed varies by the second
+FIRST_HOOKS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+)  # before the first step
+REHEARSAL_SHARE = 0.2  # of the seconds that a latency table may take, for steps in Lightning's loop on a CPU
 
 
 def first_batches(source: Any, *, training: bool) -> list[Any]:
-    """The first batches of a Lightning data source: in `training` one of all loaders together, else one of each.
+    """The first batches of a Lightning data source: for `training` one of all loaders combined, else one of each.
 
-    Loaders that can tell their position, data sets and random numbers are as before. A DataLoader draws its workers'
-    seed from the global generator when it is iterated, shuffled or not.
+    Data sets, random generators and loaders with a `state_dict` are as before. (A DataLoader draws its workers' seed
+    from the global generator when it is iterated, shuffled or not.)
     """
     generators = capture_rng()
     given = source.dataloader()
@@ -62,17 +67,17 @@ def first_batches(source: Any, *, training: bool) -> list[Any]:
 
 
 def step_arguments(hook: Callable[..., Any], batch: Any, *, dataloader_idx: int | None = None) -> tuple[Any, ...]:
-    """What Lightning's loops call a step with: the index of the batch only where the step asks for it."""
+    """The arguments of a step as Lightning's loops call it: with the batch index only if the step has one."""
     indices = () if dataloader_idx is None else (dataloader_idx,)
     return (batch, 0, *indices) if is_param_in_hook_signature(hook, "batch_idx", min_args=2) else (batch, *indices)
 
 
 @contextmanager
 def silent(module: L.LightningModule) -> Iterator[None]:
-    """Inside, `self.log` does nothing and metrics keep what they had: the probe is no step of the run."""
+    """Inside, `self.log` does nothing; afterwards metrics are as before."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     states = [(metric, metric.metric_state.copy(), metric._update_count) for metric in metrics]
-    for metric, state, _ in states:  # what is added in place, or cleared, is added to copies
+    for metric, state, _ in states:  # copies, as updates may be in place
         for name, value in state.items():
             setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
     module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
@@ -87,11 +92,11 @@ def silent(module: L.LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def begun(module: L.LightningModule, batch: Any) -> Iterator[None]:
-    """Inside, the module is as its own hooks leave it before the first step; afterwards as if they had not run."""
+def after_first_hooks(module: L.LightningModule, batch: Any) -> Iterator[None]:
+    """Inside, the module's hooks before a first step have run; afterwards the module is as before them."""
     before, generators = PythonState(module), capture_rng()
     try:
-        for hook in BEGINNING:
+        for hook in FIRST_HOOKS:
             arguments = (batch, 0) if hook == "on_train_batch_start" else ()
             getattr(module, hook)(*arguments)
         yield
@@ -105,9 +110,9 @@ class UnmeasuredStepError(Exception):
 
 
 class Probe:
-    """`trainer`'s own module on its own first batches, in Lightning's order of a step.
+    """Measures the trainer's module on its first batches, in Lightning's order of a step.
 
-    Raises BadInputError where the loader is empty.
+    Raises BadInputError if the loader is empty.
     """
 
     def __init__(self, trainer: L.Trainer, strategy: Any):
@@ -124,41 +129,41 @@ class Probe:
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._ema = [callback for callback in callbacks if isinstance(callback, EmaWeights)]
         self.accumulation = trainer.accumulate_grad_batches
-        self._keeps = strategy.keeps_gradients
+        self._keeps_gradients = strategy.keeps_gradients
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = num_samples(batch)
         self._batch = batch
-        self._move = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
+        self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
-        self._only = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
+        self._only_spec = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
         self._validate = _validation(strategy, val_batches) if val_batches else None
-        self._begin: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._before_first_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
-        """The module's bytes, averages of its weights included.
+        """Bytes of the step, averaged weights included.
 
-        `released`: the parameters of each block, where gradients are released in backward. Raises UnmeasuredStepError
-        where the step fails before training, with and without the hooks that Lightning calls before the first one.
+        `released`: the parameters of each block under gradient release. Raises UnmeasuredStepError if the step fails
+        before training, with and without the hooks that Lightning calls before the first one.
         """
         try:
             return self._footprint(context_bytes=context_bytes, released=released)
         except (torch.OutOfMemoryError, BaocError):
             raise
         except Exception as error:
-            first = error
-        begins, self._begin = self._begin, partial(begun, self.module, self._batch)
-        if begins is not nullcontext or not any(is_overridden(hook, self.module) for hook in BEGINNING):
-            raise UnmeasuredStepError(f"{type(first).__name__}: {first}") from first
+            first_error = error
+        begins, self._before_first_step = self._before_first_step, partial(after_first_hooks, self.module, self._batch)
+        if begins is not nullcontext or not any(is_overridden(hook, self.module) for hook in FIRST_HOOKS):
+            raise UnmeasuredStepError(f"{type(first_error).__name__}: {first_error}") from first_error
         return self.footprint(context_bytes=context_bytes, released=released)
 
     def _footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]]) -> Footprint:
-        with silent(self.module), self._begin():
+        with silent(self.module), self._before_first_step():
             footprint = probe_footprint(
                 self.module,
-                run_micro_batch=lambda: self._loss(self._move()),
+                run_micro_batch=lambda: self._loss(self._batch_on_device()),
                 run_validation_batch=self._validate,
                 micro_batch=self._micro_batch,
-                accumulation=max(self.accumulation, 2) if self._keeps else self.accumulation,
+                accumulation=max(self.accumulation, 2) if self._keeps_gradients else self.accumulation,
                 context_bytes=context_bytes,
                 released_blocks=released,
             )
@@ -173,23 +178,26 @@ class Probe:
         given: LatencyTable | None = None,
         released: Sequence[Sequence[Tensor]] = (),
     ) -> LatencyTable:
-        """Seconds of the optimizer step of `specs`, and of the rest of a step as it will be trained; gradients are None
-        afterwards.
+        """Seconds of the optimizer step of `specs`, and of the rest of a step as it will be trained.
 
-        Of the specs those that are `needed` are timed, see `time_specs`. With a `given` table only these, the rest of a
-        step and the reference being known from it. `released`: as in `footprint`.
+        Of the specs the `needed` ones are timed, see `time_specs`. A `given` table provides the rest of a step and the
+        reference. `released`: as in `footprint`. Gradients are None afterwards.
         """
         params = [param for param in self.module.parameters() if param.requires_grad]
         device = params[0].device
         devices = [device.index] if device.type == "cuda" else []
         rest_s = 0.0
-        # One that a plan may hold, before there is a plan: the host does about the same for all
-        likely = next((spec for spec in specs if spec.name == self._only), specs[0])
+        # Any spec that a plan may choose: the host's work is about the same for all.
+        likely = next((spec for spec in specs if spec.name == self._only_spec), specs[0])
         if given is None:
-            with silent(self.module), self._begin(), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            with (
+                silent(self.module),
+                self._before_first_step(),
+                torch.random.fork_rng(devices=devices, device_type="cuda"),
+            ):
                 rest_s = rehearse(
                     self._loss,
-                    batch=self._move(),
+                    batch=self._batch_on_device(),
                     module=self.module,
                     params=params,
                     device=device,
@@ -198,7 +206,7 @@ class Probe:
                     blocks=(blocks := released or [[param] for param in params]),
                     specs=[likely] * len(blocks) if released or device.type == "cuda" else (),
                     release=bool(released),
-                    max_s=max(max_s, REHEARSED_S) if device.type == "cuda" else SHARE * max_s,
+                    max_s=max(max_s, MIN_REHEARSED_S) if device.type == "cuda" else REHEARSAL_SHARE * max_s,
                 )
         clips = bool(self._clip[0]) and bool(released)
         return time_specs(
@@ -218,7 +226,7 @@ class Probe:
 def with_averages(
     footprint: Footprint, averages: Sequence[EmaWeights], *, module: L.LightningModule, validates: bool
 ) -> Footprint:
-    """The footprint with averages of weights, of which a validation has copies."""
+    """The footprint with averaged weights, of which validation makes copies."""
     extra = sum(part.validation_bytes(module) for part in averages) if validates else 0
     return replace(
         footprint,
@@ -231,8 +239,8 @@ def with_averages(
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:
-    """Bytes per element that a step moves beside forward, backward and the optimizer's own: non-finite elements are
-    looked for, norms are taken and gradients scaled, weights averaged; all of it in float32."""
+    """Bytes per element that a step moves beside forward, backward and the optimizer: the check for non-finite
+    elements, clipping and averaging, all in float32."""
     return 4 + (CLIP_BYTES if clips else 0) + (12 if averages else 0)
 
 
