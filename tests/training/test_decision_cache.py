@@ -195,7 +195,7 @@ def test_several_processes_at_once_leave_whole_ones(own_cache: Path):
 
 
 def test_only_the_newest_are_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decision_cache, "MOST", 2)
+    monkeypatch.setattr(decision_cache, "MAX_ENTRIES", 2)
     for age, budget in enumerate(("1gb", "2gb", "3gb")):
         store_decision(key(budget=budget), entry())
         os.utime(path_of(key(budget=budget)), (age, age))
