@@ -286,7 +286,7 @@ class MeasuredRisk(RiskModel):
     role_numel: Mapping[str, int] = field(default_factory=dict[str, int])
     kappa: float = KAPPA
 
-    def of(self, case: Case) -> Risk:
+    def predict(self, case: Case) -> Risk:
         block, prior = case.block, PRIOR.predict(replace(case, profile=None, weights={}))
         if self.family is None or not self.family.roles:
             return prior

@@ -195,6 +195,17 @@ def test_the_least_that_is_named_is_enough_and_a_byte_less_is_not(
         propose(least - 1)
 
 
+def test_candidates_have_the_measured_change_of_their_role_and_else_their_prior():
+    settings = PlannerSettings(risk="measured", family="language")
+    of = Planner(llama(), budget=Budget(name="some"), settings=settings)
+    entries = families()["language"].roles["embedding"]
+    embedding = next(block.name for block in of.blocks if block.role is Role.EMBEDDING)
+    terms = {one.spec: set(one.risk.terms) for one in of.candidates(risk="measured", profile=None)[embedding]}
+    measured = {spec for spec in terms if spec in entries}
+    assert measured and all(terms[spec] == {"change"} for spec in measured)
+    assert "change" not in terms["lion_int4"] and "lion_int4" not in entries
+
+
 def test_baselines_and_recipes_stay_what_they_are():
     for allocator in ("uniform_adamw8bit", "random"):
         plan = planner(0.6, allocator=allocator).propose()
