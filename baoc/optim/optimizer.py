@@ -226,6 +226,7 @@ class BlockwiseOptimizer(Optimizer):
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`step` without torch's hooks."""
         loss = self._update(closure)
         for subscriber in tuple(self.after_step):  # with gradients as the caller has them: some differentiate
             subscriber()
@@ -238,7 +239,7 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_params()
-        if self.releaser is not None:  # blocks were stepped in backward
+        if self.releaser is not None:  # most blocks were stepped in backward
             self.releaser.finish()
             self.num_steps += 1
             self._update_unseeded()
@@ -278,7 +279,7 @@ class BlockwiseOptimizer(Optimizer):
             backend(inputs)
         for wait in unit.waits:
             wait()
-        for slot in self.registry.slots_without_rows:
+        for slot in self.registry.slots_without_rows:  # other ranks' backends have counted
             if slot.param.grad is not None:
                 self.registry.state[slot.param]["step"] += 1
 
