@@ -74,7 +74,7 @@ def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor
 
 
 def bias(decl: StateDecl, *, beta: float, at: int) -> float:
-    """Share of the true mean in an average that started at zero, after `at` steps; 1 where no bias is corrected."""
+    """Share of the true mean in an average that started at zero, after `at` steps; 1 if no bias is corrected."""
     return 1 - beta**at if decl.bias_corrected and at else 1.0
 
 

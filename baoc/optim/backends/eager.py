@@ -280,7 +280,7 @@ def apply_(
 ) -> None:
     """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value.
 
-    16-bit parameters are updated in fp32, with their correction where they have one, and rounded once.
+    16-bit parameters are updated in fp32, with their correction if they have one, and rounded once.
     """
     param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.options_index]
     work = weights.master(param, state) if param.dtype in weights.SIXTEEN_BIT_DTYPES else param

@@ -305,7 +305,7 @@ class _Unit:
         ]
 
     def device_context(self) -> AbstractContextManager[object]:
-        """Makes the unit's device the current one, which costs nothing where it is."""
+        """Makes the unit's device the current one, which costs nothing if it is already."""
         if self._index is None or torch.cuda.current_device() == self._index:
             return _NOTHING
         return torch.cuda.device(self._index)

@@ -296,7 +296,7 @@ def kind_of(slot: Slot) -> NativeKind:
 
 
 def stored_shape(slot: Slot) -> tuple[int, int]:
-    """(rows, columns) of the matrix as it lies in memory; one row where there is no matrix."""
+    """(rows, columns) of the matrix as it lies in memory; one row if there is no matrix."""
     rows, cols = slot.matrix or (1, slot.param.numel())
     return (cols, rows) if slot.info.transposed else (rows, cols)
 

@@ -67,7 +67,7 @@ class UpdateRule(Protocol):
         ...
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
-        """The update of step `ctx.step`, recomputed from the states after it; None where they do not determine it."""
+        """The update of step `ctx.step`, recomputed from the states after it; None if they do not determine it."""
         ...
 
 

@@ -12,7 +12,7 @@ from baoc.optim.rules.base import Direction, Rule, RuleContext
 from baoc.optim.rules.matrix import as_matrix, average_, finite_matrix, from_matrix, mean
 from baoc.types import RuleInfo
 
-_ALPHA = 0.25  # drops out where the update's RMS is matched
+_ALPHA = 0.25  # cancels out if the update's RMS is matched
 
 
 class Foam(Rule):

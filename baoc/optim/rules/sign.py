@@ -9,7 +9,7 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.optim.rules.base import Direction, Rule, RuleContext
 
 # Lion's second beta is the decay of m, .99 in its paper. A group's betas[1] is AdamW's decay of v, .999 by default, at
-# which m would lag a thousand steps behind; so it is taken only where it is the shorter one.
+# which m would lag a thousand steps behind; so it is used only if it is the shorter one.
 _LION_DECAY = 0.99
 
 
