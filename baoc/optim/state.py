@@ -1,9 +1,9 @@
 """The live state of parameters and blocks: allocating, decoding and encoding it, as the rule's tags say.
 
-State of a parameter is a flat dict of tensors: "step" (fp32 on the CPU, as torch keeps it) if the rule counts steps,
-for each declared state its codec's parts, "m" and "m.scale" for example, and "correction" of split weights. All but the
-step are views of one slab of bytes per block and device. A matched block has fp32[2] besides. Blocks that are placed on
-the host have their slab there, in the optimizer's arena.
+The state of a parameter is a flat dict of tensors: "step" (fp32 on the CPU, as torch keeps it) if the rule counts
+steps; for each declared state its codec's parts, such as "m" and "m.scale"; and "correction" of split weights. All but
+the step are views of one slab of bytes per block and device. A matched block has an fp32[2] besides. The slabs of
+host-placed blocks are in the optimizer's arena.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
