@@ -1,6 +1,6 @@
-"""Joins blocks and specs into candidates: what may run where, what it costs, what it risks, and what is dominated.
+"""Joins blocks and specs to candidates: which spec applies to a block, its cost and risk, and which are dominated.
 
-Allocators see nothing but the candidates made here.
+Allocators see only these candidates.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ _COLUMNS = (
 def why_inapplicable(
     block: Block, *, spec: OptimizerSpec, rule: RuleInfo, keep_fp32_roles: Collection[Role | str] = ()
 ) -> str | None:
-    """None if `spec` may run on `block`, else the reason why not, as a clause to be shown."""
+    """Why `spec` may not run on `block`, as a clause for messages; None if it may."""
     if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
         return f"{rule.name} is for hidden matrices, not for the {block.role}"
     if block.role in keep_fp32_roles and (spec.storage != "fp32" or spec.weights != "native"):
@@ -61,50 +61,53 @@ def why_inapplicable(
 
 
 def is_stand_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:
-    """Whether a role that keeps fp32 may run `spec` before it loses its momentum: the same states in 8 bits."""
-    whole = any(state.kind is StateKind.M and state.layout is StateLayout.FULL for state in rule.states)
-    return whole and spec.storage.startswith("int8") and spec.weights == "native"
+    """Whether a role that keeps fp32 may run `spec` rather than lose its momentum: 8-bit momentum, native weights."""
+    has_momentum = any(state.kind is StateKind.M and state.layout is StateLayout.FULL for state in rule.states)
+    return has_momentum and spec.storage.startswith("int8") and spec.weights == "native"
 
 
 def why_unshardable(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
-    """Why this cannot step what fully_shard cuts, as a clause to be shown; None where it can, or does not have to.
+    """Why `spec` cannot step the sharded parameters of `block`, as a clause for messages; None if it can.
 
-    A rank has whole rows of a matrix, so rules that work element by element or along rows go by themselves. Rules that
-    work along columns add sums up over ranks, and Muon's matrices are gathered.
+    A shard has complete rows of a matrix, so rules that work by element or along rows need nothing else. Rules that
+    work along columns add their sums over ranks, and Muon gathers its matrices.
     """
-    cut = [param for param in block.params if param.whole is not None]
-    if not cut:
+    sharded = [param for param in block.params if param.whole is not None]
+    if not sharded:
         return None
-    name = cut[0].name
-    wide = [param for param in cut if param.dtype != "bfloat16"]
-    if spec.weights != "native" and wide:
+    name = sharded[0].name
+    not_bf16 = [param for param in sharded if param.dtype != "bfloat16"]
+    if spec.weights != "native" and not_bf16:
         return (
-            f"that makes {wide[0].name} bfloat16, and fully_shard has it already as {wide[0].dtype}. Cast the module "
-            "to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
+            f"that makes {not_bf16[0].name} bfloat16, and fully_shard has it already as {not_bf16[0].dtype}. Cast the "
+            "module to bfloat16 before fully_shard, or choose a spec that keeps weights as they are"
         )
-    spectral = rule.scaling is Scaling.SPECTRAL  # whose matrices are gathered
-    if spectral and len(cut) < len(block.params):
+    gathers = rule.scaling is Scaling.SPECTRAL
+    if gathers and len(sharded) < len(block.params):
         return f"fully_shard cuts {name} and not all of the block's matrices. Make those blocks of their own"
-    if turned := [param.name for param in cut if shards_cut_rows(rule, param=param)]:
+    if transposed := [param.name for param in sharded if shards_cut_rows(rule, param=param)]:
         return (
-            f"{turned[0]} is stored (fan_in, fan_out), so that fully_shard cuts along the rows that {rule.name} works "
-            "on. Rules by element can, such as adamw and lion, and muon"
+            f"{transposed[0]} is stored (fan_in, fan_out), so that fully_shard cuts along the rows that {rule.name} "
+            "works on. Rules by element can, such as adamw and lion, and muon"
         )
     return None
 
 
 def shards_cut_rows(rule: RuleInfo, *, param: ParamInfo) -> bool:
-    """Whether fully_shard cuts the rows that the rule works along, as the tensor is stored the other way."""
+    """Whether fully_shard cuts the rows that the rule works along, as the tensor is stored transposed."""
     return param.transposed and rule.needs_matrix and rule.scaling is not Scaling.SPECTRAL
 
 
 def sums_columns(rule: RuleInfo) -> bool:
-    """Whether a step of some rows takes sums over all of them."""
+    """Whether a step needs sums along columns, so that a shard needs those of other ranks."""
     return rule.scaling is Scaling.COLUMN or any(s.layout is StateLayout.PER_COLUMN for s in rule.states)
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
-    """A fold longer than its axis would average over padding: scaled down by it, and no cheaper than a shorter one."""
+    """Why the rule cannot fold states of `block`, as a clause for messages; None if it can.
+
+    A fold longer than its axis would average over padding, and would take no fewer bytes than a shorter one.
+    """
     for decl in rule.states:
         if decl.layout is not StateLayout.FOLDED:
             continue
@@ -133,19 +136,24 @@ def build_candidates(
     stand_ins: bool = False,
     only: Mapping[str, str] | None = None,
 ) -> CandidateSets:
-    """Every applicable candidate of every block, dominated ones too, by bytes ascending (then risk, seconds, row).
+    """Every applicable candidate of every block, dominated ones too, by bytes ascending, then risk and seconds.
 
-    `shared`: the device is the host, whose memory counts as its own. `stand_ins`: roles that keep fp32 may have
-    momentum in 8 bits, too. `only`: block -> the one spec that it may run, of blocks that have no choice. Raises
-    BadInputError for a block on which no spec may run.
+    Args:
+        shared: The device is the host, so states on the host count in its memory.
+        keep_fp32_roles: Roles whose blocks may only run specs of fp32 storage and native weights.
+        stand_ins: These roles may also run 8-bit momentum.
+        only: Block -> the one spec that it may run, for blocks without a choice.
+
+    Raises:
+        BadInputError: No spec may run on a block.
     """
     total = max(sum(block.numel for block in blocks), 1)
-    found: CandidateSets = {}
-    of_kind: dict[Block, str] = {}  # layers repeat: what was computed for a block serves all of its kind
+    result: CandidateSets = {}
+    first_of_kind: dict[Block, str] = {}  # layers repeat: what was computed for a block serves all of its kind
     for block in blocks:
-        same = of_kind.setdefault(_kind(block), block.name) if profile is None and not only else block.name
+        same = first_of_kind.setdefault(_kind(block), block.name) if profile is None and not only else block.name
         if same != block.name:
-            found[block.name] = tuple(replace(candidate, block=block.name) for candidate in found[same])
+            result[block.name] = tuple(replace(candidate, block=block.name) for candidate in result[same])
             continue
         reasons = {
             spec.name: why_inapplicable(
@@ -156,8 +164,8 @@ def build_candidates(
             )
             for spec in specs.values()
         }
-        risks: dict[str, Risk] = {}  # by the row's name on the device: a step is the same wherever its states are kept
-        made: list[Candidate] = []
+        risks: dict[str, Risk] = {}  # by the spec's name on the device: placement does not change a step
+        candidates: list[Candidate] = []
         for spec in specs.values():
             if reasons[spec.name] is not None or (only or {}).get(block.name, spec.name) != spec.name:
                 continue
@@ -172,16 +180,18 @@ def build_candidates(
                     weights=weights or {},
                     share=max(block.numel, 1) / total,  # an empty tensor still prefers AdamW
                 )
-            spent = cost(block, spec=spec, rule=rule, latency=latency, link=link, shared=shared)
-            made.append(Candidate(block=block.name, spec=spec.name, cost=spent, risk=risks[name], role=block.role))
-        if not made:
+            spec_cost = cost(block, spec=spec, rule=rule, latency=latency, link=link, shared=shared)
+            candidates.append(
+                Candidate(block=block.name, spec=spec.name, cost=spec_cost, risk=risks[name], role=block.role)
+            )
+        if not candidates:
             why = "; ".join(f"{spec}: {reason}" for spec, reason in reasons.items()) or "no spec was selected"
             raise BadInputError(
                 f"no optimizer spec may run on block {block.name!r} ({why}): add one that runs anywhere to "
                 "catalogue.specs, for example adamw"
             )
-        found[block.name] = tuple(sorted(made, key=_by_bytes))
-    return found
+        result[block.name] = tuple(sorted(candidates, key=_by_bytes))
+    return result
 
 
 def _kind(block: Block) -> Block:
@@ -191,61 +201,60 @@ def _kind(block: Block) -> Block:
 
 
 def _by_bytes(candidate: Candidate) -> tuple[float, float, float, float]:
-    spent = candidate.cost
-    return (spent.charged_bytes, candidate.risk.total, spent.step_s, spent.transfer_bytes)
+    cost = candidate.cost
+    return (cost.charged_bytes, candidate.risk.total, cost.step_s, cost.transfer_bytes)
 
 
-def _taken(candidate: Candidate, *, with_time: bool) -> tuple[float, ...]:
-    """Everything of which less is better."""
-    spent = candidate.cost
-    beside = (spent.transfer_bytes, spent.host_bytes, spent.link_s)
-    return (spent.charged_bytes, candidate.risk.total, *beside, spent.step_s if with_time else 0.0)
+def _objectives(candidate: Candidate, *, with_time: bool) -> tuple[float, ...]:
+    """The values of a candidate of which less is better."""
+    cost = candidate.cost
+    host = (cost.transfer_bytes, cost.host_bytes, cost.link_s)
+    return (cost.charged_bytes, candidate.risk.total, *host, cost.step_s if with_time else 0.0)
 
 
 def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
-    """Per block the candidates that no other beats or equals in charged bytes, risk, (`with_time`) seconds, and in what
-    they take of the host and of the link to it. Of equals the first stays.
+    """The candidates of each block that no other one beats or equals in all objectives. Of equals the first stays.
+
+    Objectives are charged bytes, risk, seconds (`with_time`), and bytes and seconds of the host and its link.
     """
-    known: dict[bytes, list[int]] = {}
-    return {name: _frontier(options, with_time=with_time, known=known) for name, options in candidates.items()}
+    cache: dict[bytes, list[int]] = {}
+    return {name: _frontier(options, with_time=with_time, cache=cache) for name, options in candidates.items()}
 
 
 def _frontier(
-    candidates: Sequence[Candidate], *, with_time: bool, known: dict[bytes, list[int]]
+    candidates: Sequence[Candidate], *, with_time: bool, cache: dict[bytes, list[int]]
 ) -> tuple[Candidate, ...]:
-    """The undominated candidates; `known` caches answers, as layers are mostly alike."""
+    """The undominated candidates. `cache`: objectives -> indices of these, as most layers have equal candidates."""
     ordered = sorted(candidates, key=_by_bytes)
     if not with_time and not any(candidate.cost.transfer_bytes for candidate in ordered):
-        return _falling(ordered)
-    values = np.array([_taken(candidate, with_time=with_time) for candidate in ordered])
+        return _falling_risk(ordered)
+    values = np.array([_objectives(candidate, with_time=with_time) for candidate in ordered])
     key = values.tobytes()
-    if key in known:
-        return tuple(ordered[index] for index in known[key])
-    better: NDArray[np.bool_] = np.ones(
-        (len(ordered), len(ordered)), dtype=bool
-    )  # [one, other]: one is nowhere worse than the other
-    for column in values.T:
-        better &= column[:, None] <= column
-    earlier = np.triu(better, k=1)  # only those count: what beats one of them beats this one, too
-    known[key] = np.flatnonzero(~earlier.any(axis=0)).tolist()
-    return tuple(ordered[index] for index in known[key])
+    if key not in cache:
+        # [a, b]: a is nowhere worse than b
+        no_worse: NDArray[np.bool_] = np.ones((len(ordered), len(ordered)), dtype=bool)
+        for column in values.T:
+            no_worse &= column[:, None] <= column
+        # Only earlier candidates can dominate; one that is dominated itself has a dominator that does, too.
+        cache[key] = np.flatnonzero(~np.triu(no_worse, k=1).any(axis=0)).tolist()
+    return tuple(ordered[index] for index in cache[key])
 
 
-def _falling(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of candidates by bytes, those with less risk than all before: the undominated ones if nothing else counts."""
-    kept: list[Candidate] = []
+def _falling_risk(ordered: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Of candidates by ascending bytes, those with less risk than all before them."""
+    result: list[Candidate] = []
     for candidate in ordered:
-        if not kept or candidate.risk.total < kept[-1].risk.total:
-            kept.append(candidate)
-    return tuple(kept)
+        if not result or candidate.risk.total < result[-1].risk.total:
+            result.append(candidate)
+    return tuple(result)
 
 
 def candidate_rows(candidates: Mapping[str, Sequence[Candidate]]) -> list[dict[str, Any]]:
-    """One flat row per candidate for candidates.csv, with its risk terms in columns `risk/<term>`."""
+    """The rows of candidates.csv, one per candidate, with risk terms in columns `risk/<term>`."""
     rows: list[dict[str, Any]] = []
     terms = sorted({term for options in candidates.values() for c in options for term in c.risk.terms})
     for options in candidates.values():
-        kept = {candidate.spec for candidate in _frontier(options, with_time=True, known={})}
+        undominated_specs = {candidate.spec for candidate in _frontier(options, with_time=True, cache={})}
         for candidate in options:
             row: dict[str, Any] = {
                 "block": candidate.block,
@@ -253,7 +262,7 @@ def candidate_rows(candidates: Mapping[str, Sequence[Candidate]]) -> list[dict[s
                 "spec": candidate.spec,
                 **{column: getattr(candidate.cost, column) for column in _COLUMNS},
                 "risk": candidate.risk.total,
-                "dominated": candidate.spec not in kept,
+                "dominated": candidate.spec not in undominated_specs,
             }
             rows.append(row | {f"risk/{term}": candidate.risk.terms.get(term, 0.0) for term in terms})
     return rows

@@ -1,4 +1,4 @@
-"""GPUs that can be planned for without having one: their memory, and approximate rates from data sheets."""
+"""GPUs that can be planned for without being present: memory, and approximate rates from data sheets."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class Card:
     """One GPU model.
 
     Args:
-        flops: dense bf16 FLOP/s of the data sheet.
-        bandwidth: bytes/s of its memory, of the data sheet.
+        flops: dense bf16 FLOP/s, by the data sheet.
+        bandwidth: bytes/s of its memory, by the data sheet.
         context_bytes: CUDA context with loaded kernels; measured on an H100 (0.70 GiB) and an H200, assumed elsewhere.
         link: rates to the host, measured on an H100; PCIe 4 is assumed to carry half.
         workspace_bytes: cuBLAS workspaces of forward and backward; measured on an H200, torch's defaults elsewhere.

@@ -1,6 +1,6 @@
-"""The cost of a spec on a block: exact state bytes, host traffic, and seconds from a measured table.
+"""The cost of a spec on a block: exact state bytes, bytes over the link, and seconds by a measured table.
 
-`state_bytes` is a promise: tests hold it to the live tensors of the optimizer, byte for byte, for every spec.
+Tests hold `state_bytes` to the live tensors of the optimizer, byte for byte, for every spec.
 """
 
 import math
@@ -24,7 +24,7 @@ def aligned(nbytes: int) -> int:
 
 
 def _slab_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Bytes of one parameter in its block's slab: states and corrections, each aligned; none for an empty one."""
+    """Bytes of one parameter in its block's slab: states and corrections, each aligned; 0 for an empty parameter."""
     assert spec.rule == rule.name, f"spec {spec.name} runs {spec.rule}, not {rule.name}"
     if not param.numel:
         return 0
@@ -36,42 +36,43 @@ def _slab_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int
 
 
 def param_state_bytes(param: ParamInfo, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Bytes that `spec` keeps for one parameter, apart from what it keeps per block; none for an empty one."""
-    counted = STEP_BYTES if rule.counts_steps and param.numel else 0
-    return _slab_bytes(param, spec=spec, rule=rule) + counted
+    """State bytes of one parameter, without those per block (`match_bytes`); 0 for an empty parameter."""
+    step_bytes = STEP_BYTES if rule.counts_steps and param.numel else 0
+    return _slab_bytes(param, spec=spec, rule=rule) + step_bytes
 
 
 def slab_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Bytes of the block's slab, which is what travels where states are streamed: steps and matching stay."""
+    """Bytes of the block's slab, which streaming copies; step counts and update RMS are not in it."""
     return sum(_slab_bytes(param, spec=spec, rule=rule) for param in block.params)
 
 
 def match_bytes(block: Block, *, rule: RuleInfo) -> int:
-    """State bytes that stay on the device even where states are streamed."""
+    """Bytes of the block's update RMS, which stay on the device even if states are streamed."""
     return MATCH_BYTES if rule.matched and block.numel else 0
 
 
 def state_bytes(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> int:
-    """Every byte beyond weights and gradients that `spec` keeps for `block`, wherever it lies; exact."""
+    """Every byte beyond weights and gradients that `spec` keeps for `block`, on device and host; exact."""
     params = sum(param_state_bytes(param, spec=spec, rule=rule) for param in block.params)
     return params + match_bytes(block, rule=rule)
 
 
 def native_bytes(param: ParamInfo) -> int:
-    """Bytes of a parameter in its own type, and of its gradient."""
+    """Bytes of a parameter in its own type; its gradient takes as many."""
     return param.numel * _DTYPE_BYTES.get(param.dtype, 4)
 
 
-GROUPED_BYTES, GROUPS = 128 * MIB, 16
+# Most bytes of released gradients that wait, and the least number of groups that all of them would make
+MAX_GROUPED_BYTES, MIN_GROUPS = 128 * MIB, 16
 
 
 def grouped_bytes(gradients_bytes: int) -> int:
-    """Bytes of released gradients that may wait on a GPU to be stepped with others: a 16th of all, 128 MiB at most.
+    """Bytes of gradients that may wait on a GPU for their blocks to be stepped together, under gradient release.
 
-    The host takes as long to step one block as to step many: with each block of ViT-L/16 stepped by itself, the host
-    took longer for a step than the device did.
+    A 16th of all gradients, 128 MiB at most. Stepping one block takes the host as long as stepping many: with each
+    block of ViT-L/16 stepped by itself, a step took longer on the host than on the device.
     """
-    return min(GROUPED_BYTES, gradients_bytes // GROUPS)
+    return min(MAX_GROUPED_BYTES, gradients_bytes // MIN_GROUPS)
 
 
 def stepping_groups(
@@ -81,71 +82,81 @@ def stepping_groups(
     limit: int,
     joins: Callable[[str, str], bool],
 ) -> list[tuple[str, ...]]:
-    """Groups of blocks that are stepped together.
+    """Groups of consecutive blocks that are stepped together, under gradient release.
 
-    Gradients come in `order` (block, bytes); a block has `left` of them. `joins` says whether two blocks can be in one
-    group. A group is consecutive blocks of at most `limit` bytes. At each point, the gradients held are at most the
-    larger of `limit` and the peak up to there of stepping each block alone. The peak up to there, and not of all,
-    because activations go as backward goes on: gradients at its end cost less than the same bytes at its beginning.
+    Args:
+        order: (block, bytes) of each gradient, as backward computes them.
+        num_gradients: Block -> number of its gradients.
+        limit: Bytes of gradients that a group may have.
+        joins: Whether two blocks can be in one group.
+
+    Live gradients never exceed the larger of `limit` and the peak so far of stepping each block alone. It is the peak
+    so far, not the peak of the whole pass, because activations are freed as backward proceeds: gradients at its end
+    cost less than the same bytes at its beginning.
     """
     groups: list[tuple[str, ...]] = []
     waiting: list[str] = []
-    missing, sizes = dict(num_gradients), dict.fromkeys(num_gradients, 0)
-    held = waits = alone = 0
-    most = limit
+    num_missing, block_bytes = dict(num_gradients), dict.fromkeys(num_gradients, 0)
+    live_bytes = waiting_bytes = alone_bytes = 0
+    max_bytes = limit
     for name, num_bytes in order:
-        alone += num_bytes
-        most = max(most, alone)
-        if waiting and held + num_bytes > most:
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        held, missing[name], sizes[name] = held + num_bytes, missing[name] - 1, sizes[name] + num_bytes
-        if missing[name]:
+        alone_bytes += num_bytes
+        max_bytes = max(max_bytes, alone_bytes)
+        if waiting and live_bytes + num_bytes > max_bytes:
+            groups.append(tuple(waiting))
+            waiting, live_bytes, waiting_bytes = [], live_bytes - waiting_bytes, 0
+        live_bytes += num_bytes
+        num_missing[name] -= 1
+        block_bytes[name] += num_bytes
+        if num_missing[name]:
             continue
-        alone -= sizes[name]
-        if waiting and (waits + sizes[name] > limit or not joins(waiting[0], name)):
-            groups, waiting, held, waits = [*groups, tuple(waiting)], [], held - waits, 0
-        waiting, waits = [*waiting, name], waits + sizes[name]
+        alone_bytes -= block_bytes[name]
+        if waiting and (waiting_bytes + block_bytes[name] > limit or not joins(waiting[0], name)):
+            groups.append(tuple(waiting))
+            waiting, live_bytes, waiting_bytes = [], live_bytes - waiting_bytes, 0
+        waiting.append(name)
+        waiting_bytes += block_bytes[name]
     return [*groups, tuple(waiting)] if waiting else groups
 
 
 def weight_bytes(block: Block, *, spec: OptimizerSpec) -> int:
-    """Bytes of the block's parameters under `spec`, corrections apart; their gradients take as much again."""
-    kept = WEIGHTS[spec.weights].param_bytes
-    return sum(param.numel * kept if kept else native_bytes(param) for param in block.params)
+    """Bytes of the block's parameters under `spec`, without corrections; gradients take as much again."""
+    param_bytes = WEIGHTS[spec.weights].param_bytes
+    return sum(param.numel * param_bytes if param_bytes else native_bytes(param) for param in block.params)
 
 
 def weight_savings(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
-    """Bytes that the weights of `spec` take less than native ones, by parameter; its gradient takes as many less."""
-    kept = WEIGHTS[spec.weights].param_bytes
-    if kept is None:
+    """Parameter name -> bytes that its weights under `spec` save against native ones; its gradient saves as many."""
+    param_bytes = WEIGHTS[spec.weights].param_bytes
+    if param_bytes is None:
         return {}
-    less = {param.name: native_bytes(param) - param.numel * kept for param in block.params}
-    return {name: nbytes for name, nbytes in less.items() if nbytes}
+    savings = {param.name: native_bytes(param) - param.numel * param_bytes for param in block.params}
+    return {name: nbytes for name, nbytes in savings.items() if nbytes}
 
 
 _LARGE = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)
 
 
 def bytes_per_parameter(spec: OptimizerSpec, *, rule: RuleInfo) -> tuple[float, float]:
-    """State and weight bytes per parameter of a large fp32 matrix, where what is kept per tensor does not show."""
+    """(state bytes, weight bytes) per element of a large fp32 matrix, in which bytes per tensor are negligible."""
     block = Block(name="large", params=(_LARGE,), role=Role.MLP)
-    held = state_bytes(block, spec=spec, rule=rule), weight_bytes(block, spec=spec)
-    return held[0] / _LARGE.numel, held[1] / _LARGE.numel
+    state, weights = state_bytes(block, spec=spec, rule=rule), weight_bytes(block, spec=spec)
+    return state / _LARGE.numel, weights / _LARGE.numel
 
 
 def adamw_state_bytes(blocks: Iterable[Block]) -> int:
-    """State bytes of fp32 AdamW in our slabs: two padded moments and a step per tensor; the unit of state fractions.
+    """State bytes of fp32 AdamW, the unit of state fractions: two aligned moments and a step count per tensor.
 
-    torch's own AdamW keeps the same without the padding, so a fraction of 1 admits fp32 AdamW everywhere.
+    torch's AdamW keeps the same without alignment, so a fraction of 1 admits fp32 AdamW everywhere.
     """
-    moment = [aligned(4 * param.numel) for block in blocks for param in block.params if param.numel]
-    return sum(2 * nbytes + STEP_BYTES for nbytes in moment)
+    moment_bytes = [aligned(4 * param.numel) for block in blocks for param in block.params if param.numel]
+    return sum(2 * nbytes + STEP_BYTES for nbytes in moment_bytes)
 
 
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
-    """Seconds of the device that `block` adds to a step, by the line of its spec: per tensor + per element.
+    """Seconds of the device that `block` adds to a step: those per tensor and those per element of its spec.
 
-    The same for streamed states, whose copies are counted apart.
+    Streaming changes nothing here; its copies are counted apart (`Cost.link_s`).
     """
     name = device_spec_name(spec.name)
     assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
@@ -156,8 +167,10 @@ def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) ->
 def whole_step_seconds(
     choices: Mapping[str, str], *, blocks: Iterable[Block], specs: Mapping[str, OptimizerSpec], latency: LatencyTable
 ) -> float:
-    """Predicted seconds of a whole step with `choices` (spec names by block name), what passes the link apart; NaN
-    where a spec was not timed."""
+    """Predicted seconds of a whole step with `choices` (block name -> spec), without waits for the link.
+
+    NaN if a spec was not timed.
+    """
     seconds = latency.base_step_s + latency.step_s
     for block in blocks:
         if device_spec_name(choices[block.name]) not in latency.fixed_s:
@@ -175,20 +188,20 @@ def cost(
     link: LinkRates = STORED_RATES,
     shared: bool = False,
 ) -> Cost:
-    """The cost of `spec` on `block`; without a latency table, seconds of the device play no part and are 0.
+    """The cost of `spec` on `block`. Seconds of the device are 0 without a latency table.
 
-    `shared`: the device is the host itself, so that what is kept there counts in its memory all the same.
+    `shared`: the device is the host, so states on the host count in its memory.
     """
-    kept, matching = state_bytes(block, spec=spec, rule=rule), match_bytes(block, rule=rule)
+    state, matching = state_bytes(block, spec=spec, rule=rule), match_bytes(block, rule=rule)
     weights = weight_bytes(block, spec=spec)
     step_s = step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0
     if spec.placement == Placement.DEVICE:
-        return Cost(state_bytes=kept, step_s=step_s, weight_bytes=weights)
+        return Cost(state_bytes=state, step_s=step_s, weight_bytes=weights)
     moved = slab_bytes(block, spec=spec, rule=rule)
     return Cost(
         state_bytes=matching,
-        host_bytes=kept - matching,
-        shared_bytes=kept - matching if shared else 0,
+        host_bytes=state - matching,
+        shared_bytes=state - matching if shared else 0,
         streamed_bytes=moved,
         step_s=step_s,
         link_s=copy_seconds(moved, link=link),

@@ -1,9 +1,8 @@
-"""Predicted change of quality by a spec on a block: three models, replaceable by name, terms kept.
+"""Risk models: the predicted change of quality by a spec on a block, with its terms.
 
-`measured` looks changes up that were measured, against a recipe that is named; they may be below 0. The others predict
-a loss against fp32 AdamW, and none of them is shown to predict damage (docs/methods.md#risk): each is a hypothesis, and
-its weights can be calibrated. What a spec gives up is read off the tags of its rule's states, so a new rule needs no
-change here.
+`measured` looks up measured changes against a named recipe; they may be below 0. `prior` and `statistics` predict a
+loss against fp32 AdamW. Neither is shown to predict damage (docs/methods.md#risk): they are hypotheses whose weights
+can be calibrated. What a spec gives up is derived from the tags of its rule, so a new rule needs no change here.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,9 +30,9 @@ from baoc.types import (
     StorageScheme,
 )
 
-# Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1: only their order is argued
-# for (single-block interventions and CPU runs): storage is nearly free, then one of momentum, shared or factored
-# v, then folding, then no v at all. Equal columns stand in for v a little, equal singular values (Muon) for most of it.
+# Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1. Only the order is argued for,
+# by single-block interventions and CPU runs: storage is nearly free; then come a lost momentum and a shared or factored
+# v, then folding, then no v at all. Equal columns replace a little of v, equal singular values (Muon) most of it.
 SEVERITY: dict[str, float] = {
     "quantize_m": 0.005,
     "quantize_v": 0.01,
@@ -46,14 +45,14 @@ SEVERITY: dict[str, float] = {
     "column_v": 0.2,
     "drop_v": 0.25,
 }
-# Of weights kept in fewer bits than fp32, on the same scale. With a correction the master keeps 24 or all of its 32
-# bits and only gradients are summed in bf16, less than any 8-bit state loses. Without one every step is rounded to 8
-# bits: at random it is right on average and adds noise, put between 8-bit states and losing momentum; to nearest, small
-# steps are lost for good (weights of 0.9 stand still at a learning rate of 1e-4), which is worse than losing v.
+# Risk of weights formats, on the same scale. With an 8-bit correction weights keep 24 bits and only gradients are in
+# bf16, which loses less than any 8-bit state. Without a correction every step is rounded to 8 bits. At random this
+# adds noise of mean 0: placed between 8-bit states and a lost momentum. To nearest, small steps are lost for good
+# (weights of .9 do not move at a learning rate of 1e-4), which is worse than losing v.
 WEIGHTS_SEVERITY: dict[str, float] = {"split8": 0.001, "bf16_sr": 0.03, "bf16": 0.5}
 ROUND_WEIGHTS = "round_weights"
-# How many times more than an mlp matrix a role suffers from a loss in (m, v): adaptivity matters most for the last
-# layer and the norms (arXiv 2407.07972), both matter more in attention (q and k) than in the mlp.
+# Sensitivity of a role to losses in (m, v), relative to an mlp matrix: adaptivity matters most for the last layer and
+# the norms (arXiv 2407.07972), and both matter more in attention (q and k) than in the mlp.
 SENSITIVITY: dict[Role, tuple[float, float]] = {
     Role.HEAD: (1.5, 4.0),
     Role.NORM: (1.5, 4.0),
@@ -64,8 +63,8 @@ SENSITIVITY: dict[Role, tuple[float, float]] = {
     Role.CONV: (1.0, 1.0),
     Role.MLP: (1.0, 1.0),
 }
-FIRST_LAYER = 1.5  # it stood out in single-block interventions on small Llamas
-# Dose of sharing v along an axis; 1.25 where not said. SlimAdam: fan-in suits embeddings and head, fan-out the mlp.
+FIRST_LAYER = 1.5  # factor on the sensitivity: it was highest in single-block interventions on small Llamas
+# Dose of sharing v along an axis, 1.25 for others. SlimAdam: fan-in suits embeddings and head, fan-out the mlp.
 SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
     (Role.EMBEDDING, StateLayout.PER_ROW): 1.0,
     (Role.EMBEDDING, StateLayout.PER_COLUMN): 1.5,
@@ -74,7 +73,7 @@ SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
     (Role.MLP, StateLayout.PER_ROW): 1.5,
     (Role.MLP, StateLayout.PER_COLUMN): 1.0,
 }
-# Share of coordinates whose m/sqrt(v) is off by more than .1, by in-group spread std(log sqrt v).
+# Share of coordinates whose m/sqrt(v) is off by more than .1, at each in-group spread std(log sqrt v) of SPREADS
 SPREADS = (0.5, 1.0, 1.5, 2.0)
 COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
 ROOT_ERROR = (0.0, 0.0006, 0.006, 0.024)
@@ -86,8 +85,8 @@ CODEC_ERROR: dict[str, tuple[float, ...]] = {
     "root4": (0.49, 0.62, 0.73, 0.79),  # with v in fp32
     "lattice4": (0.076, 0.26, 0.44, 0.48),  # with m in fp32
 }
-# Dose of a codec where nothing was measured; 1 is companding int8. `quantization_dose` decides per block once a spread
-# is known; it was near .5 on digits (ViT, 40 and 120 steps, one seed), where companding loses next to nothing.
+# Dose of a codec for a block whose spread is unknown; 1 is companding int8. With a known spread `quantization_dose`
+# decides: .5 on digits (ViT, 40 and 120 steps, one seed), at which companding loses next to nothing.
 CODEC_DOSE: dict[str, float] = {
     "fp32": 0.0,
     "bf16": 0.05,
@@ -112,20 +111,20 @@ class Loss:
 def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
     """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW.
 
-    `block` tells which states are too small for the storage, and so are not coded.
+    `block`: its size decides which states are too small for the storage's codecs.
     """
     largest = max(block.params, key=lambda param: param.numel, default=None) if block is not None else None
-    found: list[Loss] = []
+    result: list[Loss] = []
     for kind in StateKind:
         decls = [decl for decl in rule.states if decl.kind is kind]
         loss = _layout_loss(decls, kind=kind, scaling=rule.scaling)
         if loss is not None:
-            found.append(loss)
+            result.append(loss)
         for decl in decls:
             codec = storage.codec(decl, param=largest if decl.layout is StateLayout.FULL else None)
             if codec != "fp32":
-                found.append(Loss(term=f"quantize_{kind}", decl=decl, codec=codec))
-    return tuple(found)
+                result.append(Loss(term=f"quantize_{kind}", decl=decl, codec=codec))
+    return tuple(result)
 
 
 def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -> Loss | None:
@@ -143,11 +142,11 @@ def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One spec on one block, and what is known of it.
+    """The arguments of a risk model: one spec on one block.
 
     Args:
-        profile: None where nothing was measured.
-        weights: of terms by name; 1 where absent.
+        profile: None before gradients were sampled.
+        weights: term -> its weight; 1 for absent ones.
         share: the block's share of the network's parameters.
     """
 
@@ -174,9 +173,9 @@ def _prior_terms(case: Case) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskModel:
-    """Predicts the risk of one spec on one block, terms weighted and kept. Called with the fields of a `Case`.
+    """Predicts the risk of one spec on one block. Called with the fields of a `Case`.
 
-    `needs` names what a profile must hold for it: nothing or {"stats"}. `terms` are unweighted.
+    `needs`: what it reads of a profile, nothing or {"stats"}. `terms`: function of a case -> unweighted terms.
     """
 
     name: str
@@ -184,19 +183,20 @@ class RiskModel:
     needs: frozenset[str] = frozenset()
     terms: Callable[[Case], dict[str, float]] = _prior_terms
 
-    def __call__(self, **known: Any) -> Risk:
-        return self.predict(Case(**known))
+    def __call__(self, **fields: Any) -> Risk:
+        return self.predict(Case(**fields))
 
     def predict(self, case: Case) -> Risk:
-        found = self.terms(case)
+        """The risk of a case, with weighted terms."""
+        unweighted = self.terms(case)
         if rounding := WEIGHTS_SEVERITY.get(case.spec.weights, 0.0):
-            found = {**found, ROUND_WEIGHTS: rounding * case.share}
-        terms = {term: case.weights.get(term, 1.0) * value for term, value in found.items()}
+            unweighted = {**unweighted, ROUND_WEIGHTS: rounding * case.share}
+        terms = {term: case.weights.get(term, 1.0) * value for term, value in unweighted.items()}
         return Risk(total=fsum(terms.values()), terms=terms)
 
 
 def _prior_term(loss: Loss, *, block: Block) -> float:
-    """Severity x dose x sensitivity of the block's role, for a block that is the whole network."""
+    """Severity x dose x sensitivity of the block's role, as if the block were the whole network."""
     for_m, for_v = SENSITIVITY[block.role]
     sensitivity = (for_m if loss.term.endswith("_m") else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
     dose = 1.0
@@ -210,7 +210,7 @@ def _prior_term(loss: Loss, *, block: Block) -> float:
 
 
 def _statistics_terms(case: Case) -> dict[str, float]:
-    """Severity x measured dose x the block's weight; a statistic that is NaN leaves its term to the prior."""
+    """Severity x measured dose x the block's weight. A term whose statistic is NaN is that of the prior."""
     weight = block_weight(case.stats, share=case.share)
     terms: dict[str, float] = {}
     for loss in case.losses:
@@ -221,9 +221,9 @@ def _statistics_terms(case: Case) -> dict[str, float]:
 
 
 def block_weight(stats: GradientStats | None, *, share: float) -> float:
-    """The block's share of the step's predicted loss decrease; its share of parameters where that is not known.
+    """The block's share of the step's predicted loss decrease, or its `share` of parameters if that is unknown.
 
-    At least a tenth of the latter: a block that happened to go uphill while it was profiled is not free to ruin.
+    It is at least a tenth of the latter: a block whose loss happened to rise in the profile still matters.
     """
     if stats is None or not isfinite(stats.descent_share):
         return share
@@ -231,22 +231,22 @@ def block_weight(stats: GradientStats | None, *, share: float) -> float:
 
 
 def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
-    """Share of the structure given up by `loss` that the gradients show: 0 none, about 1 all, NaN unknown."""
+    """How much of what `loss` gives up the gradients have: 0 nothing, about 1 everything, NaN unknown."""
     layout = loss.decl.layout if loss.decl is not None else None
     if loss.codec is not None:
         return quantization_dose(loss.codec, spread=stats.spread)
     if loss.term == "drop_m":
-        known = 0.0 <= stats.noise < inf  # else the unbiased signal came out at 0 or below: nothing but noise
-        noise = stats.noise / (1.0 + stats.noise) if known or isnan(stats.noise) else 1.0
+        has_signal = 0.0 <= stats.noise < inf  # else the unbiased estimate of the signal is 0 or below: all is noise
+        noise = stats.noise / (1.0 + stats.noise) if has_signal or isnan(stats.noise) else 1.0
         return max(0.0, 0.5 * (noise + 1.0 - stats.coherence))
     if loss.term == "drop_v":
-        anisotropy = max(stats.anisotropy, 0.0)  # a profile that was read may hold anything
+        anisotropy = max(stats.anisotropy, 0.0)  # a profile from a file may have any value
         return anisotropy / (1.0 + anisotropy)
     if loss.term == "spectral_v":
-        return nan  # no statistic tells
+        return nan  # there is no statistic for it
     if loss.term in ("share_v", "column_v"):
         snr = stats.snr_fan_in if layout is StateLayout.PER_ROW else stats.snr_fan_out
-        # 1/SNR, bounded: where SNR < 1, v varies more along the axis than it is large.
+        # 1/SNR, bounded: for an SNR below 1, v varies more along the axis than its mean.
         return 1.0 / (1.0 + max(snr, 0.0))
     if loss.term == "factor_v":
         return stats.factor_residual
@@ -255,9 +255,9 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
 
 
 def quantization_dose(codec: str, *, spread: float) -> float:
-    """Share of coordinates whose m/sqrt(v) is off by > .1 at that in-group spread, 1 for companding int8 at spread 1.
+    """Share of coordinates whose m/sqrt(v) is off by > .1 at this in-group spread; 1 is companding int8 at spread 1.
 
-    Interpolated between measured points and level beyond them; never below twice what bf16 loses, which has more bits.
+    Linear between the measured spreads and constant beyond them. At least twice that of bf16, which has more bits.
     """
     if not isfinite(spread):
         return nan
@@ -275,9 +275,10 @@ PRIOR = RiskModel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRisk(RiskModel):
-    """Change of the final loss by a spec on a block: mean + kappa sd of its role's entry, by the block's share of it.
+    """Change of the final loss by a spec on a block: mean + kappa sd of its role's change, times the block's share.
 
-    What was not measured counts as worse than everything that was, by its prior; without entries the prior is all.
+    A spec that was not measured in its role is worse than every measured one, by its prior. Without a family's changes
+    by role the risk is the prior.
     """
 
     name: str = "measured"
@@ -292,25 +293,27 @@ class MeasuredRisk(RiskModel):
             return prior
         change = measured_change(block, base_name(case.spec.name), family=self.family)
         if change is None:
-            worst = max(one.bound(self.kappa) for held in self.family.roles.values() for one in held.values())
+            changes = [change for by_spec in self.family.roles.values() for change in by_spec.values()]
+            worst = max(change.bound(self.kappa) for change in changes)
             return Risk(total=max(worst, 0.0) + prior.total, terms=prior.terms)
-        part = block.numel / max(self.role_numel.get(next(recipe_keys(block)), block.numel), 1)
-        return Risk(total=part * change.bound(self.kappa), terms={"change": part * change.mean})
+        share = block.numel / max(self.role_numel.get(next(recipe_keys(block)), block.numel), 1)
+        return Risk(total=share * change.bound(self.kappa), terms={"change": share * change.mean})
 
 
 def measured_change(block: Block, spec: str, *, family: Family) -> Change | None:
-    """The change by `spec` in the role of a block, against the family's base; 0 where that runs it, too."""
+    """The change by `spec` in the role of a block, against the family's base; 0 if the base runs it there."""
     if family.base is not None and family.recipe(family.base).recipe.preferred_spec(block)[1] == spec:
         return Change(mean=0.0, sd=0.0, n=0)
     return family.change_for([key for key in recipe_keys(block) if key != FIRST], spec)
 
 
 def measured_risk(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
-    sizes: dict[str, int] = {}
+    """The risk model of a family for these blocks."""
+    role_numel: dict[str, int] = {}
     for block in blocks:
         key = next(recipe_keys(block))
-        sizes[key] = sizes.get(key, 0) + block.numel
-    return MeasuredRisk(family=family, role_numel=sizes, kappa=kappa)
+        role_numel[key] = role_numel.get(key, 0) + block.numel
+    return MeasuredRisk(family=family, role_numel=role_numel, kappa=kappa)
 
 
 RISKS: dict[str, RiskModel] = {

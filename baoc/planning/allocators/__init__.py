@@ -1,7 +1,7 @@
-"""Allocators: each block runs one of its candidate specs, so that total risk is least and every limit holds.
+"""Allocators: they choose one candidate spec for each block, of least total risk within the limits.
 
-That is a multiple-choice knapsack problem with up to four limits: bytes and seconds of the device, bytes of the host,
-seconds of the link. An allocator sees candidates and limits alone; each is one entry of ALLOCATORS.
+This is a multiple-choice knapsack problem with up to four limits: bytes and seconds of the device, bytes of the host,
+seconds of the link. An allocator sees only candidates and limits. ALLOCATORS has them by name.
 """
 
 from baoc.planning.allocators.base import Allocator, NoFeasibleAllocation

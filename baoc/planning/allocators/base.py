@@ -10,20 +10,19 @@ from numpy.typing import NDArray
 
 from baoc.types import Allocation, Candidate, Limits
 
-STEP_TOLERANCE = 1e-9  # seconds are sums of floats: a limit counts as met within this fraction
-SAFE = 1 - 1e-12  # of a limit of seconds, for running sums; `Problem.feasible` has the last word
-TINY = 1e-12  # below this a risk counts as none when a gap is stated
-KINDS = ("state_bytes", "step_s", "host_bytes", "link_s")  # what may be limited, as in `types.Limits`
+STEP_TOLERANCE = 1e-9  # fraction by which seconds may pass their limit, as they are sums of floats
+SAFE_FRACTION = 1 - 1e-12  # of a limit of seconds, for running sums; `Problem.feasible` decides
+TINY_RISK = 1e-12  # the gap is relative to at least this risk
+LIMIT_KINDS = ("state_bytes", "step_s", "host_bytes", "link_s")  # the fields of `types.Limits`
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class NoFeasibleAllocation(Exception):
-    """No allocation meets the limits. Each figure is the least that can be had while the other limits are met.
+    """No allocation meets the limits. The planner turns this into the user's error.
 
-    `least_state_bytes` are charged bytes. `least_host_bytes` and `least_link_s` are 0 where they have no limit.
-
-    Where another limit cannot be met at all, it is left out of account. The planner turns this into the user's error.
+    Each value is the least total that is possible while the other limits are met; a limit that cannot be met at all is
+    ignored. `least_state_bytes` are charged bytes. `least_host_bytes` and `least_link_s` are 0 without a limit.
     """
 
     def __init__(self, *, least_state_bytes: int, least_step_s: float, least_host_bytes: int, least_link_s: float):
@@ -36,12 +35,12 @@ class NoFeasibleAllocation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorTraits:
-    """Properties of an allocator that planning and training ask for.
+    """Properties of an allocator that planning and training read.
 
     Args:
-        every_candidate: it wants dominated candidates too, as baselines do.
-        only_spec: the one spec that it runs wherever this applies; None for an allocator that has a choice.
-        matching: the RMS of updates is matched to AdamW's, where the run does not say otherwise.
+        every_candidate: it is given dominated candidates too, as a baseline, a recipe or a random choice.
+        only_spec: the one spec that it runs wherever that applies; None if there is no such spec.
+        matching: whether the RMS of updates is matched to AdamW's, unless the run says otherwise.
     """
 
     every_candidate: bool = False
@@ -49,12 +48,12 @@ class AllocatorTraits:
     matching: bool = True
 
 
-CHOOSES = AllocatorTraits()  # of an allocator that weighs candidates
+OPTIMIZING = AllocatorTraits()
 BASELINE = AllocatorTraits(every_candidate=True)
 
 
 class Allocator(Protocol):
-    """Chooses one candidate per block within the limits, the same one for the same arguments.
+    """Chooses one candidate per block within the limits. Equal arguments give equal choices.
 
     Raises NoFeasibleAllocation.
     """
@@ -75,21 +74,21 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The candidates as [blocks, specs] arrays; a spec a block lacks has infinite risk, and spends nothing.
+    """The candidates as [blocks, specs] arrays. A spec that a block lacks has infinite risk and spends nothing.
 
-    `spent` is [limits, blocks, specs]: what each candidate takes of each limit, in the order of `KINDS`; the first two
-    are always there, the others where they are limited. Charged bytes of a block are raised by what it can save at
-    most, so that none is negative; their limit is raised by the sum of these, `offset`. `effort` are seconds of
-    the link, which decide between choices of equal risk.
+    `spent` [limits, blocks, specs]: what each candidate takes of each limit, in the order of LIMIT_KINDS; the first two
+    are always there, the others only if they are limited. Charged bytes of a block are raised by the most that it can
+    save, so that none is negative, and their limit by the sum of these, `offset`. `effort`: seconds of the link, which
+    decide between choices of equal risk. A choice is the index of a candidate for each block.
     """
 
     names: tuple[str, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
     risk: Floats
     spent: Floats  # bytes are exact: below 2^53
-    limits: Floats  # infinite where there is none
+    limits: Floats  # infinite if there is none
     effort: Floats
-    kinds: tuple[str, ...] = KINDS[:2]
+    kinds: tuple[str, ...] = LIMIT_KINDS[:2]
     offset: int = 0
 
     @property
@@ -98,27 +97,28 @@ class Problem:
 
     @property
     def safe_limits(self) -> Floats:
-        """Limits for running sums: those of seconds a hair below, as rounding may add up."""
-        whole = np.array([kind.endswith("bytes") for kind in self.kinds])
-        return np.where(whole, self.limits, self.limits * SAFE)
+        """Limits for running sums: those of seconds are slightly lower, as rounding may add up."""
+        exact = np.array([kind.endswith("bytes") for kind in self.kinds])
+        return np.where(exact, self.limits, self.limits * SAFE_FRACTION)
 
     @property
     def units(self) -> Floats:
-        """The unit of each limit, so that shares of limits can be added up."""
+        """[limits]: the unit of each limit, so that shares of limits can be added up."""
         return np.where(self.limits == 0, 1.0, np.abs(self.limits))
 
     @property
     def least_totals(self) -> Floats:
-        """[limits]: the least of each total, the others left out of account."""
+        """[limits]: the least of each total, ignoring the other limits."""
         return np.where(self.valid, self.spent, np.inf).min(axis=2).sum(axis=1)
 
     def chosen(self, choice: Ints) -> list[Candidate]:
+        """The candidates of a choice, by block."""
         return [self.candidates[block][index] for block, index in enumerate(choice.tolist())]
 
     def used(self, choice: Ints) -> Floats:
-        """[limits]: the totals of one candidate index per block."""
-        rows = np.arange(len(choice))
-        return np.array([values[rows, choice].sum() for values in self.spent])  # one by one: sums round alike
+        """[limits]: the totals of a choice."""
+        blocks = np.arange(len(choice))
+        return np.array([values[blocks, choice].sum() for values in self.spent])  # one by one, to round equally
 
     def total_risk(self, choice: Ints) -> float:
         return float(self.risk[np.arange(len(choice)), choice].sum())
@@ -127,7 +127,7 @@ class Problem:
         return bool((self.used(choice) <= self.limits).all())
 
     def least(self, *keys: Floats) -> Ints:
-        """Per block the candidate that is least in the first key, ties by the next ones, then by position."""
+        """The choice of the candidate that is least in the first key, ties by the next keys, then by position."""
         alive = self.valid
         for key in keys:
             best = np.where(alive, key, np.inf).min(axis=1, keepdims=True)
@@ -136,21 +136,21 @@ class Problem:
 
 
 def weighted(prices: Floats, spent: Floats) -> Floats:
-    """[...]: what is `spent` [limits, ...] at `prices` [limits], added up in the same order on every machine."""
+    """[...]: `spent` [limits, ...] times `prices` [limits], added up in the same order on every machine."""
     return (prices.reshape(-1, *[1] * (spent.ndim - 1)) * spent).sum(axis=0)
 
 
 def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> Problem:
-    """Candidates -> arrays; every block must have at least one candidate."""
-    rows = {name: tuple(row) for name, row in candidates.items()}
-    assert all(rows.values()), f"blocks without a candidate: {[name for name, row in rows.items() if not row]}"
-    saved = {name: max(0, *(candidate.cost.saved_bytes for candidate in row)) for name, row in rows.items()}
+    """The candidates and limits as arrays. Every block needs at least one candidate."""
+    blocks = {name: tuple(options) for name, options in candidates.items()}
+    assert all(blocks.values()), f"blocks without a candidate: {[name for name, row in blocks.items() if not row]}"
+    saved = {name: max(0, *(candidate.cost.saved_bytes for candidate in row)) for name, row in blocks.items()}
     offset = sum(saved.values())
 
-    def table(of: Callable[[Candidate], float], missing: float = 0.0) -> Floats:
-        values = np.full((len(rows), max(map(len, rows.values()), default=1)), missing)
-        for held, row in zip(values, rows.values(), strict=True):
-            held[: len(row)] = [of(candidate) for candidate in row]
+    def table(value_of: Callable[[Candidate], float], missing: float = 0.0) -> Floats:
+        values = np.full((len(blocks), max(map(len, blocks.values()), default=1)), missing)
+        for row, options in zip(values, blocks.values(), strict=True):
+            row[: len(options)] = [value_of(candidate) for candidate in options]
         return values
 
     costs: dict[str, Callable[[Candidate], float]] = {
@@ -165,10 +165,10 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
         "host_bytes": limits.host_bytes,
         "link_s": None if limits.link_s is None else limits.link_s * (1 + STEP_TOLERANCE),
     }
-    kinds = tuple(kind for kind in KINDS if kind in KINDS[:2] or bounds[kind] is not None)
+    kinds = tuple(kind for kind in LIMIT_KINDS if kind in LIMIT_KINDS[:2] or bounds[kind] is not None)
     return Problem(
-        names=tuple(rows),
-        candidates=tuple(rows.values()),
+        names=tuple(blocks),
+        candidates=tuple(blocks.values()),
         risk=table(lambda c: c.risk.total, missing=np.inf),
         spent=np.stack([table(costs[kind]) for kind in kinds]),
         limits=np.array([np.inf if (bound := bounds[kind]) is None else bound for kind in kinds], dtype=np.float64),
@@ -179,23 +179,23 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
 
 
 def infeasible(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
-    """The error that names the `least` [limits] that would do."""
-    found = dict(zip(problem.kinds, map(float, least), strict=True))
+    """The error with the `least` totals [limits] that are possible."""
+    totals = dict(zip(problem.kinds, map(float, least), strict=True))
     return NoFeasibleAllocation(
-        least_state_bytes=round(found["state_bytes"]) - problem.offset,
-        least_step_s=found["step_s"],
-        least_host_bytes=round(found.get("host_bytes", 0)),
-        least_link_s=found.get("link_s", 0.0),
+        least_state_bytes=round(totals["state_bytes"]) - problem.offset,
+        least_step_s=totals["step_s"],
+        least_host_bytes=round(totals.get("host_bytes", 0)),
+        least_link_s=totals.get("link_s", 0.0),
     )
 
 
 def least_risk(problem: Problem) -> Ints:
-    """The choice without limits; ties go to less effort of the link, then to fewer bytes, then seconds."""
+    """The choice of least risk without limits; ties by seconds of the link, then bytes, then seconds of the device."""
     return problem.least(problem.risk, problem.effort, *problem.spent)
 
 
 def allocation_of(chosen: Collection[Candidate], *, allocator: str, gap: float | None = None) -> Allocation:
-    """One candidate per block as an Allocation, by whatever way they were chosen."""
+    """One candidate per block as an Allocation."""
     return Allocation(
         choices={c.block: c.spec for c in chosen},
         state_bytes=sum(c.cost.state_bytes for c in chosen),
@@ -211,10 +211,10 @@ def allocation_of(chosen: Collection[Candidate], *, allocator: str, gap: float |
 
 
 def make_allocation(problem: Problem, choice: Ints, *, allocator: str, bound: float | None = None) -> Allocation:
-    """The chosen indices as an Allocation; `bound` is a lower bound of the risk, from which the gap follows."""
+    """A choice as an Allocation. Its gap follows from `bound`, a lower bound of the risk."""
     chosen = problem.chosen(choice)
     risk = fsum(candidate.risk.total for candidate in chosen)
-    gap = None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY)
+    gap = None if bound is None else max(0.0, risk - bound) / max(abs(risk), TINY_RISK)
     return allocation_of(chosen, allocator=allocator, gap=gap)
 
 
@@ -225,18 +225,18 @@ def allocate_first_wanted(
     allocator: str,
     wanted: Callable[[Sequence[Candidate]], Sequence[str]],
 ) -> Allocation:
-    """The first of the `wanted` specs that each block's candidates have, else the one of least risk.
+    """The first of the `wanted` specs that a block has a candidate of, else its candidate of least risk.
 
-    Raises NoFeasibleAllocation with its own totals.
+    Raises NoFeasibleAllocation, with the totals of this choice, if it is not within the limits.
     """
 
-    def index(options: Sequence[Candidate]) -> int:
-        by_spec = {candidate.spec: at for at, candidate in enumerate(options)}
-        found = next((by_spec[spec] for spec in wanted(options) if spec in by_spec), None)
-        return min(range(len(options)), key=lambda at: (options[at].risk.total, at)) if found is None else found
+    def index_of(options: Sequence[Candidate]) -> int:
+        indices = {candidate.spec: index for index, candidate in enumerate(options)}
+        index = next((indices[spec] for spec in wanted(options) if spec in indices), None)
+        return min(range(len(options)), key=lambda i: (options[i].risk.total, i)) if index is None else index
 
     problem = make_problem(candidates, limits=limits)
-    choice = np.fromiter(map(index, problem.candidates), dtype=np.int64)
+    choice = np.fromiter(map(index_of, problem.candidates), dtype=np.int64)
     if not problem.feasible(choice):
         raise infeasible(problem, problem.used(choice))
     return make_allocation(problem, choice, allocator=allocator)
@@ -244,12 +244,12 @@ def allocate_first_wanted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizingAllocator:
-    """The choice of least risk where the limits allow it, else `best`: a choice and a lower bound of any risk."""
+    """Takes the choice of least risk if it is within the limits, else `best`: (choice, lower bound of the risk)."""
 
     name: str
     description: str
     best: Callable[[Problem], tuple[Ints, float]]
-    traits: AllocatorTraits = CHOOSES
+    traits: AllocatorTraits = OPTIMIZING
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)

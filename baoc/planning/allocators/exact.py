@@ -7,14 +7,14 @@ from baoc.planning.allocators.lagrangian import approximate
 from baoc.planning.allocators.moves import effort_problem, fill
 from baoc.planning.allocators.program import Undecided, minimise, no_feasible
 
-PROVEN = 1e-6
+PROVEN_GAP = 1e-6  # a relative gap below it counts as proven optimal
 
 
 def prove(problem: Problem) -> tuple[Ints, float]:
-    """(The choice of least risk, a lower bound of it); of equal answers always the same one.
+    """(choice of least risk, lower bound of the risk), the same one for equal problems.
 
-    Where the time ends the proof, the answer is the better of what was found and `approximate`'s, and the bound says
-    how far from proven it is. Raises NoFeasibleAllocation.
+    If time runs out before the proof, the choice is the better one of the solver's and `approximate`'s, and the bound
+    tells how far it may be from optimal. Raises NoFeasibleAllocation.
     """
     try:
         solved = minimise(problem, objective=problem.risk)
@@ -24,22 +24,22 @@ def prove(problem: Problem) -> tuple[Ints, float]:
         raise no_feasible(problem)
     choice, bound = solved
     risk = problem.total_risk(choice)
-    if risk - bound > PROVEN * risk:
+    if risk - bound > PROVEN_GAP * risk:
         other, lower = approximate(problem)
         choice, bound = min(choice, other, key=problem.total_risk), max(bound, lower)
     return _with_less_effort(problem, choice), bound
 
 
 def _with_less_effort(problem: Problem, choice: Ints) -> Ints:
-    """The choice with the least traffic on the link among those with no more risk in any block."""
+    """The choice with the fewest seconds of the link among those with no more risk in any block."""
     effort = effort_problem(problem, choice)
     if effort is None:
         return choice
-    found = [fill(effort, choice)]
+    choices = [fill(effort, choice)]
     with suppress(Undecided):
         solved = minimise(effort, objective=effort.risk)
-        found += [] if solved is None else [solved[0]]
-    return min(found, key=effort.total_risk)
+        choices += [] if solved is None else [solved[0]]
+    return min(choices, key=effort.total_risk)
 
 
 EXACT = OptimizingAllocator(

@@ -1,4 +1,4 @@
-"""Any allocation that meets the limits, or proof that there is none."""
+"""Finds any allocation that meets the limits, or proves that there is none."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -10,11 +10,11 @@ from baoc.planning.allocators.moves import repair
 from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Candidate, Limits
 
-MOST_REPAIRS = 19  # mixtures from which moves are tried, before the exact program is asked
+MAX_REPAIRS = 19  # choices that are repaired before the exact program is solved
 
 
 def find_feasible(problem: Problem) -> Ints:
-    """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation where there is none."""
+    """A choice that meets the limits, without regard to risk. Raises NoFeasibleAllocation if there is none."""
     choice = search(problem)
     if choice is None:
         raise no_feasible(problem)
@@ -27,9 +27,10 @@ def possible(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -
 
 
 def search(problem: Problem) -> Ints | None:
-    """A choice that meets the limits, None where there is none.
+    """A choice that meets the limits; None if there is none.
 
-    With one limit the least choice decides. With several, mixtures of them are tried before the exact program is asked.
+    With one limit the least choice decides. With several, the least choices in mixtures of two limits are repaired
+    first, then the exact program is solved.
     """
     for kind, spent in enumerate(problem.spent):
         others = [values for other, values in enumerate(problem.spent) if other != kind]
@@ -39,9 +40,9 @@ def search(problem: Problem) -> Ints | None:
     if (problem.least_totals > problem.limits).any():
         return None
     shares = problem.spent / problem.units[:, None, None]
-    mixed = [problem.least(weighted(weights, shares)) for weights in mixtures(problem)]
-    distinct = list({choice.tobytes(): choice for choice in mixed}.values())
-    for choice in distinct[:MOST_REPAIRS]:
+    choices = [problem.least(weighted(weights, shares)) for weights in mixtures(problem)]
+    distinct = list({choice.tobytes(): choice for choice in choices}.values())
+    for choice in distinct[:MAX_REPAIRS]:
         repaired = repair(problem, choice)
         if repaired is not None:
             return repaired
@@ -50,11 +51,11 @@ def search(problem: Problem) -> Ints | None:
 
 
 def mixtures(problem: Problem) -> list[Floats]:
-    """Weights [limits] that mix each pair of the limited totals."""
-    found: list[Floats] = []
+    """Weights [limits] of mixtures of each pair of limited totals, nine for each pair."""
+    result: list[Floats] = []
     for first, second in combinations(np.flatnonzero(np.isfinite(problem.limits)).tolist(), 2):
         for share in np.linspace(0.1, 0.9, 9):
             weights = np.zeros(len(problem.kinds))
             weights[first], weights[second] = share, 1 - share
-            found.append(weights)
-    return found
+            result.append(weights)
+    return result

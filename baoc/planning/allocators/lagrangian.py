@@ -1,9 +1,8 @@
-"""Our own allocator: Lagrangian relaxation with one price per limit, in milliseconds, with a certified gap.
+"""`allocator=lagrangian`: Lagrangian relaxation with one price per limit, in milliseconds, with a certified gap.
 
-At given prices every block chooses alone (one argmin over an array), and the sum is a lower bound of the risk of any
-feasible allocation. The best prices are found by simplex steps on the Dantzig-Wolfe master program (a row per limit);
-the choices seen on the way are repaired into the limits, filled up and improved by swaps. `exact` is the allocator that
-closes the gap.
+At fixed prices every block chooses alone, by an argmin over an array, and the sum is a lower bound of the risk of any
+feasible allocation. The best prices are found by simplex steps on the Dantzig-Wolfe master program, which has a row per
+limit. The choices on the way are repaired into the limits, filled up and improved by swaps. `exact` closes the gap.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ from baoc.planning.allocators.base import Floats, Ints, OptimizingAllocator, Pro
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.moves import fill, reduce_effort, repair, swap
 
-SMALL = 5_000  # candidates
+MAX_SMALL = 5_000  # candidates of a small problem, whose choices are all improved by swaps
 CLOSED_GAP = 9e-4  # of the risk: below it, swaps in a large problem are not worth their milliseconds
-MOST_PRICES = 100  # that are tried; each gives a valid bound
+MAX_PRICES = 100  # steps of the master program; each gives a valid bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dual:
-    """Where the master program ended: the bound, the price of each limit in risk, and choices to round."""
+    """The end of the master program: bound, price of each limit in units of risk, and choices to start from."""
 
     bound: float
     prices: Floats
@@ -29,17 +28,17 @@ class Dual:
 
 
 def approximate(problem: Problem) -> tuple[Ints, float]:
-    """(A choice within the limits, a lower bound of the risk of any). Raises NoFeasibleAllocation."""
+    """(choice within the limits, lower bound of the risk of any such choice). Raises NoFeasibleAllocation."""
     start = find_feasible(problem)
-    dual = maximise(problem, start=start, most_prices=MOST_PRICES)
+    dual = maximise(problem, start=start, most_prices=MAX_PRICES)
     return reduce_effort(problem, _round(problem, dual, start=start)), dual.bound
 
 
 def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
-    """The prices of the greatest lower bound, from a feasible `start`.
+    """The prices of the greatest lower bound, from a feasible `start`, after `most_prices` steps at most.
 
-    Master program: weights w of choices seen so far, min sum w risk with sum w = 1 and the mean excess over each limit
-    at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
+    Master program: weights w of the choices so far that minimise sum w risk, with sum w = 1 and a mean excess over each
+    limit of at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
     """
     limited = np.isfinite(problem.limits)
     units = np.array([1.0, *(_span(problem, values) for values in problem.spent)])
@@ -54,7 +53,7 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
     basis = np.eye(size)
     basis[:, 0], first_cost = column(start)
     costs = np.array([first_cost, *[0.0] * (size - 1)])
-    held: list[Ints | None] = [start, *[None] * (size - 1)]
+    in_basis: list[Ints | None] = [start, *[None] * (size - 1)]
     bound, prices, last = -np.inf, np.zeros(size - 1), start
     for _ in range(most_prices):
         value, *duals = np.linalg.solve(basis.T, costs)
@@ -78,13 +77,13 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
         leaving = int(ratio.argmin())
         if not np.isfinite(ratio[leaving]):
             break
-        basis[:, leaving], costs[leaving], held[leaving] = entering, cost, choice
-    seen = (last, *(choice for choice in held if choice is not None))
-    return Dual(bound=bound * unit_risk, prices=prices * unit_risk / units[1:], choices=seen)
+        basis[:, leaving], costs[leaving], in_basis[leaving] = entering, cost, choice
+    choices = (last, *(choice for choice in in_basis if choice is not None))
+    return Dual(bound=bound * unit_risk, prices=prices * unit_risk / units[1:], choices=choices)
 
 
 def _span(problem: Problem, values: Floats) -> float:
-    """Sum over blocks of (largest - least): the unit in which the master program is well scaled."""
+    """Sum over blocks of (largest - least value): a unit in which the master program is well scaled."""
     least = np.where(problem.valid, values, np.inf).min(axis=1)
     most = np.where(problem.valid, values, -np.inf).max(axis=1)
     return float((most - least).sum()) or 1.0
@@ -93,16 +92,16 @@ def _span(problem: Problem, values: Floats) -> float:
 def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     """The best feasible choice that repair, fill and swap make of `start` and of the choices at the best prices.
 
-    Small problems, where single blocks weigh, are also entered from the least risk and repaired without prices, and
-    every choice is improved by swaps: of a large one the best alone, where its gap is worth a millisecond.
+    In small problems, where a single block matters, the choice of least risk is repaired too, all are also repaired
+    without prices, and every choice is improved by swaps. In large ones only the best is, if its gap is worth it.
     """
-    prices, small = dual.prices, problem.risk.size <= SMALL
-    entered = [
-        repair(problem, choice, prices=by)
+    prices, small = dual.prices, problem.risk.size <= MAX_SMALL
+    repaired = [
+        repair(problem, choice, prices=repair_prices)
         for choice in ((*dual.choices, least_risk(problem)) if small else dual.choices)
-        for by in ([prices, None] if small else [prices])
+        for repair_prices in ([prices, None] if small else [prices])
     ]
-    distinct = {choice.tobytes(): choice for choice in (start, *entered) if choice is not None}
+    distinct = {choice.tobytes(): choice for choice in (start, *repaired) if choice is not None}
     filled = sorted((fill(problem, choice, prices=prices) for choice in distinct.values()), key=problem.total_risk)
     least = problem.total_risk(filled[0])
     if not small and least - dual.bound <= CLOSED_GAP * least:

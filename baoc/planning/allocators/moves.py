@@ -1,4 +1,4 @@
-"""Local search over allocations by one or two blocks: down into the limits (`repair`), up into what is left (`fill`,
+"""Local search over choices by moves of one or two blocks: into the limits (`repair`), then to less risk (`fill`,
 `swap`).
 """
 
@@ -9,17 +9,18 @@ import numpy as np
 
 from baoc.planning.allocators.base import Floats, Ints, Problem, weighted
 
-SWAP_MOVES, SWAP_ROUNDS = 96, 12
+SWAP_MOVES, SWAP_PAIRS, SWAP_ROUNDS = 96, 512, 12  # moves of each kind that are paired, pairs tried, rounds
 
 
 def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Ints | None:
-    """Moves blocks into the limits, least risk (at prices: reduced cost) per violation removed first.
+    """Moves blocks until the limits are met, first those that add the least risk per violation removed.
 
-    Violation is the excess over each limit as a fraction of it, added up. Moves are ranked anew after a sixteenth of
-    the blocks, so that a second move of a block competes with the first of another. None where no move helps any more.
+    With `prices` the reduced cost counts in place of the risk. Violation is the sum of excesses as fractions of their
+    limits. Moves are ranked again after a sixteenth of the blocks, so that a second move of a block competes with the
+    first move of another. None if no move helps.
     """
     choice = choice.copy()
-    rows = np.arange(len(choice))
+    blocks = np.arange(len(choice))
     limits, units = problem.safe_limits, problem.units
     while not problem.feasible(choice):
         used = problem.used(choice)
@@ -30,14 +31,14 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
         helps = (gain > 1e-12 * excess) & np.isfinite(added)
         ratio = np.where(helps, added, np.inf) / np.where(helps, gain, 1.0)
         columns = ratio.argmin(axis=1)
-        order = np.argsort(ratio[rows, columns], kind="stable")[: len(choice) // 16 + 1]
+        order = np.argsort(ratio[blocks, columns], kind="stable")[: len(choice) // 16 + 1]
         moved = False
         order = order[np.isfinite(ratio[order, columns[order]])]
         for block in order:
             after = used + spent_change[:, block, columns[block]]
-            left = _violation(after, limits, units)
-            if left < excess:
-                used, excess, moved = after, left, True
+            remaining = _violation(after, limits, units)
+            if remaining < excess:
+                used, excess, moved = after, remaining, True
                 choice[block] = columns[block]
             if excess <= 0:
                 break
@@ -47,14 +48,14 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
 
 
 def _violation(used: Floats, limits: Floats, units: Floats) -> Any:
-    """Excess over each limit as a fraction of it, added up over the last axis of `used`."""
+    """The sum, over the last axis of `used`, of excesses over limits as fractions of them."""
     return (np.maximum(used - limits, 0.0) / units).sum(axis=-1)
 
 
 def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Ints:
-    """Spends what the limits leave, most risk removed per price first, until no single move lowers the risk."""
+    """Moves single blocks to less risk within the limits, most risk removed per price first, until no move is left."""
     choice = choice.copy()
-    rows = np.arange(len(choice))
+    blocks = np.arange(len(choice))
     limits = problem.safe_limits
     weights = np.ones(len(problem.limits)) if prices is None else prices
     while True:
@@ -63,7 +64,7 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
         fits = (risk_change < 0) & (spent_change <= slack[:, None, None]).all(axis=0)
         score = np.where(fits, -risk_change, 0.0) / (weighted(weights, np.maximum(spent_change, 0.0)) + 1e-300)
         columns = score.argmax(axis=1)
-        best = score[rows, columns]
+        best = score[blocks, columns]
         order = np.argsort(-best, kind="stable")
         moved = False
         for block in order[best[order] > 0]:
@@ -78,17 +79,18 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
 
 def _deltas(problem: Problem, choice: Ints) -> tuple[Floats, Floats]:
     """Changes by moving each block to each candidate: of risk [blocks, specs], of totals [limits, blocks, specs]."""
-    rows = np.arange(len(choice))
+    blocks = np.arange(len(choice))
     return (
-        problem.risk - problem.risk[rows, choice][:, None],
-        problem.spent - problem.spent[:, rows, choice][:, :, None],
+        problem.risk - problem.risk[blocks, choice][:, None],
+        problem.spent - problem.spent[:, blocks, choice][:, :, None],
     )
 
 
 def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
-    """Moves one block up and another down where that lowers the risk within the limits, best pairs first.
+    """Moves one block to less risk and another to more, where both together lower it within the limits.
 
-    Looks at the SWAP_MOVES moves of each kind whose reduced cost (risk + prices) is least, SWAP_ROUNDS times anew.
+    The best pairs come first. Each of SWAP_ROUNDS rounds pairs the SWAP_MOVES moves of each kind whose reduced cost
+    (risk + prices) is least.
     """
     choice = choice.copy()
     columns = problem.risk.shape[1]
@@ -109,37 +111,39 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
         if not len(pairs):
             return choice
         touched: set[int] = set()
-        for pair in pairs[np.argsort(gain.ravel()[pairs], kind="stable")[:512]].tolist():
+        for pair in pairs[np.argsort(gain.ravel()[pairs], kind="stable")[:SWAP_PAIRS]].tolist():
             moves = (int(up[pair // len(down)]), int(down[pair % len(down)]))
             blocks = {move // columns for move in moves}
-            left = slack - (spent_change[:, moves[0]] + spent_change[:, moves[1]])
-            if left.min() < 0 or blocks & touched:
+            slack_after = slack - (spent_change[:, moves[0]] + spent_change[:, moves[1]])
+            if slack_after.min() < 0 or blocks & touched:
                 continue
-            slack, touched = left, touched | blocks
+            slack, touched = slack_after, touched | blocks
             for move in moves:
                 choice[move // columns] = move % columns
     return choice
 
 
 def reduce_effort(problem: Problem, choice: Ints) -> Ints:
-    """The choice with less traffic on the link at no more risk in any block, as far as single moves go."""
+    """The choice with fewer seconds of the link at no more risk in any block, by single moves."""
     effort = effort_problem(problem, choice)
     return choice if effort is None else fill(effort, choice)
 
 
 def effort_problem(problem: Problem, choice: Ints) -> Problem | None:
-    """The same problem with traffic on the link in place of risk, over the candidates of no more risk than the chosen;
-    None where the choice causes no traffic."""
-    rows = np.arange(len(choice))
-    if not problem.effort[rows, choice].any():
+    """The problem with seconds of the link in place of risk, among candidates of no more risk than the chosen ones.
+
+    None if the choice takes no seconds of the link.
+    """
+    blocks = np.arange(len(choice))
+    if not problem.effort[blocks, choice].any():
         return None
-    no_riskier = problem.valid & (problem.risk <= problem.risk[rows, choice][:, None])
+    no_riskier = problem.valid & (problem.risk <= problem.risk[blocks, choice][:, None])
     return replace(problem, risk=np.where(no_riskier, problem.effort, np.inf))
 
 
 def _least(values: Floats, *, where: np.ndarray, most: int) -> Ints:
     """Indices of the `most` least values among those in `where`, in ascending order."""
-    found = np.flatnonzero(where & np.isfinite(values))
-    if len(found) > most:
-        found = found[np.argpartition(values[found], most)[:most]]
-    return found[np.argsort(values[found], kind="stable")]
+    indices = np.flatnonzero(where & np.isfinite(values))
+    if len(indices) > most:
+        indices = indices[np.argpartition(values[indices], most)[:most]]
+    return indices[np.argsort(values[indices], kind="stable")]

@@ -1,7 +1,7 @@
 """The allocation as a mixed-integer program, solved by HiGHS to a proven gap.
 
-Blocks whose candidates are equal are counted instead of told apart: twelve equal layers are one row of integers, not
-twelve rows of choices that a solver would have to prove equivalent.
+Blocks with equal candidates form a class, in which the program only counts blocks per spec. Twelve equal layers are one
+row of integers, not twelve rows of choices that the solver would have to prove equivalent.
 """
 
 import ctypes
@@ -19,8 +19,9 @@ from baoc.planning.allocators.base import Floats, Ints, NoFeasibleAllocation, Pr
 from baoc.types import Candidate, Limits
 
 TIME_LIMIT_S = 60.0
-_ROW_UNITS = 1e5  # a limit in solver units: HiGHS meets rows to 1e-6, so limits to 1e-11
-_COST_UNITS = 1e3  # the widest risk difference in solver units: HiGHS stops at an absolute gap of 1e-6
+_LIMIT_UNITS = 1e5  # a limit in solver units: HiGHS meets rows to 1e-6, thus limits to 1e-11
+_COST_UNITS = 1e3  # the largest difference of the objective in solver units: HiGHS stops at an absolute gap of 1e-6
+MAX_SOLVES = 8  # with limits tightened by the solver's excess
 
 
 class Undecided(Exception):
@@ -28,7 +29,7 @@ class Undecided(Exception):
 
 
 def least_bytes(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> list[Candidate] | None:
-    """The candidates of fewest charged bytes within the limits, one per block; None where nothing is within them."""
+    """The candidates of fewest charged bytes within the limits, one per block; None if there are none."""
     problem = make_problem(candidates, limits=limits)
     solved = minimise(problem, objective=problem.spent[0])
     return None if solved is None else problem.chosen(solved[0])
@@ -40,7 +41,7 @@ def no_feasible(problem: Problem) -> NoFeasibleAllocation:
 
 
 def _least(problem: Problem, kind: int) -> float:
-    """Least total of one kind while the other limits are met, as far as they can be met at all."""
+    """Least total of one kind while the other limits are met, but for those that cannot be met at all."""
     limits = np.where(problem.least_totals <= problem.limits, problem.limits, np.inf)
     limits[kind] = np.inf
     relaxed, values = replace(problem, limits=limits), problem.spent[kind]
@@ -53,16 +54,14 @@ def _least(problem: Problem, kind: int) -> float:
 
 
 def minimise(problem: Problem, *, objective: Floats) -> tuple[Ints, float] | None:
-    """The feasible choice of least `objective` [blocks, specs] and its lower bound; None if there is none.
+    """(feasible choice of least `objective` [blocks, specs], lower bound of it); None if no choice is feasible.
 
-    Raises Undecided.
-
-    If HiGHS' answer is over a limit by its tolerance, the limit is tightened by as much and the program solved again,
-    while the bound stays that of the first.
+    If the solver's choice passes a limit by its tolerance, the limit is tightened by as much and the program is solved
+    again; the bound stays that of the first. Raises Undecided.
     """
     classes = _classes(problem, objective)
     tightened, bound = problem, None
-    for _ in range(8):
+    for _ in range(MAX_SOLVES):
         counts, lower = solve(tightened, classes, objective)
         bound = lower if bound is None else bound
         if counts is None:
@@ -76,17 +75,20 @@ def minimise(problem: Problem, *, objective: Floats) -> tuple[Ints, float] | Non
 
 
 def _classes(problem: Problem, objective: Floats) -> list[Ints]:
-    """Blocks with equal rows in every array, in order of first appearance."""
-    found: dict[bytes, list[int]] = {}
+    """Indices of blocks with equal rows in every array, by class, in order of first appearance."""
+    classes: dict[bytes, list[int]] = {}
     for index in range(len(problem.names)):
         key = b"".join(a[index].tobytes() for a in (objective, problem.risk, *problem.spent, problem.effort))
-        found.setdefault(key, []).append(index)
-    return [np.array(blocks) for blocks in found.values()]
+        classes.setdefault(key, []).append(index)
+    return [np.array(blocks) for blocks in classes.values()]
 
 
 def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Ints | None, float]:
-    """(how many blocks of each class run each spec [classes, specs], lower bound); None where infeasible."""
-    scipy: Any = importlib.import_module("scipy")  # its parts take .3 s, which a command that allocates nothing saves
+    """(number of blocks of each class on each spec [classes, specs], lower bound); counts None if infeasible.
+
+    Raises Undecided.
+    """
+    scipy: Any = importlib.import_module("scipy")  # imported late: its modules take .3 s
     optimize, sparse = scipy.optimize, scipy.sparse
     first = np.array([blocks[0] for blocks in classes])
     sizes = np.array([len(blocks) for blocks in classes], dtype=float)
@@ -97,7 +99,7 @@ def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Int
     constraints = [optimize.LinearConstraint(one_each, sizes, sizes)]
     for values, limit in zip(problem.spent, problem.limits.tolist(), strict=True):
         if np.isfinite(limit):
-            unit = (abs(limit) or 1.0) / _ROW_UNITS
+            unit = (abs(limit) or 1.0) / _LIMIT_UNITS
             weights = sparse.csr_array(values[first][row, column][None] / unit)
             constraints.append(optimize.LinearConstraint(weights, -np.inf, limit / unit))
     with _quiet():
@@ -120,26 +122,26 @@ def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Int
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Drops what is written to descriptor 1: HiGHS leaves debug lines there that no option of scipy's turns off."""
+    """Redirects descriptor 1 to the null device: HiGHS writes debug lines there that no option of scipy turns off."""
     try:
-        kept = os.dup(1)
+        stdout = os.dup(1)
         sys.stdout.flush()
     except (OSError, AttributeError):  # the process has no standard output
         yield
         return
     try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 1)
             yield
             if os.name == "posix":
-                ctypes.CDLL(None).fflush(None)  # what C still buffers belongs to the same lines
+                ctypes.CDLL(None).fflush(None)  # the rest of these lines is in C's buffer
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _spread(problem: Problem, classes: list[Ints], counts: Ints) -> Ints:
-    """One choice per block: within a class the dearer candidates (in bytes) go to the earlier blocks."""
+    """The choice by block: within a class the candidates of more bytes go to the earlier blocks."""
     choice = np.zeros(len(problem.names), dtype=np.int64)
     for blocks, count in zip(classes, counts, strict=True):
         order = np.argsort(-problem.spent[0, blocks[0]], kind="stable")

@@ -1,4 +1,4 @@
-"""A feasible allocation by chance that spends its budget: what an allocator must beat to have done anything."""
+"""`allocator=random`: a random feasible allocation that spends the budget, the least that an allocator must beat."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from baoc.types import Allocation, Candidate, Limits
 class RandomAllocator:
     """Draws among all applicable candidates, dominated ones too, block by block in random order.
 
-    From a feasible start every block takes a random candidate that fits; then, in rounds, a random dearer one, until
-    none fits: so it is compared at equal bytes, and without limits it ends on the dearest spec. Same seed, same answer.
+    From a feasible start every block takes a random candidate that fits, then, in rounds, a random one of more bytes,
+    until none fits. So it is compared at equal bytes; without limits it ends on the largest specs. The seed decides.
     """
 
     name: str = "random"
@@ -25,14 +25,17 @@ class RandomAllocator:
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)
         rng = np.random.default_rng(seed)
-        choice, moved = _round(problem, find_feasible(problem), rng=rng, dearer=False)
+        choice, moved = _round(problem, find_feasible(problem), rng=rng, larger=False)
         while moved:
-            choice, moved = _round(problem, choice, rng=rng, dearer=True)
+            choice, moved = _round(problem, choice, rng=rng, larger=True)
         return make_allocation(problem, choice, allocator=self.name)
 
 
-def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, dearer: bool) -> tuple[Ints, bool]:
-    """Every block once, in random order, to a random candidate that fits; `dearer`: to one of more bytes only."""
+def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, larger: bool) -> tuple[Ints, bool]:
+    """(choice after each block took a random candidate that fits, in random order; whether one did).
+
+    `larger`: only candidates of more bytes than the block's.
+    """
     choice = choice.copy()
     used = problem.used(choice)
     limits = problem.safe_limits
@@ -40,10 +43,10 @@ def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, dearer: 
     for block in rng.permutation(len(choice)):
         more = problem.spent[:, block] - problem.spent[:, block, choice[block]][:, None]
         fits = (used[:, None] + more <= limits[:, None]).all(axis=0)
-        fits &= problem.valid[block] & (more[0] > 0 if dearer else True)
-        found = np.flatnonzero(fits)
-        if len(found):
-            choice[block] = rng.choice(found)
+        fits &= problem.valid[block] & (more[0] > 0 if larger else True)
+        fitting = np.flatnonzero(fits)
+        if len(fitting):
+            choice[block] = rng.choice(fitting)
             used = used + more[:, choice[block]]
             moved = True
     return choice, moved

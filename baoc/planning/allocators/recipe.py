@@ -1,4 +1,4 @@
-"""Allocates by recipe: each block runs the recipe's spec for its role, or a fallback where that does not apply."""
+"""`allocator=recipe`: each block runs the recipe's spec for its role, or a fallback if that does not apply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,14 @@ from baoc.types import Allocation, Block, Candidate, Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """A block's spec under a recipe, the role it goes by, and why it is not the spec that the role asks for."""
+    """A block's spec under a recipe.
+
+    Args:
+        role: the recipe's key that decides for the block.
+        spec: the spec that the block runs.
+        preferred: the recipe's spec under that key.
+        why_not: why `preferred` does not apply; empty if it does.
+    """
 
     role: str
     spec: str
@@ -29,14 +36,14 @@ class Pick:
 
 
 def pick_spec(block: Block, *, recipe: Recipe) -> Pick:
-    """The first spec of the recipe's chain that applies to the block; its last one, fp32 AdamW, runs anywhere."""
-    role, wished = recipe.preferred_spec(block)
+    """The first of the recipe's specs for the block that applies to it; the last one, fp32 AdamW, always does."""
+    role, preferred = recipe.preferred_spec(block)
     why_not = {
         name: why_inapplicable(block, spec=SPECS[name], rule=RULE_INFOS[SPECS[name].rule])
         for name in recipe.specs_in_order(block)
     }
     spec = next(name for name, why in why_not.items() if why is None)
-    return Pick(role=role, spec=spec, preferred=wished, why_not=why_not[wished] or "")
+    return Pick(role=role, spec=spec, preferred=preferred, why_not=why_not[preferred] or "")
 
 
 def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
@@ -46,16 +53,16 @@ def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
 
 
 def recipes_within(blocks: Sequence[Block], *, state_bytes: int) -> list[tuple[str, int]]:
-    """Recipes of the catalogue that keep at most so many bytes of state on these blocks, the largest first."""
+    """(name, bytes) of RECIPES that keep at most `state_bytes` of state on these blocks, the largest first."""
     sizes = [(name, recipe_bytes(blocks, recipe=recipe)) for name, recipe in RECIPES.items()]
     return sorted(((name, size) for name, size in sizes if size <= state_bytes), key=lambda entry: -entry[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeAllocator:
-    """`picks` by block; a block without one runs fp32 AdamW, or else its candidate of least risk.
+    """Runs the `picks` by block. A block without one runs fp32 AdamW, or else its candidate of least risk.
 
-    There is no choice, so NoFeasibleAllocation has the recipe's own totals.
+    Raises NoFeasibleAllocation, with the recipe's totals, as nothing is left to choose.
     """
 
     name: str = "recipe"

@@ -1,4 +1,4 @@
-"""One spec everywhere, as its authors publish it: what every quality claim is compared with."""
+"""`allocator=uniform_NAME`: one spec everywhere, as its authors publish it. Quality claims are compared with these."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from baoc.types import Allocation, Candidate, Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformAllocator(UniformBaseline):
-    """`spec` on every block where it applies, fp32 AdamW on the others and on `kept` roles; then no choice is left.
+    """`spec` on every block to which it applies, fp32 AdamW on the others and on `adamw_roles`.
 
-    A block that may run neither gets its candidate of least risk. Raises NoFeasibleAllocation with its own totals, and
-    BadInputError where the spec applies to no block at all: that would be an AdamW run under another name.
+    A block that may run neither gets its candidate of least risk. Raises NoFeasibleAllocation with these totals, as
+    nothing is left to choose, and BadInputError if the spec applies to no block, which would be a run of AdamW.
     """
 
     @property
@@ -35,6 +35,7 @@ class UniformAllocator(UniformBaseline):
         )
 
     def _runs(self, options: Sequence[Candidate]) -> bool:
+        """Whether a block with these candidates runs `spec`."""
         return any(candidate.spec == self.spec and candidate.role not in self.adamw_roles for candidate in options)
 
 

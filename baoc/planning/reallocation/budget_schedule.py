@@ -1,6 +1,6 @@
-"""The budget that a running job should have at each step: by schedule or by a file's request.
+"""The budget of a run at each step: by schedule, or by the request of a file.
 
-Pure: it maps steps to a Budget and its reason. `training.budget_control` applies it.
+`BudgetSchedule` maps a step to a Budget and its reason. `training.budget_control` applies it.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from baoc.types import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChange:
-    """`budget` holds once `step` optimizer steps are done."""
+    """`budget` is in force after `step` optimizer steps."""
 
     budget: Budget
     step: int
 
 
 def check_order(changes: Sequence[BudgetChange]) -> None:
-    """Raises BadInputError where steps do not increase: an entry would undo another or never act."""
+    """Raises BadInputError if steps do not increase: an entry would then undo another or never act."""
     for before, after in pairwise(change.step for change in changes):
         if after <= before:
             raise BadInputError(
@@ -31,10 +31,10 @@ def check_order(changes: Sequence[BudgetChange]) -> None:
 
 
 class BudgetSchedule:
-    """`budget_at` says which budget should be in force.
+    """The budget in force at each step.
 
-    The last of `changes` that has begun counts. A budget given to `request` replaces it until `request("")`.
-    `free_bytes` is the meaning of `auto`, which limits nothing without it.
+    It is that of the last of `changes` that has begun, else `base`. A budget of `request` replaces it until
+    `request("")`. `free_bytes` is the limit of `auto`, which is no limit without it.
     """
 
     def __init__(self, base: Budget, *, changes: Sequence[BudgetChange] = ()):
@@ -58,7 +58,7 @@ class BudgetSchedule:
         return self._resolved(budget), why
 
     def _resolved(self, budget: Budget) -> Budget:
-        """`budget` with `auto` resolved, and the run's limits of step time and host memory where it has none."""
+        """`budget` with `auto` resolved, and with the run's limits of step time and host memory if it has none."""
         budget = budget if self.free_bytes is None else resolve_auto(budget, free_bytes=self.free_bytes)
         host_memory_bytes = budget.host_memory_bytes or self.base.host_memory_bytes
         step_time = budget.step_time or self.base.step_time

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint of another budget, catalogue or cut into blocks: what of it still counts."""
+"""Resumes from a checkpoint of another budget, catalogue or partition into blocks: the plan, and notes for the user."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ AUTO = "auto"
 
 
 def has_all_blocks(profile: Profile | None, *, planner: Planner) -> bool:
-    """Whether a saved profile has every block of today's planner."""
+    """Whether a saved profile has statistics of every block of the planner."""
     return profile is not None and all(block.name in profile.stats for block in planner.blocks)
 
 
@@ -24,16 +24,23 @@ def restore_plan(
     profile: Profile | None,
     deferred: Budget | None = None,
 ) -> tuple[Plan, list[str]]:
-    """The plan to go on with, and what to say of it: the saved allocation where nothing changed, else a new one.
+    """The plan to resume with, and notes for the user: the saved allocation if nothing changed, else a new one.
 
-    A budget that changed is planned for anew even where the saved allocation would meet it, as it may allow more.
-    `auto` is what was free when each run started, so it counts as unchanged. A budget that is `awaited` is planned for
-    after the first step, which then runs the saved allocation. `saved` is the budget of the checkpoint, None where it
-    is not known.
+    For a changed budget there is a new plan even if the saved allocation meets it, as the budget may allow more. `auto`
+    counts as unchanged, though other memory may be free now.
+
+    Args:
+        planner: Of the resumed run.
+        choices: Block -> spec, of the checkpoint.
+        saved: Budget of the checkpoint; None if it is unknown.
+        risk_model: Of the checkpoint.
+        gap: Of the saved allocation.
+        profile: Of the checkpoint; None if there is none.
+        deferred: Budget that is planned for after the first step, which runs the saved allocation.
     """
     risk = planner.risk_of_saved(risk_model, profile=profile)
-    here = deferred or planner.budget
-    changed = saved is not None and saved != here and not saved.name == here.name == AUTO
+    budget = deferred or planner.budget
+    changed = saved is not None and saved != budget and not saved.name == budget.name == AUTO
     notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
     if changed and deferred is None:
         plan = planner.propose(risk=risk, profile=profile)
@@ -42,19 +49,21 @@ def restore_plan(
     if deferred is not None and dict(plan.allocation.choices) != dict(choices):
         plan = planner.least_state_plan()
     names = {block.name for block in planner.blocks}
-    lacking = sorted({spec for spec in choices.values() if spec not in planner.specs})
+    missing_specs = sorted({spec for spec in choices.values() if spec not in planner.specs})
     if set(choices) != names:
         notes.append(f"parameters were cut into {len(choices)} blocks, are into {len(names)}")
-    moved = [b for b in names & set(choices) if choices[b] != plan.allocation.choices[b]]
-    elsewhere = [b for b in moved if device_spec_name(choices[b]) == device_spec_name(plan.allocation.choices[b])]
-    if elsewhere:
-        first = min(elsewhere)
+    changed_blocks = [b for b in names & set(choices) if choices[b] != plan.allocation.choices[b]]
+    new_places = [
+        b for b in changed_blocks if device_spec_name(choices[b]) == device_spec_name(plan.allocation.choices[b])
+    ]
+    if new_places:
+        first = min(new_places)
         notes.append(
-            f"{len(elsewhere)} blocks keep the same states in another place, such as {first}: {choices[first]} -> "
+            f"{len(new_places)} blocks keep the same states in another place, such as {first}: {choices[first]} -> "
             f"{plan.allocation.choices[first]}"
         )
-    if lacking:
-        notes.append(f"the catalogue no longer has {', '.join(lacking)}")
+    if missing_specs:
+        notes.append(f"the catalogue no longer has {', '.join(missing_specs)}")
     if not notes and dict(plan.allocation.choices) != dict(choices):
         notes.append(f"the saved allocation does not meet budget {planner.budget.name} here")
     return plan, notes

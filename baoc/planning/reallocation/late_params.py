@@ -1,4 +1,4 @@
-"""Specs for late parameters, which come after the plan was made: staged unfreezing, add_param_group, lazy heads.
+"""Specs of late parameters, which come after the plan was made: staged unfreezing, add_param_group, lazy heads.
 
 They are planned separately, within what the budget leaves. The allocation of the other parameters stays.
 """
@@ -12,16 +12,16 @@ from baoc.types import Budget, ParamInfo, Plan
 from baoc.units import format_bytes
 
 FP32_BYTES = 4  # per element of a gradient
-ADAMW_BYTES = 8  # per element that fp32 AdamW keeps
+ADAMW_BYTES = 8  # of state per element under fp32 AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePlan:
-    """Parameter name -> spec, and the bytes that all of them keep of state, and together with their gradients."""
+    """The specs of late parameters, and the bytes that these add."""
 
-    specs: Mapping[str, str]
+    specs: Mapping[str, str]  # parameter name -> spec
     state_bytes: int
-    added_bytes: int
+    added_bytes: int  # state and gradients
 
 
 def plan_late(
@@ -33,21 +33,19 @@ def plan_late(
     least: bool = False,
     share: float | None = None,
 ) -> LatePlan:
-    """Chooses the specs of late parameters: those that a checkpoint has `saved` of them, as long as these fit.
+    """Chooses the specs of late parameters: those of a checkpoint (`saved`) if they fit, else new ones.
 
-    Under a state fraction, they get that fraction of their own AdamW state. Under a memory budget, their state gets at
-    most what the predicted peak and their gradients leave, or the `share` of AdamW's that is given. `least`: as little
-    as can be, while a memory budget waits for the first step to be measured. Raises InfeasibleBudgetError, with both
-    numbers, where that is too little for any spec.
+    Their state is limited to a share of their AdamW state: `share` if it is given, else the budget's state fraction, or
+    what a memory budget leaves beside the predicted peak and their gradients. `least`: as little state as possible,
+    while a memory budget waits for the first step to be measured. Raises InfeasibleBudgetError if no spec is within
+    the limit.
     """
     budget = plan.budget
-    whole = ADAMW_BYTES * sum(info.numel for info in infos)
+    adamw_bytes = ADAMW_BYTES * sum(info.numel for info in infos)
     gradients = FP32_BYTES * sum(info.numel for info in infos)
-    if share is not None:
-        pass
-    elif budget.state_fraction is not None and budget.memory_bytes is None:
+    if share is None and budget.memory_bytes is None:
         share = budget.state_fraction
-    elif budget.memory_bytes is not None:
+    elif share is None and budget.memory_bytes is not None:
         room = budget.memory_bytes - plan.peak_bytes - gradients
         if room < 0:
             raise InfeasibleBudgetError(
@@ -58,28 +56,28 @@ def plan_late(
                 budget_bytes=budget.memory_bytes,
                 least_feasible_bytes=budget.memory_bytes - room,
             )
-        share = min(1.0, room / whole)
+        share = min(1.0, room / adamw_bytes)
     planner = Planner(
         infos, budget=Budget(name=budget.name, state_fraction=share), settings=replace(settings, patterns=())
     )
-    known = {block.name: saved.get(block.params[0].name, "") for block in planner.blocks}
+    saved_choices = {block.name: saved.get(block.params[0].name, "") for block in planner.blocks}
     try:
-        if all(known.values()):
-            found = planner.resume_plan(known, risk=settings.risk, profile=None)
+        if all(saved_choices.values()):
+            late_plan = planner.resume_plan(saved_choices, risk=settings.risk, profile=None)
         else:
-            found = planner.least_state_plan() if least else planner.propose()
+            late_plan = planner.least_state_plan() if least else planner.propose()
     except InfeasibleBudgetError as error:
         raise InfeasibleBudgetError(
             f"{_named(infos)} came after the plan was made, and no spec of the catalogue has them within "
-            f"{format_bytes(int((share or 1) * whole))} of state, which budget {budget.name} leaves: "
+            f"{format_bytes(int((share or 1) * adamw_bytes))} of state, which budget {budget.name} leaves: "
             f"{str(error).splitlines()[0]}",
             budget_bytes=error.budget_bytes,
             least_feasible_bytes=error.least_feasible_bytes,
             advice=error.advice,
         ) from error
-    choices = found.allocation.choices
-    specs = {param.name: choices[block.name] for block in found.blocks for param in block.params}
-    state_bytes = found.allocation.state_bytes
+    choices = late_plan.allocation.choices
+    specs = {param.name: choices[block.name] for block in late_plan.blocks for param in block.params}
+    state_bytes = late_plan.allocation.state_bytes
     return LatePlan(specs=specs, state_bytes=state_bytes, added_bytes=state_bytes + gradients)
 
 
