@@ -124,10 +124,8 @@ def _size(value: object, *, key: str) -> int:
 
 
 def _whole_bytes(text: str) -> int | None:
-    """The number of bytes that `text` writes; None if it is no whole number or too small to be meant as bytes.
-
-    Only its first 40 digits are read, more than any limit has, as Python refuses to parse thousands of digits.
-    """
+    """The number of bytes that `text` writes; None if it is no whole number or too small to be meant as bytes. Only its
+    first 40 digits are read, more than any limit has, as Python refuses to parse thousands of digits."""
     num_bytes = int(text[:40]) if text.isdecimal() else 0
     return num_bytes if num_bytes >= MIN_TEXT_BYTES else None
 
@@ -147,10 +145,8 @@ def _number(node: Mapping[str, Any], key: str) -> float | None:
 
 
 def _name(budget: Budget, *, limited: bool) -> str:
-    """The budget's name. A name that spells another limit than the budget has is replaced by the limit's own.
-
-    Raises BadInputError if it spells a limit and the mapping sets none (`limited`).
-    """
+    """The budget's name. A name that spells another limit than the budget has is replaced by the limit's own. Raises
+    BadInputError if it spells a limit and the mapping sets none (`limited`)."""
     if not budget.name:
         return _derived_name(budget)
     try:

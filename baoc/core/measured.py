@@ -212,13 +212,7 @@ def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
     ]
     return Family(
         name=name,
-        unit=node["unit"],
-        reference=node["reference"],
-        base=node["base"],
-        num_params=node["num_params"],
-        size=node["size"],
-        steps=node["steps"],
-        horizon=node["horizon"],
+        **{key: node[key] for key in ("unit", "reference", "base", "num_params", "size", "steps", "horizon")},
         recipes=tuple(sorted(recipes, key=lambda measured: measured.change.mean)),
         roles={
             role: {spec: Change(**change) for spec, change in by_spec.items()}

@@ -55,10 +55,7 @@ RULE_INFOS: dict[str, RuleInfo] = {
             matched=False,
         ),
         RuleInfo(
-            name="lion",
-            description="sign of interpolated momentum",
-            states=(_M_UNCORRECTED,),
-            counts_steps=False,
+            name="lion", description="sign of interpolated momentum", states=(_M_UNCORRECTED,), counts_steps=False
         ),
         RuleInfo(name="signum", description="sign of momentum", states=(_M_UNCORRECTED,), counts_steps=False),
         RuleInfo(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from baoc.core.blocks import partition
-from baoc.core.catalogue import STORAGES, removal_message, select
+from baoc.core.catalogue import removal_message, select
 from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest_family
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
@@ -331,7 +331,6 @@ class BudgetedBlocks(ABC):
                 self.blocks,
                 specs=self.specs if risk == MEASURED else self.offered_specs,
                 rules=self.rules,
-                storages=STORAGES,
                 risk=self._risk_model(risk),
                 profile=profile,
                 weights=self.settings.risk_weights,

@@ -29,14 +29,10 @@ from baoc.types import (
     Scaling,
     StateKind,
     StateLayout,
-    StorageScheme,
 )
 
 CandidateSets = dict[str, tuple[Candidate, ...]]
-_COLUMNS = (
-    *("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfer_bytes"),
-    *("link_s", "step_s"),
-)
+_COLUMNS = (*("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfer_bytes"), *("link_s", "step_s"))
 
 
 def why_inapplicable(
@@ -104,10 +100,8 @@ def sums_columns(rule: RuleInfo) -> bool:
 
 
 def _fold_reason(block: Block, *, rule: RuleInfo) -> str | None:
-    """Why the rule cannot fold states of `block`, as a clause for messages; None if it can.
-
-    A fold longer than its axis would average over padding, and would take no fewer bytes than a shorter one.
-    """
+    """Why the rule cannot fold states of `block`, as a clause for messages; None if it can. A fold longer than its axis
+    would average over padding, and would take no fewer bytes than a shorter one."""
     for decl in rule.states:
         if decl.layout is not StateLayout.FOLDED:
             continue
@@ -126,7 +120,6 @@ def build_candidates(
     specs: Mapping[str, OptimizerSpec],
     rules: Mapping[str, RuleInfo],
     risk: RiskModel,
-    storages: Mapping[str, StorageScheme] = STORAGES,
     profile: Profile | None = None,
     weights: Mapping[str, float] | None = None,
     latency: LatencyTable | None = None,
@@ -175,7 +168,7 @@ def build_candidates(
                     block=block,
                     spec=spec,
                     rule=rule,
-                    storage=storages[spec.storage],
+                    storage=STORAGES[spec.storage],
                     profile=profile,
                     weights=weights or {},
                     share=max(block.numel, 1) / total,  # an empty tensor still prefers AdamW

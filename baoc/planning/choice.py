@@ -113,10 +113,8 @@ def _next(options: Sequence[Option], *, objective: str, measurer: OptionMeasurer
 
 
 def _surest(options: Sequence[Option], *, objective: str) -> Option | None:
-    """The option that is best if each is as slow as its error allows.
-
-    A compared option may lose to an extrapolated one that is far above it, as small micro-batches do.
-    """
+    """The option that is best if each is as slow as its error allows. A compared option may lose to an extrapolated one
+    that is far above it, as small micro-batches do."""
     slowest = [replace(option, samples_per_s=option.samples_per_s / (1 + _error(option))) for option in options]
     best = best_option(slowest, objective=objective)
     return next((option for option in options if best and option.key == best.key), None)
@@ -159,10 +157,8 @@ def _error(option: Option) -> float:
 
 
 def _expected_gain(option: Option, *, measured: Sequence[Option], over: Option) -> float:
-    """The mean gain over another option's rate, as a share of it, with the own rate uniform within its error.
-
-    It is at least half of RATE_TOLERANCE, which stands for less risk at about the same rate.
-    """
+    """The mean gain over another option's rate, as a share of it, with the own rate uniform within its error. It is at
+    least half of RATE_TOLERANCE, which stands for less risk at about the same rate."""
     rate, high = over.samples_per_s, max_rate(option, measured=measured)
     low = min(high, option.samples_per_s / (1 + _error(option)))
     if low >= rate:

@@ -76,11 +76,7 @@ def grouped_bytes(gradients_bytes: int) -> int:
 
 
 def stepping_groups(
-    order: Sequence[tuple[str, int]],
-    *,
-    num_gradients: Mapping[str, int],
-    limit: int,
-    joins: Callable[[str, str], bool],
+    order: Sequence[tuple[str, int]], *, num_gradients: Mapping[str, int], limit: int, joins: Callable[[str, str], bool]
 ) -> list[tuple[str, ...]]:
     """Groups of consecutive blocks that are stepped together, under gradient release.
 

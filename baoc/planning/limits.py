@@ -179,10 +179,8 @@ def staging_limits(
 
 
 def _max_slabs(sizes: Sequence[int]) -> list[int]:
-    """A few slab sizes up to the largest.
-
-    If slabs fill more than a piece, buffers have the size of a piece for every limit below it, so one is enough there.
-    """
+    """A few slab sizes up to the largest. If slabs fill more than a piece, buffers have the size of a piece for every
+    limit below it, so one is enough there."""
     distinct = sorted({size for size in sizes if size})
     if sum(distinct) <= PIECE_BYTES:
         return _evenly_spaced(distinct, most=MAX_SLAB_SIZES)

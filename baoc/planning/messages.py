@@ -73,10 +73,7 @@ def refusal(
 
 
 def nearest_refusal(
-    planner: BudgetedBlocks,
-    attempts: Sequence[Attempt],
-    *,
-    refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
+    planner: BudgetedBlocks, attempts: Sequence[Attempt], *, refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]
 ) -> InfeasibleBudgetError:
     """The refusal of the attempt that lacks fewest bytes: for too little time if its bytes fit, else for memory."""
     error, attempt = min(
@@ -101,10 +98,8 @@ def nearest_refusal(
 
 
 def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float:
-    """The fewest seconds of optimizer step with which one of the attempts is feasible, by an upward search.
-
-    The limits of device and link may bind together, so the least seconds of each alone need not be enough.
-    """
+    """The fewest seconds of optimizer step with which one of the attempts is feasible, by an upward search. The limits
+    of device and link may bind together, so the least seconds of each alone need not be enough."""
     seconds = max(refused[0][1].limits.step_s or 0.0, SEARCH_START_S)
     for _ in range(SEARCH_STEPS):
         for _, attempt in refused:

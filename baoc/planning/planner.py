@@ -22,16 +22,7 @@ from baoc.planning.measured import basis_of, best_rate, choose_recipe, least_rec
 from baoc.planning.messages import nearest_refusal, reasons, refusal
 from baoc.planning.risk import RISKS
 from baoc.planning.transfer import pinned_bytes
-from baoc.types import (
-    Allocation,
-    Basis,
-    Candidate,
-    Limits,
-    Plan,
-    Profile,
-    Reason,
-    StateKind,
-)
+from baoc.types import Allocation, Basis, Candidate, Limits, Plan, Profile, Reason, StateKind
 
 FEW_BLOCKS = 64  # with more, attempts are solved by lagrangian, and only the best one by exact
 __all__ = ["Planner", "PlannerSettings"]
@@ -80,12 +71,6 @@ class Planner(BudgetedBlocks):
         allocation = allocation_of(chosen, allocator="least_state")
         plan = self._plan(allocation, pool, limits=Limits(), risk="prior", profile=None)
         return replace(plan, basis=Basis(by="least_state", text="the least state, until a step is measured"))
-
-    def plan_for(self, choices: Mapping[str, str], *, risk: str, limits: Limits) -> Plan:
-        """The plan that runs `choices`, whether it fits or not."""
-        chosen = self._chosen(choices, risk=risk, profile=None)
-        pool = self.candidates(risk=risk, profile=None)
-        return self._plan(allocation_of(chosen, allocator="recipe"), pool, limits=limits, risk=risk, profile=None)
 
     def resume_plan(
         self,
@@ -167,10 +152,8 @@ class Planner(BudgetedBlocks):
         return refine(self, over_budget, fitting=best, plan_at=plan_at)
 
     def _plan_attempt(self, attempt: Attempt, *, allocator: Allocator, risk: str, profile: Profile | None) -> Plan:
-        """The plan of one attempt. Its peak may exceed the budget, as savings may have been counted too boldly.
-
-        Raises NoFeasibleAllocation.
-        """
+        """The plan of one attempt. Its peak may exceed the budget, as savings may have been counted too boldly. Raises
+        NoFeasibleAllocation."""
         pool = attempt.pool
         if not allocator.traits.every_candidate:
             pool = undominated(pool, with_time=self.budget.step_time is not None)
@@ -185,10 +168,8 @@ class Planner(BudgetedBlocks):
         risk: str,
         profile: Profile | None,
     ) -> Plan:
-        """The smallest allocation, if it fits though no attempt does: charged bytes are upper bounds.
-
-        Raises InfeasibleBudgetError otherwise.
-        """
+        """The smallest allocation, if it fits though no attempt does: charged bytes are upper bounds. Raises
+        InfeasibleBudgetError otherwise."""
         smallest = self._smallest_attempt(risk=risk, profile=profile)
         chosen = smallest.smallest_choice()
         least_bytes = self.budget_bytes_of(chosen)
@@ -223,15 +204,16 @@ class Planner(BudgetedBlocks):
     # -- results --------------------------------------------------------------------------------------------------
 
     def _measured(self) -> Plan | None:
-        """The plan of the measured choice, with this planner's candidates and range of budgets.
-
-        None if no measured recipe fits, or the allocator has no choice.
-        """
+        """The plan of the measured choice, with this planner's candidates and range of budgets. None if no measured
+        recipe fits, or the allocator has no choice."""
         family = self.family
         choice = choose_recipe(self, family=family) if family is not None and self.has_choice else None
         if family is None or choice is None:
             return None
-        plan = self.plan_for(choice.plan.allocation.choices, risk=MEASURED, limits=choice.plan.limits)
+        chosen = self._chosen(choice.plan.allocation.choices, risk=MEASURED, profile=None)
+        allocation, limits = allocation_of(chosen, allocator="recipe"), choice.plan.limits
+        pool = self.candidates(risk=MEASURED, profile=None)
+        plan = self._plan(allocation, pool, limits=limits, risk=MEASURED, profile=None)
         useful_bytes = self._cached(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: most_useful_bytes(self, family=family)
         )
@@ -239,7 +221,7 @@ class Planner(BudgetedBlocks):
             plan,
             reasons=choice.plan.reasons,
             most_useful_bytes=useful_bytes,
-            binding=self._binds(plan.limits, useful_bytes=useful_bytes),
+            binding=self._binds(limits, useful_bytes=useful_bytes),
             basis=basis_of(choice, family=family, plan=plan, planner=self),
         )
 
@@ -257,10 +239,8 @@ class Planner(BudgetedBlocks):
         risk: str,
         profile: Profile | None,
     ) -> Plan:
-        """The Plan of an allocation among the candidates of `pool`.
-
-        Its range of budgets is over all levels, so a plan that does without a spec of large temporaries is bound.
-        """
+        """The Plan of an allocation among the candidates of `pool`. Its range of budgets is over all levels, so a plan
+        that does without a spec of large temporaries is bound."""
         all_candidates = self.candidates(risk=risk, profile=profile, stand_ins=False)
         least, useful = self._cached(
             ("range", risk),

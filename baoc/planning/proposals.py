@@ -92,9 +92,7 @@ def proposals(
 
 def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
     """A recipe that fits, at the multiple of the learning rate at which it measured best (1 if it was not measured).
-
-    The race's own multiples are multiplied with it. None if the recipe does not fit or apply.
-    """
+    The race's own multiples are multiplied with it. None if the recipe does not fit or apply."""
     fitting = next(_variants(planner, with_rate(recipe, best_rate(planner, recipe, family=family))), None)
     if fitting is None:
         return None

@@ -173,10 +173,8 @@ def _prior_terms(case: Case) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskModel:
-    """Predicts the risk of one spec on one block. Called with the fields of a `Case`.
-
-    `needs`: what it reads of a profile, nothing or {"stats"}. `terms`: function of a case -> unweighted terms.
-    """
+    """Predicts the risk of one spec on one block. Called with the fields of a `Case`. `needs`: what it reads of a
+    profile, nothing or {"stats"}. `terms`: function of a case -> unweighted terms."""
 
     name: str
     description: str

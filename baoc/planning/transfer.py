@@ -56,11 +56,7 @@ BACKWARD_SHARE = 2 / 3  # of the time of forward and backward: backward has two 
 # One H100, pinned memory (docs/methods.md#host-placement): 54 GB/s one way; both ways 42 GB/s in pieces of 1 MB and 92
 # from 4 MB on. Of 1 MB only the sum of both ways is known: half of it stands for each.
 STORED_RATES = LinkRates(
-    sizes=(10**6, 4 * 10**6),
-    in_rates=(21e9, 54e9),
-    out_rates=(21e9, 54e9),
-    both_rates=(42e9, 92e9),
-    source="stored",
+    sizes=(10**6, 4 * 10**6), in_rates=(21e9, 54e9), out_rates=(21e9, 54e9), both_rates=(42e9, 92e9), source="stored"
 )
 
 
@@ -71,10 +67,7 @@ def slower_link(link: LinkRates, *, factor: float) -> LinkRates:
         return tuple(rate / factor for rate in rates)
 
     return replace(
-        link,
-        in_rates=divided(link.in_rates),
-        out_rates=divided(link.out_rates),
-        both_rates=divided(link.both_rates),
+        link, in_rates=divided(link.in_rates), out_rates=divided(link.out_rates), both_rates=divided(link.both_rates)
     )
 
 

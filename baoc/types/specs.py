@@ -139,9 +139,7 @@ class StorageScheme:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsInfo:
     """A weights format: bytes per element of the parameter, and of the correction, which is optimizer state.
-
-    `param_bytes` None: the parameter keeps its own type.
-    """
+    `param_bytes` None: the parameter keeps its own type."""
 
     name: str
     description: str

@@ -136,7 +136,7 @@ def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.Monke
     for problem, small in product(problems(24), (True, False)):
         if minimise(problem, objective=problem.spent[0]) is None or problem.feasible(least_risk(problem)):
             continue
-        monkeypatch.setattr(lagrangian, "SMALL", problem.risk.size - (not small))
+        monkeypatch.setattr(lagrangian, "MAX_SMALL", problem.risk.size - (not small))
         monkeypatch.setattr(lagrangian, "CLOSED_GAP", 0.05)
         start = find_feasible(problem)
         dual = maximise(problem, start=start, most_prices=100)

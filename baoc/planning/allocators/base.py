@@ -48,7 +48,6 @@ class AllocatorTraits:
     matching: bool = True
 
 
-OPTIMIZING = AllocatorTraits()
 BASELINE = AllocatorTraits(every_candidate=True)
 
 
@@ -249,7 +248,7 @@ class OptimizingAllocator:
     name: str
     description: str
     best: Callable[[Problem], tuple[Ints, float]]
-    traits: AllocatorTraits = OPTIMIZING
+    traits: AllocatorTraits = AllocatorTraits()
 
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)

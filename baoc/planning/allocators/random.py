@@ -32,10 +32,8 @@ class RandomAllocator:
 
 
 def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, larger: bool) -> tuple[Ints, bool]:
-    """(choice after each block took a random candidate that fits, in random order; whether one did).
-
-    `larger`: only candidates of more bytes than the block's.
-    """
+    """(choice after each block took a random candidate that fits, in random order; whether one did). `larger`: only
+    candidates of more bytes than the block's."""
     choice = choice.copy()
     used = problem.used(choice)
     limits = problem.safe_limits
