@@ -184,7 +184,7 @@ class BudgetedBlocks(ABC):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
+        return {**self.__dict__, "_cache": {}}
 
     def with_settings(self, settings: PlannerSettings) -> Self:
         """A planner of the same network and budget with other settings."""

@@ -173,15 +173,15 @@ class Planner(BudgetedBlocks):
         smallest = self._smallest_attempt(risk=risk, profile=profile)
         chosen = smallest.smallest_choice()
         least_bytes = self.budget_bytes_of(chosen)
-        bytes_alone_decide = self.has_choice and self.budget.step_time is None
-        if bytes_alone_decide and (self.budget.memory_bytes is not None or self.may_use_host):
+        bytes_decide = self.has_choice and self.budget.step_time is None
+        bytes_decide = bytes_decide and (self.budget.memory_bytes is not None or self.may_use_host)
+        if bytes_decide:
             allocation = allocation_of(chosen, allocator=self.settings.allocator)
             plan = self._plan(allocation, smallest.pool, limits=smallest.limits, risk=risk, profile=profile)
             if self.fits(plan):
                 return plan
+        if bytes_decide or not refused:
             raise refusal(self, attempts[-1].limits, least_bytes=least_bytes, refused=refused)
-        if not refused:
-            raise refusal(self, attempts[-1].limits, least_bytes=least_bytes, refused=())
         raise nearest_refusal(self, attempts, refused=refused)
 
     def _smallest_attempt(self, *, risk: str, profile: Profile | None) -> Attempt:
