@@ -34,10 +34,8 @@ _OUT = re.compile(r"^(down_proj|fc2|c_proj|w2|wo|lin(ear)?2|output|fc_out|dense_
 
 
 def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
-    """Role of the parameter `name` of a module of class `module_type`, from type, shape and names of outer modules.
-
-    The innermost name that matches attention or mlp wins: a feed-forward inside a module `attentions` is an mlp.
-    """
+    """Role of the parameter `name` of a module of class `module_type`, from type, shape and names of outer modules. The
+    innermost name that matches attention or mlp wins: a feed-forward inside a module `attentions` is an mlp."""
     if len(shape) < 2 or module_type.lower().endswith("norm"):
         return Role.NORM
     parts = name.split(".")
@@ -61,10 +59,8 @@ def role_of(name: str, *, shape: Sequence[int], module_type: str) -> Role:
 
 
 def part_of(param: ParamInfo) -> Part | None:
-    """The part of attention or mlp that a matrix is, by its name, else by its shape; None if neither tells.
-
-    An mlp's input matrix has more rows than columns, its output matrix fewer. Attention's matrices have one shape.
-    """
+    """The part of attention or mlp that a matrix is, by its name, else by its shape; None if neither tells. An mlp's
+    input matrix has more rows than columns, its output matrix fewer. Attention's matrices have one shape."""
     layers = param.name.split(".")[:-1] or [param.name]
     if param.matrix_shape is None:
         return None

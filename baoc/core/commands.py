@@ -38,10 +38,8 @@ _OUT_OF_MEMORY = (
 
 
 def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
-    """Decorates `main(argv)` to return an exit code: its own or 0, or that of an expected error, which it prints.
-
-    An OSError that `system_error` does not know counts as bad input (2). Other errors are raised.
-    """
+    """Decorates `main(argv)` to return an exit code: its own or 0, or that of an expected error, which it prints. An
+    OSError that `system_error` does not know counts as bad input (2). Other errors are raised."""
 
     @wraps(main)
     def run(argv: Arguments = None) -> int:
@@ -66,11 +64,8 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
 
 
 def open_missing_streams() -> None:
-    """Opens the null device for each standard stream that the process was started without.
-
-    Otherwise the next opened file would get the stream's descriptor, and output of compilers and workers would go into
-    that file.
-    """
+    """Opens the null device for each standard stream that the process was started without. Otherwise the next opened
+    file would get the stream's descriptor, and output of compilers and workers would go into that file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # gets the lowest free descriptor
@@ -87,10 +82,8 @@ def silence_broken_pipe(error: BaseException) -> bool:
 
 
 def system_error(error: BaseException) -> BaocError | None:
-    """The BaocError for a cause outside of this package, searched in the chain of causes; None if there is none.
-
-    Such causes are a full disk, an unwritable folder, exhausted memory and a missing package of an extra.
-    """
+    """The BaocError for a cause outside of this package, searched in the chain of causes; None if there is none. Such
+    causes are a full disk, an unwritable folder, exhausted memory and a missing package of an extra."""
     for cause in exception_chain(error):
         missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if missing in _EXTRAS:

@@ -77,10 +77,8 @@ def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load_entry_points(group: str, *, kind: type | tuple[type, ...]) -> dict[str, Any]:
-    """Name -> object, of a group's entry points.
-
-    One that fails to load or is no `kind` is left out with a warning, so that runs that do not use it go on.
-    """
+    """Name -> object, of a group's entry points. One that fails to load or is no `kind` is left out with a warning, so
+    that runs that do not use it go on."""
     objects: dict[str, Any] = {}
     for name, point in entry_points_of(group).items():
         try:
@@ -101,10 +99,8 @@ def load_entry_points(group: str, *, kind: type | tuple[type, ...]) -> dict[str,
 
 
 def load(name: str, *, key: str) -> Callable[..., Any]:
-    """Imports the function or class `name`; `key` is the setting that has it.
-
-    Raises BadInputError if there is no such file, module or name in it, if it cannot be imported or not be called.
-    """
+    """Imports the function or class `name`; `key` is the setting that has it. Raises BadInputError if there is no such
+    file, module or name in it, if it cannot be imported or not be called."""
     point = entry_points_of(f"baoc.{key}s").get(name) if key in CONFIG_GROUPS else None
     if point is not None:
         with faults(key, name):

@@ -265,10 +265,8 @@ def recipe_node(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_from_node(node: Mapping[str, Any], *, name: str = "") -> Recipe:
-    """The recipe of a node as `recipe_node` or a file has it; null counts as absent.
-
-    `base` of the node names a recipe to start from, `name` is the default of its name. Raises BadInputError.
-    """
+    """The recipe of a node as `recipe_node` or a file has it; null counts as absent. `base` of the node names a recipe
+    to start from, `name` is the default of its name. Raises BadInputError."""
     values = {str(key): value for key, value in node.items() if value is not None}
     for key in ("name", "base", "description", "source"):
         if not isinstance(text := values.get(key, ""), str):

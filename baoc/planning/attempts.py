@@ -76,10 +76,8 @@ def all_attempts(
 
 
 def smallest_attempt(planner: BudgetedBlocks, attempts: Iterable[Attempt]) -> Attempt:
-    """The attempt whose smallest choice takes the fewest bytes in the budget's measure.
-
-    Attempts that can meet the host's limit are preferred.
-    """
+    """The attempt whose smallest choice takes the fewest bytes in the budget's measure. Attempts that can meet the
+    host's limit are preferred."""
     attempts = list(attempts)
     meeting_host = [attempt for attempt in attempts if attempt.meets_host]
     return min(meeting_host or attempts, key=lambda attempt: planner.budget_bytes_of(attempt.smallest_choice()))

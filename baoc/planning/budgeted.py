@@ -261,10 +261,8 @@ class BudgetedBlocks(ABC):
         return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
 
     def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
-        """Predicted peak of an allocation with `state_bytes` on the device, to which staging buffers are added.
-
-        Without a footprint it is `state_bytes` alone.
-        """
+        """Predicted peak of an allocation with `state_bytes` on the device, to which staging buffers are added. Without
+        a footprint it is `state_bytes` alone."""
         if self.footprint is None:
             return state_bytes
         return self.footprint.peak_bytes(
@@ -361,10 +359,8 @@ class BudgetedBlocks(ABC):
         return measured_risk(self.blocks, family=self.family, kappa=self.kappa) if name == MEASURED else RISKS[name]
 
     def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
-        """The risk to judge a saved plan by: its own, the settings' if this version lacks it, or `prior`.
-
-        `prior` takes the place of a risk whose profile is absent.
-        """
+        """The risk to judge a saved plan by: its own, the settings' if this version lacks it, or `prior`. `prior` takes
+        the place of a risk whose profile is absent."""
         name = name if name in RISKS else self.settings.risk
         return "prior" if RISKS[name].needs and profile is None else name
 

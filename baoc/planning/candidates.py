@@ -207,9 +207,7 @@ def _objectives(candidate: Candidate, *, with_time: bool) -> tuple[float, ...]:
 
 def undominated(candidates: Mapping[str, Sequence[Candidate]], *, with_time: bool = True) -> CandidateSets:
     """The candidates of each block that no other one beats or equals in all objectives. Of equals the first stays.
-
-    Objectives are charged bytes, risk, seconds (`with_time`), and bytes and seconds of the host and its link.
-    """
+    Objectives are charged bytes, risk, seconds (`with_time`), and bytes and seconds of the host and its link."""
     cache: dict[bytes, list[int]] = {}
     return {name: _frontier(options, with_time=with_time, cache=cache) for name, options in candidates.items()}
 

@@ -133,10 +133,8 @@ def could_win(option: Option, *, measured: Sequence[Option], objective: str, ove
 
 
 def max_rate(option: Option, *, measured: Sequence[Option]) -> float:
-    """The most samples per second that an option may have, by its own rate and by rates of measured options.
-
-    These launch no more kernels per sample; what they recompute more is taken into account.
-    """
+    """The most samples per second that an option may have, by its own rate and by rates of measured options. These
+    launch no more kernels per sample; what they recompute more is taken into account."""
     bounds = [
         (1 + BOUND_ERROR) * other.samples_per_s * max(1.0, forward_passes(other) / forward_passes(option))
         for other in measured

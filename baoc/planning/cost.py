@@ -141,19 +141,15 @@ def bytes_per_parameter(spec: OptimizerSpec, *, rule: RuleInfo) -> tuple[float, 
 
 
 def adamw_state_bytes(blocks: Iterable[Block]) -> int:
-    """State bytes of fp32 AdamW, the unit of state fractions: two aligned moments and a step count per tensor.
-
-    torch's AdamW keeps the same without alignment, so a fraction of 1 admits fp32 AdamW everywhere.
-    """
+    """State bytes of fp32 AdamW, the unit of state fractions: two aligned moments and a step count per tensor. torch's
+    AdamW keeps the same without alignment, so a fraction of 1 admits fp32 AdamW everywhere."""
     moment_bytes = [aligned(4 * param.numel) for block in blocks for param in block.params if param.numel]
     return sum(2 * nbytes + STEP_BYTES for nbytes in moment_bytes)
 
 
 def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) -> float:
-    """Seconds of the device that `block` adds to a step: those per tensor and those per element of its spec.
-
-    Streaming changes nothing here; its copies are counted apart (`Cost.link_s`).
-    """
+    """Seconds of the device that `block` adds to a step: those per tensor and those per element of its spec. Streaming
+    changes nothing here; its copies are counted apart (`Cost.link_s`)."""
     name = device_spec_name(spec.name)
     assert name in latency.fixed_s, f"{name} was not timed; the table has {', '.join(latency.fixed_s)}"
     tensors = sum(1 for param in block.params if param.numel)
@@ -163,10 +159,8 @@ def step_seconds(block: Block, *, spec: OptimizerSpec, latency: LatencyTable) ->
 def whole_step_seconds(
     choices: Mapping[str, str], *, blocks: Iterable[Block], specs: Mapping[str, OptimizerSpec], latency: LatencyTable
 ) -> float:
-    """Predicted seconds of a whole step with `choices` (block name -> spec), without waits for the link.
-
-    NaN if a spec was not timed.
-    """
+    """Predicted seconds of a whole step with `choices` (block name -> spec), without waits for the link. NaN if a spec
+    was not timed."""
     seconds = latency.base_step_s + latency.step_s
     for block in blocks:
         if device_spec_name(choices[block.name]) not in latency.fixed_s:
@@ -184,10 +178,8 @@ def cost(
     link: LinkRates = STORED_RATES,
     shared: bool = False,
 ) -> Cost:
-    """The cost of `spec` on `block`. Seconds of the device are 0 without a latency table.
-
-    `shared`: the device is the host, so states on the host count in its memory.
-    """
+    """The cost of `spec` on `block`. Seconds of the device are 0 without a latency table. `shared`: the device is the
+    host, so states on the host count in its memory."""
     state, matching = state_bytes(block, spec=spec, rule=rule), match_bytes(block, rule=rule)
     weights = weight_bytes(block, spec=spec)
     step_s = step_seconds(block, spec=spec, latency=latency) if latency is not None else 0.0

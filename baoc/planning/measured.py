@@ -70,10 +70,8 @@ def choose_recipe(planner: BudgetedBlocks, *, family: Family) -> RecipeChoice | 
 
 
 def selection_penalty(family: Family) -> float:
-    """Factor on the standard deviation for picking the best of all mixtures, by Bonferroni's correction.
-
-    Each was measured at two rates, so the best of them looks better than it is.
-    """
+    """Factor on the standard deviation for picking the best of all mixtures, by Bonferroni's correction. Each was
+    measured at two rates, so the best of them looks better than it is."""
     num_measured = 2 * sum(len(by_spec) for by_spec in family.roles.values())
     return NormalDist().inv_cdf(1 - (1 - DEFAULT_LEVEL) / max(num_measured, 1)) / NormalDist().inv_cdf(DEFAULT_LEVEL)
 
@@ -93,9 +91,7 @@ def fitting_recipes(
     planner: BudgetedBlocks, *, family: Family, weights: Sequence[str] = (), hosted: bool = False
 ) -> Iterator[RecipeChoice]:
     """Yields measured recipes that fit, the best first, each with the first format of `weights` that lets it fit.
-
-    `weights` defaults to the formats of the settings' specs, native first. `hosted`: with states on the host.
-    """
+    `weights` defaults to the formats of the settings' specs, native first. `hosted`: with states on the host."""
     if hosted and not planner.may_use_host:
         return
     offered = {spec.weights for spec in select(planner.settings.specs).values()}
@@ -113,10 +109,8 @@ def fitting_recipes(
 
 
 def rate_for_network(planner: BudgetedBlocks, rate: float, *, family: Family) -> float:
-    """A measured multiple of the learning rate, faded to the size of this network.
-
-    A multiple of the nearest family raises no rate outside of run.py, where weights may be pretrained.
-    """
+    """A measured multiple of the learning rate, faded to the size of this network. A multiple of the nearest family
+    raises no rate outside of run.py, where weights may be pretrained."""
     rate = faded_rate(rate, num_params=planner.num_params, measured=family.num_params)
     return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 

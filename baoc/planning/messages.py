@@ -194,10 +194,8 @@ def too_small(
     specs: Collection[str] = (),
     host_needed: int | None = None,
 ) -> InfeasibleBudgetError:
-    """The refusal if not even the allocation of fewest bytes fits.
-
-    `host_needed`: bytes of host memory with which it would fit. `footprint` gives the bytes of the CUDA context.
-    """
+    """The refusal if not even the allocation of fewest bytes fits. `host_needed`: bytes of host memory with which it
+    would fit. `footprint` gives the bytes of the CUDA context."""
     memory = budget.memory_bytes is not None
     advice = (*ADVICE_MEMORY, f"{more_specs(specs)} (state)") if memory else ADVICE_STATE
     has_host = footprint is not None and not footprint.device.startswith("cpu")

@@ -63,9 +63,7 @@ def divisors(batch_size: int) -> list[int]:
 
 def footprint_at(measurements: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
     """The footprint at a micro-batch: its measured one, else on the line through the two largest measurements.
-
-    Activations grow in proportion to samples. A single measurement is returned as it is, with the other micro-batch.
-    """
+    Activations grow in proportion to samples. A single measurement is returned as it is, with the other micro-batch."""
     ordered = sorted(measurements, key=lambda measurement: measurement.micro_batch)
     for measurement in ordered:
         if measurement.micro_batch == micro_batch:
@@ -94,10 +92,8 @@ def _intervals(
 
 
 def upper_bound_at(measurements: Sequence[MicroBatchMeasurement], *, micro_batch: int) -> Footprint:
-    """`footprint_at`, but from a single smaller measurement an upper bound.
-
-    There everything beside weights and gradients is taken to grow in proportion to samples.
-    """
+    """`footprint_at`, but from a single smaller measurement an upper bound. There everything beside weights and
+    gradients is taken to grow in proportion to samples."""
     footprint = footprint_at(measurements, micro_batch=micro_batch)
     if len(measurements) > 1 or measurements[0].micro_batch >= micro_batch:
         return footprint
@@ -271,10 +267,8 @@ def make_option(
     release: bool = False,
     propose: Callable[[], Plan] | None = None,
 ) -> Option:
-    """The plan of `planner` with this footprint and latency as an option, or an option that says why no plan fits.
-
-    Sets the planner's footprint and latency. `propose` replaces `planner.propose`.
-    """
+    """The plan of `planner` with this footprint and latency as an option, or an option that says why no plan fits. Sets
+    the planner's footprint and latency. `propose` replaces `planner.propose`."""
     micro_batch = footprint.micro_batch
     planner.footprint, planner.latency = footprint, latency
     option = Option(

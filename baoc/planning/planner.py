@@ -81,10 +81,8 @@ class Planner(BudgetedBlocks):
         gap: float | None = None,
         seen_to_fit: bool = False,
     ) -> Plan:
-        """The plan that runs the `choices` of a checkpoint if it fits the budget, else a new proposal.
-
-        `seen_to_fit`: a run with these choices held a memory budget, so its predicted peak does not matter.
-        """
+        """The plan that runs the `choices` of a checkpoint if it fits the budget, else a new proposal. `seen_to_fit`: a
+        run with these choices held a memory budget, so its predicted peak does not matter."""
         risk = self.risk_of_saved(risk, profile=profile)
         pool = self.candidates(risk=risk, profile=profile)
         if set(choices) != set(pool) or any(choices[block] not in {c.spec for c in pool[block]} for block in pool):

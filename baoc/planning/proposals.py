@@ -168,11 +168,8 @@ def _variants(planner: Planner, recipe: Recipe) -> Iterator[tuple[Recipe, Plan]]
 
 
 def permute_specs(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: int = 0) -> dict[str, str] | None:
-    """The choices with specs permuted among blocks of the same shapes, so bytes stay; None if nothing changes.
-
-    Outer roles (embedding, head, norm) and hidden ones are permuted apart, as rules such as Muon run on one of them
-    only.
-    """
+    """The choices with specs permuted among blocks of the same shapes, so bytes stay; None if nothing changes. Outer
+    roles (embedding, head, norm) and hidden ones are permuted apart, as rules such as Muon run on one of them only."""
     groups: dict[object, list[str]] = {}
     for block in blocks:
         key = (block.role in _OUTER, tuple(sorted(param.shape for param in block.params)))

@@ -109,10 +109,8 @@ class Loss:
 
 
 def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
-    """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW.
-
-    `block`: its size decides which states are too small for the storage's codecs.
-    """
+    """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW. `block`: its size decides which
+    states are too small for the storage's codecs."""
     largest = max(block.params, key=lambda param: param.numel, default=None) if block is not None else None
     result: list[Loss] = []
     for kind in StateKind:
@@ -219,10 +217,8 @@ def _statistics_terms(case: Case) -> dict[str, float]:
 
 
 def block_weight(stats: GradientStats | None, *, share: float) -> float:
-    """The block's share of the step's predicted loss decrease, or its `share` of parameters if that is unknown.
-
-    It is at least a tenth of the latter: a block whose loss happened to rise in the profile still matters.
-    """
+    """The block's share of the step's predicted loss decrease, or its `share` of parameters if that is unknown. It is
+    at least a tenth of the latter: a block whose loss happened to rise in the profile still matters."""
     if stats is None or not isfinite(stats.descent_share):
         return share
     return max(stats.descent_share, 0.1 * share)
@@ -254,9 +250,7 @@ def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
 
 def quantization_dose(codec: str, *, spread: float) -> float:
     """Share of coordinates whose m/sqrt(v) is off by > .1 at this in-group spread; 1 is companding int8 at spread 1.
-
-    Linear between the measured spreads and constant beyond them. At least twice that of bf16, which has more bits.
-    """
+    Linear between the measured spreads and constant beyond them. At least twice that of bf16, which has more bits."""
     if not isfinite(spread):
         return nan
     if codec == "bf16":

@@ -72,10 +72,8 @@ def slower_link(link: LinkRates, *, factor: float) -> LinkRates:
 
 
 def copy_seconds(num_bytes: int, *, link: LinkRates) -> float:
-    """Seconds that a block of `num_bytes` adds to a stream that copies it to the device and back.
-
-    At the rate of full pieces, as small blocks are copied with their neighbours.
-    """
+    """Seconds that a block of `num_bytes` adds to a stream that copies it to the device and back. At the rate of full
+    pieces, as small blocks are copied with their neighbours."""
     return num_bytes * _seconds(PIECE_BYTES, sizes=link.sizes, rates=link.both_rates) * 2 / PIECE_BYTES
 
 
@@ -97,9 +95,7 @@ def _seconds(num_bytes: int, *, sizes: Sequence[int], rates: Sequence[float]) ->
 
 def hidden_seconds(base_step_s: float, *, accumulation: int) -> float:
     """Seconds of the last micro-batch's backward pass, in which blocks of final gradients can be streamed.
-
-    `base_step_s`: seconds of forward and backward of all micro-batches.
-    """
+    `base_step_s`: seconds of forward and backward of all micro-batches."""
     return BACKWARD_SHARE * base_step_s / accumulation
 
 

@@ -52,10 +52,8 @@ class ParamInfo:
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:
-        """(fan_out, fan_in) as rules by row and column see it; None if it is no matrix (see the function).
-
-        A shard of a matrix is a matrix, even if it has one row.
-        """
+        """(fan_out, fan_in) as rules by row and column see it; None if it is no matrix (see the function). A shard of a
+        matrix is a matrix, even if it has one row."""
         shape = matrix_shape(self.shape if self.whole is None else self.whole)
         if shape is not None and self.whole is not None:
             shape = (self.numel // shape[1], shape[1])
@@ -63,10 +61,8 @@ class ParamInfo:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
-    """(rows, columns) of a tensor as a matrix: dimensions of size 1 are dropped, all but the first are merged.
-
-    None for a vector, a scalar or an empty tensor. So (1, 1, d) is a vector and (d, 3, 16, 16) is (d, 768).
-    """
+    """(rows, columns) of a tensor as a matrix: dimensions of size 1 are dropped, all but the first are merged. None for
+    a vector, a scalar or an empty tensor. So (1, 1, d) is a vector and (d, 3, 16, 16) is (d, 768)."""
     sizes = [size for size in shape if size != 1]
     if len(sizes) < 2 or 0 in sizes:
         return None

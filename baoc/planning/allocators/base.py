@@ -224,10 +224,8 @@ def allocate_first_wanted(
     allocator: str,
     wanted: Callable[[Sequence[Candidate]], Sequence[str]],
 ) -> Allocation:
-    """The first of the `wanted` specs that a block has a candidate of, else its candidate of least risk.
-
-    Raises NoFeasibleAllocation, with the totals of this choice, if it is not within the limits.
-    """
+    """The first of the `wanted` specs that a block has a candidate of, else its candidate of least risk. Raises
+    NoFeasibleAllocation, with the totals of this choice, if it is not within the limits."""
 
     def index_of(options: Sequence[Candidate]) -> int:
         indices = {candidate.spec: index for index, candidate in enumerate(options)}

@@ -131,9 +131,7 @@ def reduce_effort(problem: Problem, choice: Ints) -> Ints:
 
 def effort_problem(problem: Problem, choice: Ints) -> Problem | None:
     """The problem with seconds of the link in place of risk, among candidates of no more risk than the chosen ones.
-
-    None if the choice takes no seconds of the link.
-    """
+    None if the choice takes no seconds of the link."""
     blocks = np.arange(len(choice))
     if not problem.effort[blocks, choice].any():
         return None

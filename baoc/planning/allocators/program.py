@@ -84,10 +84,8 @@ def _classes(problem: Problem, objective: Floats) -> list[Ints]:
 
 
 def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Ints | None, float]:
-    """(number of blocks of each class on each spec [classes, specs], lower bound); counts None if infeasible.
-
-    Raises Undecided.
-    """
+    """(number of blocks of each class on each spec [classes, specs], lower bound); counts None if infeasible. Raises
+    Undecided."""
     scipy: Any = importlib.import_module("scipy")  # imported late: its modules take .3 s
     optimize, sparse = scipy.optimize, scipy.sparse
     first = np.array([blocks[0] for blocks in classes])
