@@ -52,7 +52,7 @@ _PUBLISHED: tuple[tuple[str, str, frozenset[Role]], ...] = (
     ("column_norm", "column_norm", frozenset()),
 )
 _AS_PUBLISHED = tuple(
-    UniformBaseline(name=f"uniform_{name}", spec=spec, adamw_roles=kept) for name, spec, kept in _PUBLISHED
+    UniformBaseline(name=f"uniform_{name}", spec=spec, adamw_roles=roles) for name, spec, roles in _PUBLISHED
 )
 UNIFORM_BASELINES: tuple[UniformBaseline, ...] = (
     *_AS_PUBLISHED,

@@ -150,9 +150,9 @@ def _by_pattern(params: Sequence[ParamInfo], *, patterns: Sequence[tuple[str, st
         before = len(assigned)
         for param in params:
             if param.name not in assigned:
-                name = next((found for n in (param.name, *param.aliases) if (found := _match(n, block, pattern))), None)
-                if name is not None:
-                    assigned[param.name] = name
+                names = (_match(name, block, pattern) for name in (param.name, *param.aliases))
+                if matched := next(filter(None, names), None):
+                    assigned[param.name] = matched
         if len(assigned) == before:
             raise BadInputError(
                 f"blocks.patterns: {pattern!r} (block {block!r}) matches no parameter that an earlier pattern left. It "

@@ -63,11 +63,9 @@ STORAGES: dict[str, StorageScheme] = {
     )
 }
 
-# rule, its description, storages it is offered in; a description begins with the states (numbers kept per element)
 _ALL = ("fp32", "bf16", "int8", "int8_root", "int4")
-_FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}
-
-
+_FOLDS = {1: "(1)", 2: "(1/2)", 3: "(1/4)"}  # level -> numbers kept per element
+# rule, its description, storages it is offered in; a description begins with the states (numbers kept per element)
 _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("adamw", "m and v (2 per element): AdamW", _ALL),
     ("rmsprop", "v (1): AdamW without momentum", _ALL),
@@ -79,8 +77,8 @@ _RULES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("signum", "m (1): sign of the momentum", _ALL),
     ("muon", "m (1): orthogonalized momentum, hidden matrices only: Muon", _ALL),
     *(
-        (f"foam_l{level}", f"m and v folded by {2**level} along fan-in {kept}: FOAM", ("fp32", "int8"))
-        for level, kept in _FOLDS.items()
+        (f"foam_l{level}", f"m and v folded by {2**level} along fan-in {numbers}: FOAM", ("fp32", "int8"))
+        for level, numbers in _FOLDS.items()
     ),
     ("sign", "nothing (0): sign of the gradient", ("fp32",)),
     ("column_norm", "nothing (0): gradient with columns of one norm", ("fp32",)),

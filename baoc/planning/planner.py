@@ -142,8 +142,8 @@ class Planner(BudgetedBlocks):
             if prove_last:
                 proven = self._plan_attempt(attempt, allocator=self.allocator, risk=risk, profile=profile)
                 # The approximate plan is reported under the allocator that was asked for, with its own gap.
-                asked = replace(best.allocation, allocator=self.allocator.name)
-                best = proven if self.fits(proven) else replace(best, allocation=asked)
+                relabelled = replace(best.allocation, allocator=self.allocator.name)
+                best = proven if self.fits(proven) else replace(best, allocation=relabelled)
         if not self.has_choice:
             return best
         plan_at = partial(self._plan_attempt, allocator=approximate, risk=risk, profile=profile)

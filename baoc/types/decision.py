@@ -204,11 +204,11 @@ class Footprint:
         Raises:
             ValueError: the footprint has no temporaries of one of `specs`.
         """
-        known = self.step_temporary_bytes
-        names = [spec if spec in known else spec.partition("@")[0] for spec in specs]  # streaming changes no step
-        if missing := [name for name in names if name not in known]:
-            raise ValueError(f"the footprint has no temporaries of {', '.join(missing)}: it knows {', '.join(known)}")
-        temporary = max((known[name] for name in names), default=0)
+        by_spec = self.step_temporary_bytes
+        names = [spec if spec in by_spec else spec.partition("@")[0] for spec in specs]  # streaming changes no step
+        if missing := [name for name in names if name not in by_spec]:
+            raise ValueError(f"the footprint has no temporaries of {', '.join(missing)}: it knows {', '.join(by_spec)}")
+        temporary = max((by_spec[name] for name in names), default=0)
         # With gradient release it is unknown which gradients are alive, so none counts as saved.
         live_gradients = 0 if self.released else None
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=live_gradients)
