@@ -100,10 +100,7 @@ WEIGHT_DTYPES = ("float32", "bfloat16")  # of parameters that may have weights o
 NEAREST = "bf16"  # these weights lose small steps, so a glob never selects them
 
 
-STREAMED, STREAMED_TEXT = (
-    "@streamed",
-    "states on the host, stepped on the device",
-)  # endings of a spec's name and description
+STREAMED, STREAMED_TEXT = "@streamed", "states on the host, stepped on the device"  # end a spec's name, description
 _STATELESS = frozenset({"sign", "column_norm"})  # without corrections they have nothing to keep on the host
 
 
