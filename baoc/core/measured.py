@@ -26,10 +26,8 @@ KAPPA = 1.28  # standard deviations that are added to a mean: the one-sided boun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of the final loss: its mean over `n` paired seeds, and the mean's standard deviation.
-
-    `multiple`: of the role's learning rate in the base recipe, at which it was measured.
-    """
+    """A change of the final loss: its mean over `n` paired seeds, and the mean's standard deviation. `multiple`: of the
+    role's learning rate in the base recipe, at which it was measured."""
 
     mean: float
     sd: float

@@ -139,10 +139,8 @@ def call(name: str, *, key: str, options: Mapping[str, Any], offered: Mapping[st
 
 
 class faults:
-    """A context manager that turns exceptions of the user's code into BadInputErrors with file and line.
-
-    BaocErrors and exhausted memory are raised unchanged.
-    """
+    """A context manager that turns exceptions of the user's code into BadInputErrors with file and line. BaocErrors and
+    exhausted memory are raised unchanged."""
 
     def __init__(self, key: str, name: str, *, doing: str = ""):
         self._subject = f"{key}={name}{doing}"

@@ -43,9 +43,7 @@ RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTuning:
     """A recipe's settings for one block: a multiple of the parameter group's `lr`, and betas in place of the group's.
-
-    Raises ValueError for values that a recipe cannot have.
-    """
+    Raises ValueError for values that a recipe cannot have."""
 
     lr: float = 1.0
     betas: tuple[float, float] | None = None
@@ -57,11 +55,8 @@ class BlockTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Multiples of the learning rate by rule and role, and betas by rule.
-
-    A rule may be given by a prefix of its name: `foam` is foam_l2 and foam_l3. A block's multiple is that of its rule
-    times that of its role.
-    """
+    """Multiples of the learning rate by rule and role, and betas by rule. A rule may be given by a prefix of its name:
+    `foam` is foam_l2 and foam_l3. A block's multiple is that of its rule times that of its role."""
 
     lr: Mapping[str, float] = field(default_factory=dict[str, float])
     betas: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])

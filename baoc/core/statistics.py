@@ -17,10 +17,8 @@ DEFAULT_LEVEL = 0.9  # of confidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean with its Student interval, `mean` +- `half`, from `n` values of standard deviation `sd`.
-
-    `half` is infinite for one value, and 0 for several equal ones.
-    """
+    """A mean with its Student interval, `mean` +- `half`, from `n` values of standard deviation `sd`. `half` is
+    infinite for one value, and 0 for several equal ones."""
 
     mean: float
     half: float

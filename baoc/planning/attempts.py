@@ -19,9 +19,7 @@ BISECTION_STEPS = 5  # of `refine`; each costs an allocation
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """Candidates by block, fewest charged bytes first, with the limits of one level, placement and savings mode.
-
-    `base_peak`: the peak without state, staging buffers of host placement included; None without a memory budget.
-    """
+    `base_peak`: the peak without state, staging buffers of host placement included; None without a memory budget."""
 
     pool: Pool
     limits: Limits
@@ -69,7 +67,7 @@ def all_attempts(
             peak_with_staging = None if base_peak is None else base_peak + staging.device_bytes
             for count in planner.savings_modes:
                 candidates = planner.candidates(risk=risk, profile=profile, count=count, stand_ins=stand_ins)
-                pool = staging.admitted(candidates, specs={name: planner.specs[name] for name in specs})
+                pool = staging.admitted(candidates, specs=specs)
                 if all(pool.values()):
                     limits = planner.limits(base_peak=peak_with_staging, staging=staging)
                     yield Attempt(pool=pool, limits=limits, base_peak=peak_with_staging, staging=staging)

@@ -120,9 +120,7 @@ def may_use_host(settings: PlannerSettings, *, budget: Budget) -> bool:
 
 class BudgetedBlocks(ABC):
     """The blocks of a network under a budget: limits of the budget, candidates of blocks, bytes and seconds of choices.
-
-    Raises BadInputError for unknown names.
-    """
+    Raises BadInputError for unknown names."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from baoc.types import (
 )
 
 CandidateSets = dict[str, tuple[Candidate, ...]]
-_COLUMNS = (*("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfer_bytes"), *("link_s", "step_s"))
+_COLUMNS = ("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfer_bytes", "link_s", "step_s")
 
 
 def why_inapplicable(

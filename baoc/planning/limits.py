@@ -127,16 +127,11 @@ class StagingLimit:
     device_bytes: int = 0
 
     def admitted(
-        self, pool: Mapping[str, Collection[Candidate]], *, specs: Mapping[str, OptimizerSpec]
+        self, pool: Mapping[str, Collection[Candidate]], *, specs: Collection[str]
     ) -> dict[str, tuple[Candidate, ...]]:
         """Block -> its candidates that run one of `specs` and keep on the host what this limit allows."""
-        on_device = {name for name, spec in specs.items() if not is_on_host(spec)}
         return {
-            block: tuple(
-                c
-                for c in options
-                if c.spec in on_device or (c.spec in specs and c.cost.streamed_bytes <= self.slab_bytes)
-            )
+            block: tuple(c for c in options if c.spec in specs and c.cost.streamed_bytes <= self.slab_bytes)
             for block, options in pool.items()
         }
 

@@ -36,10 +36,8 @@ FAR = 10.0  # times the measured network's size: larger networks are reported as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeChoice:
-    """A recipe or a mixture that fits, with its plan and its measured change of the final loss.
-
-    `rate`: multiple of AdamW's learning rate, for all rules. `measured`: the table's row; None for a mixture.
-    """
+    """A recipe or a mixture that fits, with its plan and its measured change of the final loss. `rate`: multiple of
+    AdamW's learning rate, for all rules. `measured`: the table's row; None for a mixture."""
 
     recipe: Recipe
     plan: Plan
@@ -176,10 +174,8 @@ def applies_to_blocks(recipe: Recipe, *, planner: BudgetedBlocks) -> bool:
 
 
 def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> BudgetedBlocks | None:
-    """A nested planner that runs `recipe` on the same blocks; None if it runs specs that `planner` lacks.
-
-    `covers`: None also if the recipe needs blocks by part and there are none, or if a block would run its fallback.
-    """
+    """A nested planner that runs `recipe` on the same blocks; None if it runs specs that `planner` lacks. `covers`:
+    None also if the recipe needs blocks by part and there are none, or if a block would run its fallback."""
     if covers and not applies_to_blocks(recipe, planner=planner):
         return None
     try:

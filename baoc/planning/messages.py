@@ -47,10 +47,8 @@ def refusal(
     least_bytes: int,
     refused: Sequence[tuple[NoFeasibleAllocation, Attempt]],
 ) -> InfeasibleBudgetError:
-    """The refusal for too little memory, on the device or on the host.
-
-    `least_bytes` would do on the device for a plan that no measurement chose; a measured recipe may need fewer.
-    """
+    """The refusal for too little memory, on the device or on the host. `least_bytes` would do on the device for a plan
+    that no measurement chose; a measured recipe may need fewer."""
     budget = planner.budget
     least_bytes = min(least_bytes, measured.least_recipe_bytes(planner) or least_bytes)
     allowed = budget.memory_bytes if budget.memory_bytes is not None else limits.state_bytes

@@ -29,10 +29,7 @@ __all__ = ["Planner", "PlannerSettings"]
 
 
 class Planner(BudgetedBlocks):
-    """Turns parameters, a budget and (later) a profile into a Plan.
-
-    Raises BadInputError for unknown names.
-    """
+    """Turns parameters, a budget and (later) a profile into a Plan. Raises BadInputError for unknown names."""
 
     def propose(self, *, risk: str | None = None, profile: Profile | None = None) -> Plan:
         """The plan of least risk within the budget. `risk` defaults to that of the settings.

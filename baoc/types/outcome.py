@@ -46,11 +46,8 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """`result.json`. Bytes and seconds are measured unless the name ends in `_predicted`.
-
-    `num_ranks` processes trained, each on a device of its own; `peak_bytes` is of the fullest one, states are the same
-    on each.
-    """
+    """`result.json`. Bytes and seconds are measured unless the name ends in `_predicted`. `num_ranks` processes
+    trained, each on a device of its own; `peak_bytes` is of the fullest one, states are the same on each."""
 
     schema: int
     task: str
@@ -112,10 +109,8 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRun:
-    """A job of a multirun that left no result or failed: a row of the frontier table with its reason.
-
-    `exit_code` is None for a job that has not ended or was killed.
-    """
+    """A job of a multirun that left no result or failed: a row of the frontier table with its reason. `exit_code` is
+    None for a job that has not ended or was killed."""
 
     run: str
     label: str

@@ -84,9 +84,7 @@ class RuleInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecInfo:
     """The bytes of a codec: `bits` per element, plus `scale_bytes` for every `group` elements begun (0: no scales).
-
-    `phased`: it rounds every state by the phase of the step; other codecs do so for V states only.
-    """
+    `phased`: it rounds every state by the phase of the step; other codecs do so for V states only."""
 
     name: str
     description: str

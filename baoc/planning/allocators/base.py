@@ -52,10 +52,8 @@ BASELINE = AllocatorTraits(every_candidate=True)
 
 
 class Allocator(Protocol):
-    """Chooses one candidate per block within the limits. Equal arguments give equal choices.
-
-    Raises NoFeasibleAllocation.
-    """
+    """Chooses one candidate per block within the limits. Equal arguments give equal choices. Raises
+    NoFeasibleAllocation."""
 
     @property
     def name(self) -> str: ...

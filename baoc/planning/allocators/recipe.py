@@ -60,10 +60,8 @@ def recipes_within(blocks: Sequence[Block], *, state_bytes: int) -> list[tuple[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeAllocator:
-    """Runs the `picks` by block. A block without one runs fp32 AdamW, or else its candidate of least risk.
-
-    Raises NoFeasibleAllocation, with the recipe's totals, as nothing is left to choose.
-    """
+    """Runs the `picks` by block. A block without one runs fp32 AdamW, or else its candidate of least risk. Raises
+    NoFeasibleAllocation, with the recipe's totals, as nothing is left to choose."""
 
     name: str = "recipe"
     description: str = "what recipe=NAME asks of each role"

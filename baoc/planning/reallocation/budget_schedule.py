@@ -31,11 +31,8 @@ def check_order(changes: Sequence[BudgetChange]) -> None:
 
 
 class BudgetSchedule:
-    """The budget in force at each step.
-
-    It is that of the last of `changes` that has begun, else `base`. A budget of `request` replaces it until
-    `request("")`. `free_bytes` is the limit of `auto`, which is no limit without it.
-    """
+    """The budget in force at each step. It is that of the last of `changes` that has begun, else `base`. A budget of
+    `request` replaces it until `request("")`. `free_bytes` is the limit of `auto`, which is no limit without it."""
 
     def __init__(self, base: Budget, *, changes: Sequence[BudgetChange] = ()):
         self.base = base
