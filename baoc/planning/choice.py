@@ -25,7 +25,7 @@ class OptionMeasurer:
 
     Args:
         measure: compares an option, or tries one that was compared; returns all options, updated.
-        cost_s: (option, to be tried, not compared) -> estimated seconds of `measure`.
+        cost_s: (option, whether it is to be tried, else compared) -> estimated seconds of `measure`.
         remaining_s: seconds that measuring may still take.
         run_s: samples per second -> seconds of the run to be decided for.
     """
