@@ -149,17 +149,16 @@ def _switchable_class(cls: type[nn.Module]) -> type[nn.Module]:
             if not modes and _COMPILES in self.__dict__:
                 return _compiled_forward(cls, recomputes)(self, *args, **kwargs)
             run = partial(_run_under, modes, cls.forward) if modes else cls.forward
-            return (
-                checkpoint(run, self, *args, use_reentrant=False, **kwargs)
-                if recomputes
-                else run(self, *args, **kwargs)
-            )
+            if recomputes:
+                return checkpoint(run, self, *args, use_reentrant=False, **kwargs)
+            return run(self, *args, **kwargs)
 
         _classes[cls] = _subclass(cls, forward)
     return _classes[cls]
 
 
 def _compiled_forward(cls: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+    """The compiled forward of all layers of a class that recompute their activations, or of all that keep them."""
     key = cls, recomputes
     if key not in compiled_layers:
         from torch import _dynamo

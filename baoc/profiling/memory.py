@@ -177,12 +177,12 @@ def uncapped(device: torch.device | str, *, budget: Budget) -> Iterator[None]:
         raise
     except BaseException:
         with suppress(BadInputError):
-            _cap_again(device, budget=budget)
+            _restore_cap(device, budget=budget)
         raise
-    _cap_again(device, budget=budget)
+    _restore_cap(device, budget=budget)
 
 
-def _cap_again(device: torch.device | str, *, budget: Budget) -> None:
+def _restore_cap(device: torch.device | str, *, budget: Budget) -> None:
     clear_cache(device)
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

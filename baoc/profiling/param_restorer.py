@@ -26,7 +26,7 @@ class ParamRestorer:
         self._copies: dict[Tensor, Tensor] = {}
         for param in self._params:
             if param in _WRITTEN:
-                self._keep(param)
+                self._save(param)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -37,11 +37,11 @@ class ParamRestorer:
         if not self._params or self._params[0] in _WATCHED:
             yield
             return
-        with _WriteWatcher(self._params, self._keep):
+        with _WriteWatcher(self._params, self._save):
             yield
         _WATCHED[self._params[0]] = True
 
-    def _keep(self, param: Tensor) -> None:
+    def _save(self, param: Tensor) -> None:
         _WRITTEN[param] = True
         if param not in self._copies:
             with _disable_current_modes():  # a memory tracker would count the copy
@@ -49,18 +49,18 @@ class ParamRestorer:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copies the kept values back; the parameters may have another dtype or device by now."""
+        """Copies the saved values back; parameters may have another dtype or device by now."""
         for param, copy in self._copies.items():
             param.detach().copy_(copy)
 
 
 class _WriteWatcher(TorchDispatchMode):
-    """Calls `keep` for a parameter before an operator writes into its storage."""
+    """Calls `save` for a parameter before an operator writes into its storage."""
 
-    def __init__(self, params: Iterable[Tensor], keep: Any):
+    def __init__(self, params: Iterable[Tensor], save: Any):
         super().__init__()
         self._by_storage = {param.untyped_storage()._cdata: param for param in params if param.device.type != "meta"}
-        self._keep = keep
+        self._save = save
 
     supports_higher_order_operators = True
 
@@ -78,5 +78,5 @@ class _WriteWatcher(TorchDispatchMode):
                         if isinstance(tensor, Tensor):
                             param = self._by_storage.get(tensor.untyped_storage()._cdata)
                             if param is not None:
-                                self._keep(param)
+                                self._save(param)
         return func(*args, **kwargs)
