@@ -129,11 +129,8 @@ def _report_frontier(sweep_dir: Path) -> None:
 
         print(f"compare them in {write_planned_frontier(sweep_dir)}")
         return
-    results = [
-        *sweep_dir.glob("*/result.json"),
-        *sweep_dir.glob("*/*/result.json"),
-    ]  # and repeats of trials
-    if not results:
+    # Repeats of a trial are one folder deeper.
+    if not any(sweep_dir.glob("*/result.json")) and not any(sweep_dir.glob("*/*/result.json")):
         print("no run has finished, so there is no frontier", file=sys.stderr)
         return
     try:

@@ -235,8 +235,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch, int) and self.batch_size % (self.micro_batch * self.trainer.devices):
+            on_each = f" on each of trainer.devices={self.trainer.devices}" if self.trainer.devices > 1 else ""
             raise BadInputError(
-                f"micro_batch={self.micro_batch}{self._on_each} does not divide batch_size={self.batch_size}, so "
+                f"micro_batch={self.micro_batch}{on_each} does not divide batch_size={self.batch_size}, so "
                 "their quotient is no number of accumulation steps: choose a micro_batch that divides, or null for "
                 "no accumulation"
             )
@@ -298,7 +299,3 @@ class RunConfig:
     def accumulation(self) -> int:
         """Micro-batches per optimizer step on each device."""
         return self.batch_size // (self.micro_batch_size * self.trainer.devices)
-
-    @property
-    def _on_each(self) -> str:
-        return f" on each of trainer.devices={self.trainer.devices}" if self.trainer.devices > 1 else ""

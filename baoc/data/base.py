@@ -118,9 +118,8 @@ class MapStyleDataModule(DataModule):
     def contents(self) -> tuple[str, ...]:
         from baoc.data.identity import hash_source
 
-        sources = (self.train_source,)
-        if self.val_source is not self.train_source:
-            sources += (self.val_source,)
+        shared = self.val_source is self.train_source
+        sources = (self.train_source,) if shared else (self.train_source, self.val_source)
         return tuple(hash_source(source) for source in sources)
 
     def make_train_loader(self, *, limit: int | None) -> ShuffledLoader:

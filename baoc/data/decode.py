@@ -6,7 +6,7 @@ All randomness comes from a generator that the caller seeds, so a batch can be r
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -29,10 +29,9 @@ BACKGROUND = 255  # white, behind transparent pixels
 
 def check_augment(augment: str) -> Augment:
     """Returns `augment`. Raises BadInputError if it is no Augment."""
-    for allowed in get_args(Augment):
-        if augment == allowed:
-            return allowed
-    raise unknown_name(augment, what="dataset.augment", allowed=get_args(Augment))
+    if augment not in get_args(Augment):
+        raise unknown_name(augment, what="dataset.augment", allowed=get_args(Augment))
+    return cast(Augment, augment)
 
 
 def open_image(content: bytes | Path, *, where: str) -> "Image":

@@ -54,9 +54,8 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     elif unknown := [entry for entry in class_folders if entry.name not in classes]:
         raise BadInputError(f"{unknown[0]} is a class that the training images do not have: {', '.join(classes[:10])}")
     if visible_loose:
-        log.warning(
-            "%s: %d images beside the folders of classes are of no class and left out", folder, len(visible_loose)
-        )
+        num_loose = len(visible_loose)
+        log.warning("%s: %d images beside the folders of classes are of no class and left out", folder, num_loose)
     files: list[Path] = []
     labels: list[int] = []
     num_left_out, other_endings = len(loose_images) - len(visible_loose), set[str]()
@@ -69,12 +68,11 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
         if not images:
             allowed = " ".join(sorted(IMAGE_SUFFIXES))
             raise BadInputError(f"{class_folder} holds no image ({allowed}): remove the folder, or put images there")
-        subfolders = sorted({file.parent.name for file in images if file.parent != class_folder})
-        if len(subfolders) > 1:
+        nested = sorted({file.parent.name for file in images if file.parent != class_folder})
+        if len(nested) > 1:
             log.warning(
-                "%s: images of %d folders below it (%s, ...) are one class",
-                class_folder, len(subfolders), subfolders[0],
-            )  # fmt: skip
+                "%s: images of %d folders below it (%s, ...) are one class", class_folder, len(nested), nested[0]
+            )
         files += images
         labels += [classes.index(class_folder.name)] * len(images)
     by_casefold = {name.casefold(): name for name in classes}

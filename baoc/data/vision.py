@@ -60,9 +60,8 @@ class VisionDataModule(MapStyleDataModule):
         self.train_source, self.val_source = images.train, images.val or images.train
         self.train_rows, self.val_rows = torch.arange(len(self.train_source)), torch.arange(len(self.val_source))
         if images.val is None:
-            self.train_rows, self.val_rows = random_split(
-                len(images.train), val_fraction=val_fraction, split_seed=split_seed
-            )
+            split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
+            self.train_rows, self.val_rows = split
         self.spec = ImageDataSpec(
             dataset=images.name,
             image_size=images.train.image_size,

@@ -106,8 +106,7 @@ def build_images(
         raise BadInputError(
             f"dataset.streaming reads parquet and hub sets; {path} is none: set dataset.streaming=false"
         )
-    if not is_table:
-        assert place is not None
+    if place is not None and not is_table:
         return VisionDataModule(_images_from_files(place, augment=augment, image_size=image_size), **settings)
     if place is not None:
         name, folders = str(place), image_folders(place)
