@@ -77,9 +77,9 @@ class Advice:
     def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
         """Builds the BaocOptimizer for this micro-batch; call `recompute` before. `params`: the network (None), or its
         groups. `options` are those of BaocOptimizer."""
-        known = {"pretrained": self.settings.planner.family is None}
-        given = {"budget": self.budget, "probe": self.probe, "settings": self.settings, "model": self.model}
-        return BaocOptimizer(self.model if params is None else params, **{**given, **known, **options})
+        defaults: dict[str, Any] = {"budget": self.budget, "probe": self.probe, "settings": self.settings}
+        defaults |= {"model": self.model, "pretrained": self.settings.planner.family is None}
+        return BaocOptimizer(self.model if params is None else params, **{**defaults, **options})
 
     def __str__(self) -> str:
         layers = f", activations of {self.recomputed} layers recomputed" if self.recomputed else ""
@@ -154,13 +154,13 @@ def advise(
     asked = "auto" if device is None else f"cuda:{device}" if type(device) is int else str(device)
     kind, colon, index = asked.partition(":")
     kind = choose_device(kind)
-    there = not colon or index in map(str, range(torch.cuda.device_count() if kind == "cuda" else 1))
-    require(kind in ("cpu", "cuda") and there, "device", asked, "cpu or cuda, or cuda:INDEX of a GPU that is there")
+    exists = not colon or index in map(str, range(torch.cuda.device_count() if kind == "cuda" else 1))
+    require(kind in ("cpu", "cuda") and exists, "device", asked, "cpu or cuda, or cuda:INDEX of a GPU that is there")
     where = torch.device(kind + colon + index)
     settings = with_recipe(SessionSettings() if settings is None else settings, recipe=recipe)
     settings = without_scratch_measurements(settings, network=model, pretrained=pretrained)
-    found = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
-    names = [name for name, part in model.named_modules() if any(part is layer for layer in found)]
+    checkpoint_layers = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
+    names = [name for name, part in model.named_modules() if any(part is layer for layer in checkpoint_layers)]
     config = RunConfig(
         name="advise",
         batch_size=int(batch_size),
@@ -168,36 +168,36 @@ def advise(
         objective=cast(Any, objective),
         budget=parse_budget(budget),
         model=ModelConfig(
-            name=type(model).__name__, checkpointing=None if found else False, compile=is_compiled(model)
+            name=type(model).__name__, checkpointing=None if checkpoint_layers else False, compile=is_compiled(model)
         ),
         optim=OptimConfig(betas=betas, release_gradients=False),
         trainer=TrainerConfig(max_steps=LONG, precision=cast(Any, precision), enable_progress_bar=False),
         task=TaskConfig(
-            name="own", options={"told_by": _told_by(loss, make_batch, settings, names)}
+            name="own", options={"told_by": _source_hash(loss, make_batch, settings, names)}
         ),  # keys a decision
     )
     step: Any = model.training_step if loss is None else loss
-    made = own_code.with_faults(make_batch, key="make_batch")
-    told = own_code.with_faults(step, key="training_step" if loss is None else "loss")
-    task = _UserTask(model, run=told, whole=loss is None, betas=betas)
+    make = own_code.with_faults(make_batch, key="make_batch")
+    run = own_code.with_faults(step, key="training_step" if loss is None else "loss")
+    task = _UserTask(model, run=run, is_own_step=loss is None, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
         stack.callback(restore_rng, capture_rng(where))
-        one = made(1)
-        if one is None:
+        sample = make(1)
+        if sample is None:
             raise BadInputError("make_batch(1) returned None: return the batch, in the form that the loss takes")
-        if batch_size > 1 and _shapes(one) == _shapes(made(2)) != []:
+        if batch_size > 1 and _shapes(sample) == _shapes(make(2)) != []:
             raise BadInputError(
                 "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
                 "told. Where a batch is a fixed number of tokens, let a sample be one row of so many"
             )
-        data = _OneBatch(BatchFactory(made))
+        data = _OneBatch(BatchFactory(make))
         stack.enter_context(_unchanged(model))
-        stack.enter_context(_declared(model, found))
+        stack.enter_context(_declared(model, checkpoint_layers))
         stack.callback(set_recomputed, model, 0)
         try:
             chosen = decide(config, task=task, data=data, device=where.type, settings=settings, run_dir=Path(folder))
         except BadInputError as error:
-            raise error.with_traceback(None) from error.__cause__  # the search's frames tell its caller nothing
+            raise error.with_traceback(None) from error.__cause__  # without the search's frames
     option = chosen.option
     probe = partial(
         _probe, task=task, make_batch=make_batch, micro_batch=option.micro_batch, bf16=precision == "bf16-mixed"
@@ -211,7 +211,7 @@ def advise(
         state_bytes=option.state_bytes,
         samples_per_s=option.samples_per_s,
         model=model,
-        layers=tuple(found),
+        layers=tuple(checkpoint_layers),
         probe=probe,
         settings=settings,
     )
@@ -222,13 +222,13 @@ class _UserTask(Task):
 
     quality: ClassVar[tuple[str, bool]] = ("val/loss", False)
 
-    def __init__(self, model: nn.Module, *, run: Callable[..., Any], whole: bool, betas: tuple[float, float]):
+    def __init__(self, model: nn.Module, *, run: Callable[..., Any], is_own_step: bool, betas: tuple[float, float]):
         super().__init__(model, optimizer=OptimizerSettings(betas=betas))
-        self._run, self._whole = run, whole  # `whole`: the model's own training_step
+        self._run, self._is_own_step = run, is_own_step  # the model's own training_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with silent(cast(Any, self.model)) if self._whole else nullcontext():
-            out = self._run(batch, batch_idx) if self._whole else self._run(self.model, batch)
+        with silent(cast(Any, self.model)) if self._is_own_step else nullcontext():
+            out = self._run(batch, batch_idx) if self._is_own_step else self._run(self.model, batch)
         loss: Any = out.get("loss") if isinstance(out, Mapping) else out
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -268,10 +268,10 @@ def _probe(*, task: _UserTask, make_batch: Callable[[int], Any], micro_batch: in
         return task.training_step(batch, 0)
 
 
-def _told_by(*given: object) -> str:
+def _source_hash(*values: object) -> str:
     """SHA-256 of each value's source code where it can be read, else of its repr."""
     texts = []
-    for value in given:
+    for value in values:
         try:
             texts.append(inspect.getsource(cast(Any, value)))
         except (OSError, TypeError):  # defined in a console, or no function
@@ -285,13 +285,13 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:
     """`layers` as a list. Raises BadInputError for one that is no module of the network: it would change nothing."""
-    given: list[Any] = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
+    modules: list[Any] = list(cast(Iterable[Any], layers)) if isinstance(layers, Iterable) else [layers]
     own = {id(module) for module in model.modules()}
-    if foreign := [layer for layer in given if id(layer) not in own]:
+    if foreign := [layer for layer in modules if id(layer) not in own]:
         raise BadInputError(
             f"layers has {foreign[0]!r}, which is no module of the network: pass its modules, as in list(model.layers)"
         )
-    return given
+    return modules
 
 
 @contextmanager
@@ -300,12 +300,12 @@ def _declared(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
     if list(getattr(model, "checkpoint_units", [])) == list(layers):
         yield
         return
-    held: dict[str, Any] = model.__dict__
-    held["checkpoint_units"] = list(layers)
+    attributes: dict[str, Any] = model.__dict__
+    attributes["checkpoint_units"] = list(layers)
     try:
         yield
     finally:
-        del held["checkpoint_units"]
+        del attributes["checkpoint_units"]
 
 
 @contextmanager

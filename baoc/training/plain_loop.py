@@ -66,8 +66,8 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     `plan` is the plan in force. `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
 
-    In a process group it is built, stepped and saved by all ranks together, over DistributedDataParallel: the plan is
-    rank 0's, made by what the rank measured that needs most, and so is each later decision.
+    In a process group all ranks build, step and save it together, over DistributedDataParallel. Rank 0 plans, by the
+    measurement of the rank that needs most, and makes each later decision.
 
     Args:
         params: A module, named parameters, plain parameters, or groups of either. The network of plain parameters is
@@ -129,8 +129,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         module, named, groups = with_network(params, model=unwrapped(model))
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
-        detach_other_releases([param for _, param in pairs])  # whose hooks would step in the probe
-        group.broadcast_tensors(_not_sharded(pairs, device=device))  # states are made of them, of some their last bits
+        detach_other_releases([param for _, param in pairs])  # their hooks would step in the probe
+        group.broadcast_tensors(_not_sharded(pairs, device=device))  # states start from them; some hold their last bits
         free = -int(group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
@@ -229,12 +229,12 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @property
     def budget_met(self) -> bool | None:
-        """Whether the limit on memory or state holds so far; None without such a limit, and where no peak is known
-        or, on a CPU, another optimizer has a memory budget too."""
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known, or on a
+        CPU if another optimizer has a memory budget too."""
         return self.narrator.budget_met
 
     def summary(self) -> str:
-        """The plan in force as a table by role and spec, its totals, and how state and peak stand to the budget."""
+        """The plan in force as a table by role and spec, with totals, and state and peak beside the budget."""
         return self.narrator.summary()
 
     @in_own_words
@@ -247,18 +247,19 @@ class BaocOptimizer(BlockwiseOptimizer):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The blockwise state, and under `online` what the reallocator needs to go on."""
+        """The optimizer's state, with the reallocator's under `online`."""
         return {**super().state_dict(), "online": self.reallocator.state_dict()}
 
     def _resume(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the saved allocation where it meets the budget; the states follow, converted where they differ."""
+        """Adopts the saved allocation if it meets the budget; the states follow, converted where specs differ."""
         online = state_dict.get("online")
         if online is None:
             return
         self._changed = self.reallocator.load_state_dict(online)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. What was planned or converted anew, because budget, catalogue or blocks are others, is told."""
+        """Loads a state as torch does, and reports what was planned or converted anew for another budget or other
+        blocks."""
         self._changed: list[str] | None = None
         super().load_state_dict(state_dict)
         if self._changed is not None and self.load_report is not None:
@@ -300,18 +301,18 @@ _limited = _Limited()  # this thread's optimizers under a memory budget
 
 
 def _warn_of_others(new: Any, *, budget: Budget) -> None:
-    """Warns where another optimizer has a memory budget on this device too: no plan and no first step sees both."""
+    """Warns if another optimizer has a memory budget on this device too, as no plan and no first step counts both."""
     if budget.memory_bytes is None:
         return
     device, mine = new.narrator.device, new.registry.names.keys()
 
-    def beside() -> list[Any]:
+    def find_others() -> list[Any]:
         near = [other for other in _limited.optimizers if other.narrator.device == device]
         return [other for other in near if mine.isdisjoint(other.registry.names)]  # else this one takes its place
 
-    if beside():
-        gc.collect()  # one of a loop that is over may wait for that
-    if others := beside():
+    if find_others():
+        gc.collect()  # that of a finished loop may be garbage
+    if others := find_others():
         log.warning(
             "another BaocOptimizer has a memory budget on this %s too, and each plans for the whole of its budget as "
             "if alone: build one over the parameter groups of both modules, or give each its part of the budget",
@@ -323,15 +324,15 @@ def _warn_of_others(new: Any, *, budget: Budget) -> None:
 
 
 def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:
-    """Parameters that each rank has in full; where it has parts of others, their communicator is there afterwards."""
-    whole = [param for _, param in pairs if not is_sharded(param)]
-    if len(whole) < len(pairs):
+    """Parameters that are not sharded. If others are, their communicator is warmed up."""
+    unsharded = [param for _, param in pairs if not is_sharded(param)]
+    if len(unsharded) < len(pairs):
         warm_up_communicator(device)
-    return whole
+    return unsharded
 
 
 def _warn_of_copies(optimizer: Any) -> None:
-    """After the first step: warns of DistributedDataParallel that keeps gradients twice, which no plan counts."""
+    """After the first step: warns if DistributedDataParallel keeps gradients twice, which no plan counts."""
     if not optimizer._counts_once:
         return
     optimizer._counts_once = False
@@ -347,8 +348,11 @@ def _warn_of_copies(optimizer: Any) -> None:
 
 
 def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
-    """Measures and plans, and looks again with the weights that the plan keeps in 16 bits: layers take these under bf16
-    autocast only, which is the caller's. Raises BadInputError where the probe is without it."""
+    """Measures and plans; if the plan keeps bf16 weights, runs the probe with them too.
+
+    Layers accept bf16 weights under bf16 autocast only, which the probe has to enter; raises BadInputError if it does
+    not.
+    """
     try:
         session.measure(probe)
         if any(
@@ -359,10 +363,10 @@ def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
     except RuntimeError as error:
         if not session.bf16_params or "dtype" not in str(error):
             raise
-        low = [spec.name for spec in bf16_weight_specs(session.settings.planner)]
+        specs = [spec.name for spec in bf16_weight_specs(session.settings.planner)]
         raise BadInputError(
-            f"the catalogue has specs with bf16 weights ({', '.join(low[:3])}, ...), but the probe's layers get inputs "
-            f"of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "
+            f"the catalogue has specs with bf16 weights ({', '.join(specs[:3])}, ...), but the probe's layers get "
+            f"inputs of another type ({str(error).splitlines()[0]}): run forward under torch.autocast(..., "
             "dtype=torch.bfloat16), in the probe and in the loop, or leave these specs out"
         ) from error
 
@@ -370,7 +374,7 @@ def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
 def with_network(
     params: Any, *, model: nn.Module | None
 ) -> tuple[nn.Module | None, dict[str, Tensor], list[dict[str, Any]]]:
-    """The network, given or found, and what `name_parameters` says of its parameters."""
+    """The network, given or found, its parameters by name, and their groups."""
     if model is not None and not isinstance(model, nn.Module):
         raise BadInputError(f"model is a {type(model).__name__}: give the torch.nn.Module that has the parameters")
     module = params if model is None and isinstance(params, nn.Module) else model

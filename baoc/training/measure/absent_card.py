@@ -64,12 +64,12 @@ from baoc.types import Block, Budget, Footprint, LatencyTable, Option, Placement
 from baoc.units import format_bytes
 
 DEFAULT_CARD = "h100"
-PROFILE_BYTES = 0.2  # per parameter, of the gradients' samples
+PROFILE_BYTES = 0.2  # bytes per parameter that sampling gradients takes
 
 
 def card_of(config: RunConfig) -> Card | None:
-    """The card that a plan is made for where there is no device to try: the one that was named, or a default for a
-    network that this machine without a GPU could not train."""
+    """The card to plan for without a device: the named one, or DEFAULT_CARD for a network that is too large for this
+    machine without a GPU; else None."""
     if config.mode != "plan":
         return None
     if config.device in CARDS:
@@ -83,16 +83,16 @@ def card_of(config: RunConfig) -> Card | None:
 
 
 def fake_(module: nn.Module) -> None:
-    """Puts fake tensors of this machine's CPU in the place of a module's tensors, which may be on meta; ties stay."""
-    made: dict[int, nn.Parameter] = {}
+    """Replaces a module's tensors, which may be on meta, by fake CPU tensors; ties stay."""
+    replaced: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, param in child._parameters.items():
             if param is None:
                 continue
-            if id(param) not in made:
+            if id(param) not in replaced:
                 empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
-                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-            child._parameters[name] = made[id(param)]
+                replaced[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            child._parameters[name] = replaced[id(param)]
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = torch.empty_strided(
@@ -101,17 +101,16 @@ def fake_(module: nn.Module) -> None:
 
 
 def fake_batch(batch: Any) -> Any:
-    """Fake tensors of a real batch's shapes; to be called inside a FakeTensorMode."""
+    """Fake tensors of a real batch's shapes. Call it inside a FakeTensorMode."""
     return apply_to_collection(batch, Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def plan_for(
     card: Card, config: RunConfig, *, task: Task, data: DataModule, settings: SessionSettings, run_dir: Path
 ) -> None:
-    """The plan of `config` on `card`, with its options, in the run folder; `task` may be on meta and becomes fake.
+    """Plans `config` on `card` and writes plan and options into the run folder. `task` may be on meta; it becomes fake.
 
-    Recomputed activations that are left open are tried where nothing fits without them. Raises InfeasibleBudgetError
-    where no option fits.
+    If recomputing is open, it is tried when nothing fits without it. Raises InfeasibleBudgetError if no option fits.
     """
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
     if budget.memory_bytes is not None and budget.memory_bytes > card.memory_bytes:
@@ -126,27 +125,28 @@ def plan_for(
         fake_(task)
         batch = fake_batch(real)
     options: list[Option] = []
-    chosen, made = None, _CardOptions(card, config, task=task, batch=batch, settings=settings, budget=budget)
+    chosen = None
+    card_options = _CardOptions(card, config, task=task, batch=batch, settings=settings, budget=budget)
     for recomputed in axes.recomputed:
-        options += made.options(axes, recomputed=recomputed)
+        options += card_options.options(axes, recomputed=recomputed)
         chosen = best_option(options, objective=config.objective)
         if chosen is not None:
             break
     if chosen is not None and chosen.recomputed and len(axes.recomputed) > 1:
-        options += made.partly(options)
+        options += card_options.between_ends(options)
         chosen = best_option(options, objective=config.objective)
         assert chosen is not None
     if chosen is None:  # a refusal names the least of all options
-        options = [o for kind in axes.recomputed for o in made.options(axes, recomputed=kind, hopeless=True)]
+        options = [o for kind in axes.recomputed for o in card_options.options(axes, recomputed=kind, hopeless=True)]
         chosen = best_option(options, objective=config.objective)
     write_options(
         [replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective
     )
     if chosen is None:
-        raise no_option_fits(options, budget=budget, axes=axes, specs=made.planner.specs)
-    made.planner.footprint, made.planner.latency = made.assumed(chosen.key)
-    plan = made.planner.propose()
-    Recorder(run_dir).planned(made.planner, plan)
+        raise no_option_fits(options, budget=budget, axes=axes, specs=card_options.planner.specs)
+    card_options.planner.footprint, card_options.planner.latency = card_options.footprint_and_latency(chosen.key)
+    plan = card_options.planner.propose()
+    Recorder(run_dir).planned(card_options.planner, plan)
     console.say(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
         "priors by role, rates are approximate"
@@ -156,7 +156,7 @@ def plan_for(
 
 
 def planned_axes(config: RunConfig, *, task: Task) -> Axes:
-    """What is left open, as it would be in a run on a card: where that decides nothing, neither does its plan."""
+    """The values to search, the same as in a run on the card."""
     axes = axes_of(config, task=task)
     if needs_microbatch_search(config, device="cuda"):
         return axes
@@ -165,21 +165,21 @@ def planned_axes(config: RunConfig, *, task: Task) -> Axes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Looks:
+class _CardMeasurements:
     """Measurements with one number of recomputed layers; `as_bf16`: with bf16 weights where a plan may keep them."""
 
-    trials: list[MicroBatchMeasurement]
+    sizes: list[MicroBatchMeasurement]
     as_bf16: bool
 
 
 class _CardOptions:
-    """The options that a fake network has on a card."""
+    """Plans the options of a fake network on a card."""
 
     def __init__(
         self, card: Card, config: RunConfig, *, task: Task, batch: Any, settings: SessionSettings, budget: Budget
     ):
         self.card, self.config, self.task, self.batch = card, config, task, batch
-        self.session = Session(  # of fake tensors on this machine's CPU; the card is in the footprint and the latency
+        self.session = Session(  # of fake tensors on this machine's CPU; footprint and latency are the card's
             describe(task, optimizer_groups=task._groups()),
             params=dict(task.named_parameters()),
             budget=budget,
@@ -190,8 +190,8 @@ class _CardOptions:
         )
         self.numel = sum(info.numel for info in self.session.infos)
         self.num_layers = len(recomputable_layers(task.model))
-        self.looks: dict[int, _Looks] = {}  # by recomputed layers
-        self.alike = True  # whether layers are, so that a line is above the numbers between
+        self.measurements: dict[int, _CardMeasurements] = {}  # by recomputed layers
+        self.equal_layers = True  # layers are equal, so a line from none to all recomputed is an upper bound
         self.forward_flops = math.nan  # of one sample
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
@@ -204,12 +204,12 @@ class _CardOptions:
         self.bf16_savings = self.session.bf16_savings
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
-        there = list(self.planner.specs.values())
-        eager = [spec for spec in there if not has_kernel(with_placement(spec, Placement.DEVICE))]
+        specs = list(self.planner.specs.values())
+        eager = [spec for spec in specs if not has_kernel(with_placement(spec, Placement.DEVICE))]
         hidden = self.session.hidden or trained
         self.temporaries = {
             spec.name: temporary_bytes(spec, params=hidden if RULE_INFOS[spec.rule].hidden_only else trained)
-            for spec in there
+            for spec in specs
             if spec not in eager
         }
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
@@ -219,13 +219,14 @@ class _CardOptions:
         }
 
     def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
-        """The options of one kind; those of larger micro-batches only where the smallest one fits, or `hopeless`."""
+        """Options with this number of recomputed layers; of larger micro-batches only if the smallest fits, or
+        `hopeless`."""
         sizes = axes.micro_batches
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         precision = str(self.config.trainer.precision or "32-true")
         accumulation = 2 if sizes[0] < self.config.batch_size else 1
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trials = MicroBatchRunner(
+            runner = MicroBatchRunner(
                 self.task,
                 batch=self.batch,
                 val_batch=None,
@@ -234,67 +235,69 @@ class _CardOptions:
                 emulate_cuda=True,
             )
             layers = find_layer_stack(self.task, layers=recomputable_layers(self.task.model))
-            tried = partial(self._tried, trials, accumulation=accumulation, layers=layers)
+            measure = partial(self._measure, runner, accumulation=accumulation, layers=layers)
             memory = self.planner.budget.memory_bytes
-            needed = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES  # to look in full
-            no_room = memory is not None and needed > memory
-            # As on the card, what has no room in full is looked at with weights in 16 bits where a plan may keep such.
+            native_bytes = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES
+            no_room = memory is not None and native_bytes > memory
+            # As on the card, bf16 weights are measured if native ones have no room and a plan may keep bf16.
             only_as_bf16 = hopeless or all_specs_use_bf16_weights(self.session.settings.planner) or no_room
-            whole = [] if self.bf16_savings and only_as_bf16 else [False]
-            for as_bf16 in [*whole, *([True] if self.bf16_savings else [])]:
-                looks = _Looks(trials=[tried(sizes[0], as_bf16=as_bf16)], as_bf16=as_bf16)
-                self.looks[recomputed] = looks
+            native = [] if self.bf16_savings and only_as_bf16 else [False]
+            for as_bf16 in [*native, *([True] if self.bf16_savings else [])]:
+                measurements = _CardMeasurements(sizes=[measure(sizes[0], as_bf16=as_bf16)], as_bf16=as_bf16)
+                self.measurements[recomputed] = measurements
                 if math.isnan(self.forward_flops):
-                    self.forward_flops = self._forward_flops(trials, sizes[0], layers=layers) / sizes[0]
-                    whole_s = self._seconds(self.config.batch_size, recomputed=recomputed)
-                    self.reference_s = whole_s + self._moving_s(FUSED_BYTES * self.numel)
+                    self.forward_flops = self._forward_flops(runner, sizes[0], layers=layers) / sizes[0]
+                    batch_s = self._seconds(self.config.batch_size, recomputed=recomputed)
+                    self.reference_s = batch_s + self._moving_s(FUSED_BYTES * self.numel)
                 least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
                     break
             else:  # more samples at once never need less, with gradients or without
                 sizes = sizes if hopeless else sizes[:1]
-            looks = self.looks[recomputed]
-            looks.trials.extend(tried(size, as_bf16=looks.as_bf16) for size in sizes[1:2])
-            self.alike = layers is not None
-        ways = [way for way in axes.option_keys(batch_size=self.config.batch_size) if way[1] == recomputed]
-        options = [self._option(way) for way in ways if way[0] in sizes]
+            measurements = self.measurements[recomputed]
+            measurements.sizes.extend(measure(size, as_bf16=measurements.as_bf16) for size in sizes[1:2])
+            self.equal_layers = layers is not None
+        keys = [key for key in axes.option_keys(batch_size=self.config.batch_size) if key[1] == recomputed]
+        options = [self._option(key) for key in keys if key[0] in sizes]
         return [option for option in options if option is not None]
 
-    def partly(self, ends: list[Option]) -> list[Option]:
-        """Options with a number of recomputed layers between none and all where all do: the fewest that hold the budget
-        with the plan of all, or with the least state. None where layers differ, as no line is above them then."""
-        made: list[Option | None] = []
-        for option in [option for option in ends if option.recomputed and option.fits] if self.alike else []:
+    def between_ends(self, ends: list[Option]) -> list[Option]:
+        """Options with fewer recomputed layers than all: the fewest that hold the budget with the plan of all, or with
+        the least state. None if layers differ, as a line is no upper bound then."""
+        options: list[Option | None] = []
+        for option in [option for option in ends if option.recomputed and option.fits] if self.equal_layers else []:
             size, most, release = option.key
             kept = self._option((size, 0, release))
             if kept is None:
                 continue
-            self.planner.footprint, self.planner.latency = self.assumed(option.key)
+            self.planner.footprint, self.planner.latency = self.footprint_and_latency(option.key)
             numbers = promising_recomputed_counts(
                 self.planner,
                 most=most,
-                footprint=lambda number, size=size, release=release: self.assumed((size, number, release))[0],
+                footprint=lambda number, size=size, release=release: self.footprint_and_latency(
+                    (size, number, release)
+                )[0],
                 plan=self.planner.propose(),
                 least_bytes=None if kept.fits or self.config.objective == "quality" else kept.peak_bytes,
             )
-            made += [self._option((size, number, release)) for number in numbers]
-        return [option for option in made if option is not None]
+            options += [self._option((size, number, release)) for number in numbers]
+        return [option for option in options if option is not None]
 
-    def assumed(self, way: tuple[int, int, bool]) -> tuple[Footprint, LatencyTable]:
-        """Footprint and latency of a way; of a number between on the line from none to all recomputed layers."""
-        size, number, release = way
-        numbers = [number] if number in self.looks else [0, self.num_layers]
-        ends = [self._footprint(self.looks[each], micro_batch=size, release=release) for each in numbers]
+    def footprint_and_latency(self, key: tuple[int, int, bool]) -> tuple[Footprint, LatencyTable]:
+        """Footprint and latency of an option, interpolated between none and all layers recomputed."""
+        size, number, release = key
+        numbers = [number] if number in self.measurements else [0, self.num_layers]
+        ends = [self._footprint(self.measurements[each], micro_batch=size, release=release) for each in numbers]
         latency = self._latency(size, recomputed=number)
         if len(ends) == 1:
             return ends[0], latency
         kept = params_keeping_activations(self.task, recomputed=number)
         return interpolate(*ends, share=number / self.num_layers, not_recomputed=kept), latency
 
-    def _option(self, way: tuple[int, int, bool]) -> Option | None:
-        """None where it is not known what released gradients would leave."""
-        _, recomputed, release = way
-        footprint, latency = self.assumed(way)
+    def _option(self, key: tuple[int, int, bool]) -> Option | None:
+        """The option's plan; None if it is unknown what gradient release would leave."""
+        _, recomputed, release = key
+        footprint, latency = self.footprint_and_latency(key)
         if release and not footprint.intervals:
             return None
         return make_option(
@@ -307,30 +310,30 @@ class _CardOptions:
             release=release,
         )
 
-    def _tried(
-        self, trials: MicroBatchRunner, size: int, *, accumulation: int, layers: LayerStack | None, as_bf16: bool
+    def _measure(
+        self, runner: MicroBatchRunner, size: int, *, accumulation: int, layers: LayerStack | None, as_bf16: bool
     ) -> MicroBatchMeasurement:
-        """A trial of the whole network, made of those of a few of its layers where that comes to the same."""
-        run = partial(trials.measure, size, accumulation=accumulation, timed=False)
+        """Measures the network, extrapolated from a few layers if all are equal."""
+        run = partial(runner.measure, size, accumulation=accumulation, timed=False)
         with cast_to_bf16(self.session.bf16_params if as_bf16 else {}):
             if layers is not None:
-                found: list[Footprint] = []
+                footprints: list[Footprint] = []
                 for depth in (SHALLOW, DEEP):
                     with layers.truncated(depth):
-                        found.append(run(merge_intervals=False).footprint)
+                        footprints.append(run(merge_intervals=False).footprint)
                 sizes = {n: p.numel() * p.element_size() for n, p in self.task.named_parameters() if p.requires_grad}
-                footprint = extrapolated(*found, layers=layers, sizes=sizes)
+                footprint = extrapolated(*footprints, layers=layers, sizes=sizes)
                 if footprint is not None:
                     return MicroBatchMeasurement(micro_batch=size, footprint=footprint)
             return run()
 
-    def _forward_flops(self, trials: MicroBatchRunner, size: int, *, layers: LayerStack | None) -> int:
-        """Of a forward pass of `size` samples; each layer does what the one before it did."""
+    def _forward_flops(self, runner: MicroBatchRunner, size: int, *, layers: LayerStack | None) -> int:
+        """FLOPs of a forward pass of `size` samples, extrapolated from two layers if all are equal."""
 
         def count(depth: int | None) -> int:
             cut = nullcontext() if layers is None or depth is None else layers.truncated(depth)
             with cut, FlopCounterMode(display=False) as counter:
-                trials.run_forward(size)
+                runner.run_forward(size)
             return counter.get_total_flops()
 
         if layers is None:
@@ -339,7 +342,7 @@ class _CardOptions:
         return one + (layers.depth - 1) * (two - one)
 
     def _seconds(self, samples: int, *, recomputed: int) -> float:
-        """Of forward and backward, which is two forwards, and one more where activations are computed again."""
+        """Seconds of forward and backward: three forwards' work, and one more for recomputed layers."""
         passes = 3 + recomputed / max(self.num_layers, 1)
         return self.card.step_seconds(flops=passes * self.forward_flops * samples, moved_bytes=0)
 
@@ -347,7 +350,7 @@ class _CardOptions:
         return self.card.step_seconds(flops=0, moved_bytes=num_bytes)
 
     def _latency(self, micro_batch: int, *, recomputed: int) -> LatencyTable:
-        """Of a step in micro-batches, every spec as fast as its bytes can be moved."""
+        """The latency table of a step, with every spec as fast as its bytes can be moved."""
         clips = bool(self.config.trainer.gradient_clip_val)
         upkeep = self.numel * upkeep_bytes(clips=clips, averages=self.task.ema is not None)
         count = self.config.batch_size // micro_batch
@@ -363,19 +366,21 @@ class _CardOptions:
             link=self.card.link,
         )
 
-    def _footprint(self, looks: _Looks, *, micro_batch: int, release: bool) -> Footprint:
-        """As it would be on the card: its context, what the allocator reserves more, and the gradients' samples."""
-        looked = upper_bound_at(looks.trials, micro_batch=micro_batch)
-        if release:  # by weights as they were looked at
-            blocks = [in_bf16(block, names=self.bf16_savings if looks.as_bf16 else ()) for block in self.planner.blocks]
-            looked = with_gradient_release(looked, blocks=blocks, grouped=True) or looked
-        found = as_native(looked, savings=self.bf16_savings) if looks.as_bf16 else looked
+    def _footprint(self, measurements: _CardMeasurements, *, micro_batch: int, release: bool) -> Footprint:
+        """The footprint on the card, with its context, the allocator's reserve, and sampled gradients."""
+        measured = upper_bound_at(measurements.sizes, micro_batch=micro_batch)
+        if release:  # of weights in the format that was measured
+            blocks = [
+                in_bf16(block, names=self.bf16_savings if measurements.as_bf16 else ()) for block in self.planner.blocks
+            ]
+            measured = with_gradient_release(measured, blocks=blocks, grouped=True) or measured
+        native = as_native(measured, savings=self.bf16_savings) if measurements.as_bf16 else measured
         return replace(
-            found,
+            native,
             device=self.card.name,
             micro_batch=micro_batch,
             context_bytes=self.card.context_bytes,
-            reserve_bytes=memory_reserve_bytes(torch.device("cuda"), peak=looked.forward_backward_bytes)
+            reserve_bytes=memory_reserve_bytes(torch.device("cuda"), peak=measured.forward_backward_bytes)
             + self.card.workspace_bytes,
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
@@ -392,7 +397,7 @@ def in_bf16(block: Block, *, names: Collection[str]) -> Block:
 
 
 def write_plan_line(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
-    """`plan.json`: the plan in one line of numbers, from which a multirun makes its planned frontier.
+    """Writes `plan.json`, the plan's totals, from which a multirun makes its planned frontier.
 
     `rate`: predicted samples per second.
     """

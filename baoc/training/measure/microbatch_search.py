@@ -637,9 +637,8 @@ class MicroBatchSearch:
         seconds = self.measurements.seconds(key)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
-        slow = (1 - EXTRAPOLATED_ERROR) * seconds > (
-            1 + EXTRAPOLATED_ERROR
-        ) * fitting_s  # not where seconds are not known
+        least_s, most_fitting_s = (1 - EXTRAPOLATED_ERROR) * seconds, (1 + EXTRAPOLATED_ERROR) * fitting_s
+        slow = least_s > most_fitting_s  # False if seconds are unknown
         if counts or key in self.measurements.rehearsed_s or not slow:
             return None
         return self._unplanned(key, why="not planned: too slow by its promise", seconds=seconds)
