@@ -113,10 +113,10 @@ class MemoryMonitor(L.Callback):
 
     @property
     def peak_by_rank(self) -> tuple[int, ...]:
-        peaks = list(self._attempt_peaks)
-        if peaks:
-            peaks[self._ranks.rank] = max(peaks[self._ranks.rank], self._own_bytes)
-        return tuple(peaks)
+        own = self._ranks.rank
+        return tuple(
+            max(peak, self._own_bytes) if rank == own else peak for rank, peak in enumerate(self._attempt_peaks)
+        )
 
     @contextmanager
     def track(self, label: str) -> Iterator[None]:

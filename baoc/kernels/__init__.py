@@ -1,7 +1,7 @@
-"""Fused optimizer steps in Triton: one launch per spec for all its tensors. Triton is imported by the first step.
+"""Fused optimizer steps in Triton, and C++ in `cpp/`. Triton is imported by the first step.
 
-An `Engine` holds one `FusedTable` per spec and steps them together. The eager twin is `baoc.optim.rules`
-with `baoc.optim.codecs`.
+An `Engine` steps the tables of a device: one `FusedTable`, and one launch, per kernel kind and dtype. The eager
+counterpart is `baoc.optim.rules` with `baoc.optim.codecs`.
 """
 
 import os
@@ -15,20 +15,8 @@ from baoc.kernels.triton.kinds import FAMILIES, Call, Family, Kind, LaunchConfig
 from baoc.kernels.triton.table import FusedTable, fits
 
 __all__ = [
-    "FAMILIES",
-    "Call",
-    "Engine",
-    "Family",
-    "FusedTable",
-    "Kind",
-    "LaunchConfig",
-    "RuleKind",
-    "Shape",
-    "available",
-    "capturing",
-    "fits",
-    "interpreting",
-    "register",
+    "FAMILIES", "Call", "Engine", "Family", "FusedTable", "Kind", "LaunchConfig", "RuleKind", "Shape", "available",
+    "capturing", "fits", "interpreting", "register",
 ]  # fmt: skip
 
 

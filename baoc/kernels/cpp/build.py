@@ -1,8 +1,8 @@
 """Compiles `step.cpp` with the system's C++ compiler on first use and keeps the library in a cache folder.
 
 The file name contains a hash of the sources, the flags, and the macros that the compiler predefines for this CPU. Files
-are written under a temporary name and renamed, so several processes may compile at the same time. A library is loaded
-from folders only in which no other user could have put it, and only if it agrees with the hash beside it.
+are written under a temporary name and renamed, so that several processes may compile at the same time. A library is
+loaded only from a folder that no other user can write to, and only if it matches the hash stored next to it.
 """
 
 import atexit
@@ -39,23 +39,23 @@ class Unavailable(Exception):
 
 def compiler() -> list[str]:
     """The compiler's command: $CXX, or the first of COMPILERS on the PATH. Raises Unavailable without one."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    if given:
-        if shutil.which(given[0]) is None:
-            raise Unavailable(f"$CXX names {given[0]!r}, which is not found")
-        return given
-    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if found is None:
+    command = shlex.split(os.environ.get("CXX", ""))
+    if command:
+        if shutil.which(command[0]) is None:
+            raise Unavailable(f"$CXX names {command[0]!r}, which is not found")
+        return command
+    path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if path is None:
         raise Unavailable(f"there is no C++ compiler on the PATH ({', '.join(COMPILERS)}) and $CXX names none")
-    return [found]
+    return [path]
 
 
 def library() -> ctypes.CDLL:
     """The compiled step. Tried once per process; raises Unavailable where it cannot be built or loaded."""
-    found = library_or_error()
-    if isinstance(found, Unavailable):
-        raise found
-    return found
+    result = library_or_error()
+    if isinstance(result, Unavailable):
+        raise result
+    return result
 
 
 @lru_cache(maxsize=1)
@@ -73,14 +73,14 @@ def library_or_error() -> ctypes.CDLL | Unavailable:
 
 def load(path: Path) -> ctypes.CDLL:
     """Loads a library and declares the types of its functions."""
-    found = ctypes.CDLL(str(path))
-    found.baoc_step.argtypes, found.baoc_step.restype = [ctypes.c_void_p], None
-    found.baoc_chunk.argtypes, found.baoc_chunk.restype = [ctypes.c_int32], ctypes.c_int64
-    return found
+    loaded = ctypes.CDLL(str(path))
+    loaded.baoc_step.argtypes, loaded.baoc_step.restype = [ctypes.c_void_p], None
+    loaded.baoc_chunk.argtypes, loaded.baoc_chunk.restype = [ctypes.c_int32], ctypes.c_int64
+    return loaded
 
 
 def compiled_step() -> Path:
-    """Path of the library, which is compiled unless the cache has it."""
+    """Path of the library of `step.cpp`, compiled unless the cache has it."""
     command = compiler()
     flags, macros = _cpu_flags(command)
     if "__AVX512F__" in macros:
@@ -98,10 +98,10 @@ def compiled(source: Path, *, flags: Sequence[str]) -> Path:
 
 
 def cached_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """The cached library for the hash of `parts`; `make(path)` builds it if there is none.
+    """Path of the cached library for the hash of `parts`; `make(path)` builds it if there is none.
 
-    It runs as the user who loads it, so it comes from a folder in which nobody else could have put it; where there is
-    none, from a folder of this process alone.
+    The library runs with the rights of the user who loads it, so the folder must be private to that user. Without such
+    a folder, a temporary one of this process is used. Raises Unavailable if there is none either.
     """
     name = f"{stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"baoc-{user()}"):
@@ -129,22 +129,22 @@ def cached_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]
 
 
 def _remove(folder: Path, *, process: int) -> None:
-    if os.getpid() == process:  # forked ones end too
+    if os.getpid() == process:  # forked processes run exit handlers too
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _verified(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, once the library there is owned by the user and matches its stored hash; built anew otherwise."""
-    noted = path.with_suffix(".sha256")
+    """Returns `path`, after building the library anew unless the user owns it and it matches its stored hash."""
+    stored_hash = path.with_suffix(".sha256")
     try:
-        if why_not_private(path.lstat(), is_folder=False) is None and noted.read_text() == hash_of(path):
+        if why_not_private(path.lstat(), is_folder=False) is None and stored_hash.read_text() == hash_of(path):
             return path
     except (OSError, ValueError):
         pass
     make(path)
-    aside = noted.with_name(f"{noted.name}.{os.getpid()}")
-    aside.write_text(hash_of(path))
-    os.replace(aside, noted)
+    temporary = stored_hash.with_name(f"{stored_hash.name}.{os.getpid()}")
+    temporary.write_text(hash_of(path))
+    os.replace(temporary, stored_hash)
     return path
 
 
@@ -153,7 +153,7 @@ def hash_of(path: Path) -> str:
 
 
 def _cpu_flags(command: list[str]) -> tuple[tuple[str, ...], str]:
-    """(flags for this CPU, the macros that the compiler predefines with them: its version, the CPU's instructions)."""
+    """(flags for this CPU, macros that the compiler predefines with them, such as its version and instruction sets)."""
     stderr = ""
     for flags in _CPU_FLAGS:
         done = _run([*command, *flags, "-dM", "-E", "-x", "c++", os.devnull])
@@ -181,13 +181,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            env=environment,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{command[0]} took more than {_TIMEOUT_S} s") from error

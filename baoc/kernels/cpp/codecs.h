@@ -8,15 +8,15 @@ enum Codec { FP32, BF16, SOFTSIGN8, SQRT8, ROOT8M, ROOT8V, ROOT4, LATTICE4 };
 constexpr int GROUP = 32, PACKED = 64;  // elements that share a scale, in 8 and in 4 bits
 constexpr float ROOT_OF_MAX = 1.844674297419792e19f, ROOT_MAX = 1.83e19f, KEEP_SCALE = 0.87f;
 
-// One state tensor as it is kept.
-struct Kept {
+// One state tensor in memory.
+struct StoredState {
   int codec;
   void* payload;
   uint16_t* scale;
 };
 
-// Thresholds of one step, [lanes, lane]: those of baoc.optim.codecs, and of lattice4 for each k. The same of one half
-// follow, for elements whose state does not change.
+// Rows of GROUP thresholds of one step: those of baoc.optim.codecs, then lattice4's for each k. The same rows for the
+// threshold one half follow, for elements whose state does not change.
 enum Lanes { PLAIN = 0, OF_LATTICE4 = GROUP, HALVES = 5 * GROUP };
 
 BAOC_INLINE int padded(int n) { return (n + PACKED - 1) / PACKED * PACKED; }
@@ -68,21 +68,21 @@ static BAOC_INLINE void restore8(int codec, const uint8_t* __restrict code, uint
   }
 }
 
-static void decode8(const Kept& kept, int64_t start, int n, float* out) {
-  const uint8_t* code = static_cast<const uint8_t*>(kept.payload) + start;
-  const uint16_t* scale = kept.scale + start / GROUP;
+static void decode8(const StoredState& state, int64_t start, int n, float* out) {
+  const uint8_t* code = static_cast<const uint8_t*>(state.payload) + start;
+  const uint16_t* scale = state.scale + start / GROUP;
   int i = 0;
-  for (; i + GROUP <= n; i += GROUP) restore8(kept.codec, code + i, scale[i / GROUP], out + i, GROUP);
-  if (i < n) restore8(kept.codec, code + i, scale[i / GROUP], out + i, n - i);
+  for (; i + GROUP <= n; i += GROUP) restore8(state.codec, code + i, scale[i / GROUP], out + i, GROUP);
+  if (i < n) restore8(state.codec, code + i, scale[i / GROUP], out + i, n - i);
 }
 
 static void decode_bf16(const uint16_t* __restrict from, float* __restrict out, int n) {
   for (int i = 0; i < n; ++i) out[i] = from_bf16(from[i]);
 }
 
-// -- to codes: a whole group, whose numbers become codes as `coded` has them ---------------------------------------------------------------------------------------
+// -- to codes: x holds a complete group, whose numbers become codes in the form of `coded` --------------------------------
 
-// The largest magnitude, as bits; more than infinity's if there is a NaN. Bits compare as the numbers do.
+// Bits of the largest magnitude; above those of infinity if there is a NaN. Bits compare as the numbers do.
 template <int SIZE = GROUP>
 static BAOC_INLINE int32_t top_of(const float* x) {
   int32_t top = 0;
@@ -93,8 +93,8 @@ static BAOC_INLINE int32_t top_of(const float* x) {
   return top;
 }
 
-// The least bf16 that is not smaller than the largest magnitude of a group, at most `largest` (before rounding). Groups
-// that are not all finite are made so: NaN becomes 0 and infinity `infinite`.
+// The least bf16 that is not below the largest magnitude of a group, which is limited to `largest` before rounding. In
+// groups that are not all finite NaN becomes 0 and infinity `infinite`.
 template <int SIZE = GROUP>
 static BAOC_INLINE uint16_t scale_of(float* x, float largest, float infinite) {
   int32_t top = top_of<SIZE>(x);
@@ -105,7 +105,7 @@ static BAOC_INLINE uint16_t scale_of(float* x, float largest, float infinite) {
   return uint16_t((bits_of(least(from_bits(uint32_t(top)), largest)) + 0xFFFFu) >> 16);
 }
 
-// What divides a group by its scale. Where the scale does not allow the short way, the group is divided here and now.
+// The divisor of a group by its scale. If the scale does not allow the fast division, divides the group here and returns 1.
 template <int SIZE = GROUP>
 static BAOC_INLINE Quotient by_scale(float* x, uint16_t scale) {
   const Quotient by(most(from_bf16(scale), TINY));
@@ -122,7 +122,7 @@ static BAOC_INLINE void quantise_softsign(float* x, Quotient by) {
   }
 }
 
-// Roots are not negative here, nor NaN.
+// Roots are neither negative nor NaN here.
 static BAOC_INLINE void quantise_sqrt(float* x, Quotient by, const float* threshold) {
   for (int i = 0; i < GROUP; ++i) {
     const float y = by.fast(x[i]), wide = y * 255.f, low = __builtin_floorf(wide);
@@ -166,23 +166,23 @@ static BAOC_INLINE void quantise8(int codec, float* x, Quotient by, const float*
 }
 
 // A running average keeps its scale while its largest element is within 13 % of it.
-BAOC_INLINE uint16_t kept_or_new(uint16_t scale, uint16_t held) {
-  return scale <= held && from_bf16(scale) >= KEEP_SCALE * from_bf16(held) ? held : scale;
+BAOC_INLINE uint16_t keep_or_replace(uint16_t scale, uint16_t old) {
+  return scale <= old && from_bf16(scale) >= KEEP_SCALE * from_bf16(old) ? old : scale;
 }
 
-// Stores whole groups, of which n elements are there: m, or s = sqrt(v) where the codec is one of v. All scales come
-// first, for each takes its time and does not keep the others waiting.
-static void encode8(const Kept& kept, int64_t start, int n, float* __restrict x, const float* thresholds) {
-  const bool of_v = kept.codec == SQRT8 || kept.codec == ROOT8V;
-  uint8_t* out = static_cast<uint8_t*>(kept.payload) + start;
-  uint16_t* scale = kept.scale + start / GROUP;
+// Stores n elements, padded to complete groups: m, or s = sqrt(v) for a codec of v. All scales come first: each takes long
+// to compute, and they do not wait for each other.
+static void encode8(const StoredState& state, int64_t start, int n, float* __restrict x, const float* thresholds) {
+  const bool of_v = state.codec == SQRT8 || state.codec == ROOT8V;
+  uint8_t* out = static_cast<uint8_t*>(state.payload) + start;
+  uint16_t* scale = state.scale + start / GROUP;
   for (int i = 0; i < n; i += GROUP) {
-    if (of_v) scale[i / GROUP] = kept_or_new(scale_of(x + i, ROOT_MAX, ROOT_OF_MAX), scale[i / GROUP]);
+    if (of_v) scale[i / GROUP] = keep_or_replace(scale_of(x + i, ROOT_MAX, ROOT_OF_MAX), scale[i / GROUP]);
     else scale[i / GROUP] = scale_of(x + i, BF16_MAX, FP32_MAX);
   }
   for (int i = 0; i < n; i += GROUP) {
     uint8_t codes[GROUP];
-    quantise8(kept.codec, x + i, by_scale(x + i, scale[i / GROUP]), thresholds);
+    quantise8(state.codec, x + i, by_scale(x + i, scale[i / GROUP]), thresholds);
     narrow<GROUP>(x + i, codes);
     if (n - i >= GROUP) std::memcpy(out + i, codes, GROUP);
     else std::memcpy(out + i, codes, size_t(n - i));

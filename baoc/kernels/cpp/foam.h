@@ -1,5 +1,5 @@
-// FOAM: states are [rows, cols / fold], rounded up. A chunk is a run of states
-// with all elements that fold into them; its averages are used before they are rounded for storage.
+// FOAM: states are [rows, cols / fold], rounded up. A chunk is a range of states and the elements that fold into them. The
+// step uses the averages before they are rounded for storage.
 #pragma once
 #include "job.h"
 
@@ -41,20 +41,20 @@ void spread_by(const float* __restrict from, float* __restrict to, int count) {
     for (int j = 0; j < FOLD; ++j) to[f * FOLD + j] = from[f];
 }
 
-// Repeats; writes whole folds, so up to `fold` - 1 elements more than there are.
+// Repeats each number `fold` times. Writes complete folds, so up to `fold` - 1 elements beyond the last.
 void spread(const float* from, float* to, int count, int fold) {
   if (fold == 2) spread_by<2>(from, to, count);
   else if (fold == 4) spread_by<4>(from, to, count);
   else spread_by<8>(from, to, count);
 }
 
-// Sums over `count` folds of the gradients, which become means over the `left` elements of each fold.
+// Sums of the gradient by fold, which `average_folds` turns into means over the `left` finite elements of each fold.
 struct Means {
   float mean[BLOCK];
   int left[BLOCK];
 };
 
-// The averages of `count` folds.
+// Updates the averages of `count` folds.
 void average_folds(const Job& job, const Settings& k, Means& of, bool masked, float* __restrict m, float* __restrict v,
                    int count) {
   const Lerp lerp_m(k.w1), lerp_v(k.w2);
@@ -77,7 +77,7 @@ void average_folds(const Job& job, const Settings& k, Means& of, bool masked, fl
   }
 }
 
-void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total);
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch, Total& total);
 
 // Folds [fold_begin, fold_end) of one row; m and v are theirs.
 void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, int64_t begin, int64_t end, float* m,
@@ -108,10 +108,10 @@ void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chun
   const int64_t width = (t.cols + job.fold - 1) / job.fold, num_states = width * t.rows;
   const int64_t begin = chunk * states_per_chunk(job.fold);
   const int count = int(std::min(num_states - begin, states_per_chunk(job.fold)));
-  const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);
+  const StoredState m_state = stored_m(job, t), v_state = stored_v(job, t);
   std::fill_n(states.m, padded(count), 0.f);
-  decode(m_kept, begin, count, states.m);
-  decode(v_kept, begin, count, states.v);
+  decode(m_state, begin, count, states.m);
+  decode(v_state, begin, count, states.v);
   for (int i = 0; i < count;) {
     const int64_t row = (begin + i) / width, col = (begin + i) % width;
     const int n = int(std::min<int64_t>(count - i, width - col));
@@ -122,15 +122,15 @@ void step_folds(const Job& job, const Tensor& t, const Settings& k, int64_t chun
   for (int i = 0; i < count; i += BLOCK) {
     const int n = std::min(BLOCK, count - i);
     float *m = states.m + i, *v = states.v + i;
-    if (m_kept.codec == FP32) std::copy_n(m, n, static_cast<float*>(m_kept.payload) + begin + i);
-    else encode_m(m_kept, begin + i, n, m, job.thresholds);
-    if (v_kept.codec == FP32) {
-      std::copy_n(v, n, static_cast<float*>(v_kept.payload) + begin + i);
+    if (m_state.codec == FP32) std::copy_n(m, n, static_cast<float*>(m_state.payload) + begin + i);
+    else encode_m(m_state, begin + i, n, m, job.thresholds);
+    if (v_state.codec == FP32) {
+      std::copy_n(v, n, static_cast<float*>(v_state.payload) + begin + i);
       continue;
     }
     std::fill_n(s.s, padded(n), 0.f);
     root(v, s.s, n);
-    encode_v(v_kept, begin + i, n, v, s.s, job.thresholds);
+    encode_v(v_state, begin + i, n, v, s.s, job.thresholds);
   }
 }
 

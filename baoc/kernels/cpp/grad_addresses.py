@@ -35,9 +35,9 @@ class _Calls(NamedTuple):
 
 
 class GradAddresses:
-    """`read()` fills `addresses` with those of the gradients of `params`, -1 where there is none.
+    """`read()` fills `addresses` with the addresses of the gradients of `params`, -1 where there is none.
 
-    Made by `grad_addresses`, which returns None where this does not work.
+    Use `grad_addresses` to make one; it returns None where this does not work.
     """
 
     def __init__(self, params: Sequence[Tensor], calls: _Calls):
@@ -50,12 +50,12 @@ class GradAddresses:
         self._read, self._num = calls.read, len(params)
 
     def read(self) -> bool:
-        """Reads all addresses. False if a gradient has none, such as a sparse one; `addresses` are invalid then."""
+        """Reads all addresses. False, with `addresses` invalid, if a gradient has none, such as a sparse one."""
         return self._read(*self._arguments) == self._num
 
 
 def grad_addresses(params: Sequence[Tensor]) -> GradAddresses | None:
-    """A reader of the gradients of `params`; None where it would not read what Python reads."""
+    """A reader of the gradients of `params`; None if it would not read what Python reads."""
     calls = torch_calls()
     if calls is None or not all(_impl_pointer(param, calls.at) == param._cdata for param in params):
         return None
@@ -68,16 +68,16 @@ def _impl_pointer(param: Tensor, at: int) -> int:
 
 @lru_cache(maxsize=1)
 def torch_calls() -> _Calls | None:
-    """The compiled loop, tested; None with a logged reason. Tried once per process."""
+    """The compiled loop, tested; None, with the reason logged, if it does not work. Tried once per process."""
     try:
-        found = _find_torch_calls()
+        calls = _find_torch_calls()
     except (OSError, AttributeError, RuntimeError, build.Unavailable) as error:
-        found, why = None, str(error)
+        calls, why = None, str(error)
     else:
-        why = "" if found is not None and _agrees_with_python(found) else "it does not read what Python reads"
+        why = "" if calls is not None and _agrees_with_python(calls) else "it does not read what Python reads"
     if why:
         log.info("addresses of gradients are read one by one, which takes 40 us more for 200 tensors: %s", why)
-    return None if why else found
+    return None if why else calls
 
 
 def _find_torch_calls() -> _Calls | None:
@@ -101,14 +101,14 @@ def _pointer(function: "ctypes._FuncPointer") -> int:
 
 def _agrees_with_python(calls: _Calls) -> bool:
     """Compares on parameters and plain tensors, with and without gradients."""
-    made = [torch.zeros(3, device="cpu") for _ in range(4)]
-    params = [torch.nn.Parameter(made[0]), made[1].requires_grad_(), torch.nn.Parameter(made[2]), made[3]]
+    plain = [torch.zeros(3, device="cpu") for _ in range(4)]
+    params = [torch.nn.Parameter(plain[0]), plain[1].requires_grad_(), torch.nn.Parameter(plain[2]), plain[3]]
     if not all(_impl_pointer(param, calls.at) == param._cdata for param in params):
         return False
     reader = GradAddresses(params, calls)
-    for given in ((), (0, 1), (0, 3), (2, 3), ()):
+    for with_grad in ((), (0, 1), (0, 3), (2, 3), ()):
         for index, param in enumerate(params):
-            param.grad = torch.ones(3, device="cpu") if index in given else None
+            param.grad = torch.ones(3, device="cpu") if index in with_grad else None
         expected = [-1 if param.grad is None else param.grad.data_ptr() for param in params]
         if not reader.read() or reader.addresses.tolist() != expected:
             return False

@@ -1,4 +1,4 @@
-// What a step works on: the job, its tensors, and where their states and weights lie.
+// The job of a step, its tensors, and the addresses of their states and weights.
 #pragma once
 #include <algorithm>
 
@@ -6,8 +6,8 @@
 #include "states.h"
 #include "weights.h"
 
-// A row of the table, as baoc.kernels.cpp.table writes it: addresses (0 where there is none), the matrix as it is
-// stored, the tensor's first chunk, where its denominators begin, what its noise starts from, bytes of its gradient.
+// A row of the table that baoc.kernels.cpp.table writes: addresses (0 for none), size and sides of the matrix as stored,
+// the tensor's first chunk, the offset of its denominators, the start of its noise, bytes per gradient element.
 struct Tensor {
   int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
 };
@@ -21,8 +21,8 @@ struct Job {
   const Settings* settings;  // [tensors]
   const float* thresholds;   // [10, 32]: see Lanes
   float* den;                // of shared v
-  double* sums;              // [tensors]: of the squares of the update, over the elements that count
-  int64_t* counts;           // [tensors]: elements that count
+  double* sums;              // [tensors]: sum of squares of the update over the elements that are stepped
+  int64_t* counts;           // [tensors]: number of these elements
 };
 
 namespace {
@@ -34,7 +34,7 @@ T* at(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-Kept kept_m(const Job& job, const Tensor& t) {
+StoredState stored_m(const Job& job, const Tensor& t) {
   return {job.m, at<void>(t.m), at<uint16_t>(t.m_scale)};
 }
 
@@ -42,7 +42,7 @@ Param param_of(const Job& job, const Tensor& t) {
   return {job.weights, at<void>(t.param), at<void>(t.correction), uint32_t(t.noise)};
 }
 
-Kept kept_v(const Job& job, const Tensor& t) {
+StoredState stored_v(const Job& job, const Tensor& t) {
   return {job.v, at<void>(t.v), at<uint16_t>(t.v_scale)};
 }
 
@@ -51,7 +51,7 @@ struct Total {
   int64_t count = 0;
 };
 
-// Counts the update in u, of which excluded elements are no part.
+// Adds the squares of the update u and its number of elements to `total`; sets u to 0 where elements are not stepped.
 void add(Total& total, float* u, const uint8_t* finite, int n, bool keep_update) {
   int left = n;
   if (finite) {

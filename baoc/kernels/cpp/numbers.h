@@ -26,7 +26,7 @@ BAOC_INLINE float least(float a, float b) { return a < b ? a : b; }
 BAOC_INLINE float most(float a, float b) { return a > b ? a : b; }
 BAOC_INLINE float sign_of(float x) { return (x > 0.f ? 1.f : 0.f) - (x < 0.f ? 1.f : 0.f); }
 
-// torch.lerp; the weight is the same for all elements, so where it starts from is chosen by bits, not by a branch.
+// torch.lerp. The weight is the same for all elements, so the end to start from is selected by bits, not by a branch.
 struct Lerp {
   float coefficient;
   uint32_t from_a;
@@ -74,7 +74,7 @@ struct Quotient {
 // Rounds a number of at most 2^22 to the nearest integer, halves to even, and leaves it in the low bits.
 BAOC_INLINE float coded(float x) { return x + 12582912.f; }  // 1.5 * 2^23
 
-// The low bytes of what `coded` made; in a loop of its own, for one over bytes and fp32 uses half as wide vectors.
+// The low bytes of results of `coded`. A loop of its own, because one over bytes and fp32 would use half as wide vectors.
 template <int SIZE>
 static BAOC_INLINE void narrow(const float* from, uint8_t* to) {
   for (int i = 0; i < SIZE; ++i) to[i] = uint8_t(bits_of(from[i]));

@@ -15,23 +15,23 @@ static BAOC_INLINE void pack(const uint8_t* codes, uint8_t* bytes, int count) {
   for (int i = 0; i < count; ++i) bytes[i] = uint8_t((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
 }
 
-// Unpacks the codes of every group in turn and has them restored into `out`; `count` of them are there.
+// Decodes n elements from `start` into `out`, group by group: unpacks the codes and calls restore(codes, scale, values).
 template <class Restore>
-static BAOC_INLINE void decode_packed(const Kept& kept, int64_t start, int n, float* __restrict out,
+static BAOC_INLINE void decode_packed(const StoredState& state, int64_t start, int n, float* __restrict out,
                                       const Restore& restore) {
-  const uint8_t* bytes = static_cast<const uint8_t*>(kept.payload) + start / 2;
+  const uint8_t* bytes = static_cast<const uint8_t*>(state.payload) + start / 2;
   for (int begin = 0; begin < n; begin += PACKED) {
     uint8_t codes[PACKED] = {};
     float values[PACKED];
     const int count = n - begin < PACKED ? n - begin : PACKED;
     unpack(bytes + begin / 2, (count + 1) / 2, codes);
-    restore(codes, kept.scale[(start + begin) / PACKED], values);
+    restore(codes, state.scale[(start + begin) / PACKED], values);
     std::memcpy(out + begin, values, size_t(count) * 4);
   }
 }
 
-static void decode_root4(const Kept& kept, int64_t start, int n, float* out) {
-  decode_packed(kept, start, n, out, [](const uint8_t* codes, uint16_t scale, float* values) {
+static void decode_root4(const StoredState& state, int64_t start, int n, float* out) {
+  decode_packed(state, start, n, out, [](const uint8_t* codes, uint16_t scale, float* values) {
     const Quotient by49(49.f);
     const float by = from_bf16(scale);
     for (int i = 0; i < PACKED; ++i) {
@@ -53,8 +53,8 @@ static BAOC_INLINE float two_to_quarters(int32_t quarters) {
   return tiny ? TINY : from_bits(uint32_t(exponent + 127) << 23) * root;
 }
 
-static void decode_lattice4(const Kept& kept, int64_t start, int n, float* out) {
-  decode_packed(kept, start, n, out, [](const uint8_t* codes, uint16_t scale, float* values) {
+static void decode_lattice4(const StoredState& state, int64_t start, int n, float* out) {
+  decode_packed(state, start, n, out, [](const uint8_t* codes, uint16_t scale, float* values) {
     const int32_t word = int16_t(scale), top = word >> 2, unit = 8 >> (word & 3);
     for (int i = 0; i < PACKED; ++i) {
       int32_t code = codes[i];
@@ -64,16 +64,16 @@ static void decode_lattice4(const Kept& kept, int64_t start, int n, float* out) 
   });
 }
 
-static void encode_root4(const Kept& kept, int64_t start, int n, float* __restrict m,
+static void encode_root4(const StoredState& state, int64_t start, int n, float* __restrict m,
                          const float* __restrict threshold) {
-  uint8_t* out = static_cast<uint8_t*>(kept.payload) + start / 2;
+  uint8_t* out = static_cast<uint8_t*>(state.payload) + start / 2;
   for (int begin = 0; begin < n; begin += PACKED) {
     float* x = m + begin;
     float size[PACKED];
     uint8_t codes[PACKED];
     for (int i = 0; i < PACKED; ++i) size[i] = std::fabs(x[i]);
     const uint16_t scale = scale_of<PACKED>(size, BF16_MAX, FP32_MAX);
-    kept.scale[(start + begin) / PACKED] = scale;
+    state.scale[(start + begin) / PACKED] = scale;
     const Quotient by = by_scale<PACKED>(size, scale);
     for (int i = 0; i < PACKED; ++i) {
       float y = least(by.fast(size[i]), 1.f) * 49.f;
@@ -87,20 +87,20 @@ static void encode_root4(const Kept& kept, int64_t start, int n, float* __restri
   }
 }
 
-// The word of a group, from the largest and least exponents of its positive elements and the word that it has.
-static BAOC_INLINE int32_t lattice_of(float high, float low, int32_t held) {
+// The new scale word of a group, from the largest and least exponents of its positive elements and the old word.
+static BAOC_INLINE int32_t lattice_of(float high, float low, int32_t old) {
   constexpr float slack = 1.f / 512;  // as baoc.optim.codecs
   for (int k = 3; k > 0; --k) {
     const float unit = float(8 >> k), top = __builtin_ceilf(high / unit - slack) * unit;
-    if (top - low <= ((held & 3) < k ? 16.f + slack : 18.f + slack) * unit) return 4 * int32_t(top) + k;
+    if (top - low <= ((old & 3) < k ? 16.f + slack : 18.f + slack) * unit) return 4 * int32_t(top) + k;
   }
   return 4 * int32_t(__builtin_ceilf(high / 8.f - slack) * 8.f);
 }
 
-// `s` are the roots of v; `above` has for each k the shares of a unit that round up, by lane.
-static void encode_lattice4(const Kept& kept, int64_t start, int n, float* __restrict s,
+// `s` are the roots of v; `above` has GROUP thresholds for each k.
+static void encode_lattice4(const StoredState& state, int64_t start, int n, float* __restrict s,
                             const float* __restrict above) {
-  uint8_t* out = static_cast<uint8_t*>(kept.payload) + start / 2;
+  uint8_t* out = static_cast<uint8_t*>(state.payload) + start / 2;
   for (int begin = 0; begin < n; begin += PACKED) {
     float exponent[PACKED];
     uint8_t codes[PACKED];
@@ -112,7 +112,7 @@ static void encode_lattice4(const Kept& kept, int64_t start, int n, float* __res
       low_bits = some < low_bits ? some : low_bits;
       exponent[i] = log2_of(most(root, TINY)) * 8.f;
     }
-    uint16_t* scale = kept.scale + (start + begin) / PACKED;
+    uint16_t* scale = state.scale + (start + begin) / PACKED;
     const float high = log2_of(most(from_bits(uint32_t(high_bits)), TINY)) * 8.f;
     const float low = log2_of(most(least(from_bits(uint32_t(low_bits)), LARGEST_ROOT), TINY)) * 8.f;
     const int32_t word = high_bits > 0 ? lattice_of(high, low, int16_t(*scale)) : 0;

@@ -3,7 +3,7 @@
 #include "numbers.h"
 
 enum Rule { ADAMW, RMSPROP, LION, SIGNUM, SIGN, SHARED_IN, SHARED_OUT, FOAM };
-constexpr int BLOCK = 512;  // elements that are worked on at once: their scratch stays in the first-level cache
+constexpr int BLOCK = 512;  // elements that are stepped at once: their scratch stays in the L1 cache
 
 // One tensor's settings in one step, as baoc.kernels.cpp.table writes them. `size` is -lr / divisor times the
 // matching factor, so that the step is p <- decay p + size update.
@@ -12,16 +12,15 @@ struct Settings {
 };
 
 struct Scratch {
-  alignas(64) float p[BLOCK], g[BLOCK], m[BLOCK], v[BLOCK], s[BLOCK], u[BLOCK], den[BLOCK], held_p[BLOCK],
-      held_m[BLOCK], held_v[BLOCK];
+  alignas(64) float p[BLOCK], g[BLOCK], m[BLOCK], v[BLOCK], s[BLOCK], u[BLOCK], den[BLOCK], old_p[BLOCK],
+      old_m[BLOCK], old_v[BLOCK];
 };
 
 static void root(const float* __restrict v, float* __restrict s, int n) {
   for (int i = 0; i < n; ++i) s[i] = __builtin_sqrtf(v[i]);
 }
 
-// The last operation: torch's addcdiv where the update may stay a fraction (then it is not noted), else add of the update
-// itself.
+// The new weight: by torch's addcdiv, which never computes the update itself, or by adding the update.
 template <bool KEEP_UPDATE>
 static BAOC_INLINE float move(const Settings& k, float p, float numerator, float denominator, float update) {
   if constexpr (KEEP_UPDATE) return fma_(k.size, update, p * k.decay);
@@ -44,7 +43,7 @@ static void adam(const Settings k, float* __restrict p, const float* __restrict 
   }
 }
 
-// As adam, with the denominators given.
+// adam with denominators that were computed before, by shared.h.
 template <bool KEEP_UPDATE>
 static void shared(const Settings k, float* __restrict p, const float* __restrict g, float* __restrict m,
                    const float* __restrict den, float* __restrict u, int n) {
@@ -84,7 +83,7 @@ static void sign(const Settings k, float* __restrict p, const float* __restrict 
   }
 }
 
-// FOAM on elements whose fold has the mean `mean` and the averages m and v, all by element.
+// FOAM; `mean`, m and v are those of each element's fold.
 template <bool KEEP_UPDATE>
 static void foam(const Settings k, float* __restrict p, const float* __restrict g, const float* __restrict mean,
                  const float* __restrict m, const float* __restrict v, float* __restrict u, int n) {

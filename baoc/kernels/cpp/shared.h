@@ -1,18 +1,18 @@
-// v shared along an axis of the matrix [rows, cols] as it is stored: SHARED_IN along cols, one per row; SHARED_OUT along
-// rows, one per column. Made before the step, with the denominators that follow from it.
+// v shared along an axis of the matrix [rows, cols] as stored: SHARED_IN along cols, one per row; SHARED_OUT along rows,
+// one per column. `share_v` updates it before the step, and computes the denominators of the step from it.
 #pragma once
 #include "job.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int SLABS = 16;  // a mean over rows is the sum of this many partial ones
+constexpr int SLABS = 16;  // a sum over rows is the sum of so many partial sums, each over a slab of rows
 
 void average(const Job& job, const Tensor& t, const Settings& k, int64_t index, double sum, int64_t count) {
-  float* kept = at<float>(t.v) + index;
-  float v = *kept;
+  float* stored = at<float>(t.v) + index;
+  float v = *stored;
   if (count) v = Lerp(k.w2)(v, float(sum / double(count)));
-  if (job.store) *kept = v;
+  if (job.store) *stored = v;
   job.den[t.den + index] = __builtin_sqrtf(v) / k.bc2 + k.eps;
 }
 

@@ -1,17 +1,17 @@
 // One optimizer step of all tensors of one spec on the CPU: a table of addresses, chunks of it shared out to threads.
 //
-// Every chunk is worked on alone and sums are added up by chunk, so the bits do not depend on the number of threads.
+// Chunks are independent and sums are added up in order of chunks, so results do not depend on the number of threads.
 #include "foam.h"
 #include "shared.h"
 #include "threads.h"
 
 namespace {
 
-// Where a state can be worked on: in place if it is fp32 and may be written, else decoded into `scratch`, which gets
-// zeros up to a whole group.
-float* open(const Job& job, const Kept& kept, int64_t start, int n, float* scratch) {
-  if (kept.codec == FP32 && job.store) return static_cast<float*>(kept.payload) + start;
-  decode(kept, start, n, scratch);
+// A state as fp32 numbers: in place if it is fp32 and may be written, else decoded into `scratch`, padded to a complete
+// group by zeros.
+float* open(const Job& job, const StoredState& state, int64_t start, int n, float* scratch) {
+  if (state.codec == FP32 && job.store) return static_cast<float*>(state.payload) + start;
+  decode(state, start, n, scratch);
   for (int i = n; i < padded(n); ++i) scratch[i] = 0.f;
   return scratch;
 }
@@ -27,44 +27,44 @@ void denominators(const Job& job, const Tensor& t, int64_t start, int n, float* 
   }
 }
 
-void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& at_, Total& total) {
-  const bool has_m = t.m && job.rule != FOAM;  // whose averages are there by element, and are stored by their caller
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch, Total& total) {
+  const bool has_m = t.m && job.rule != FOAM;  // for FOAM the caller decodes and stores the averages
   const bool has_v = t.v && job.rule != FOAM && job.rule != SHARED_IN && job.rule != SHARED_OUT;
   const bool direct = job.weights == W_FP32 && job.store;
   const uint8_t* finite = t.finite ? at<const uint8_t>(t.finite) + start : nullptr;
-  const Kept m_kept = kept_m(job, t), v_kept = kept_v(job, t);
-  const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, at_.g);
-  float* p = direct ? at<float>(t.param) + start : at_.p;
-  float* m = has_m ? open(job, m_kept, start, n, at_.m) : nullptr;
-  float* v = has_v ? open(job, v_kept, start, n, at_.v) : nullptr;
-  if (!direct && job.store) load_param(param_of(job, t), start, n, at_.p);
-  if (!job.store) std::fill_n(at_.p, n, 0.f);
-  if (job.rule == SHARED_IN || job.rule == SHARED_OUT) denominators(job, t, start, n, at_.den);
-  if (finite || job.weights == W_SPLIT8) std::copy_n(p, n, at_.held_p);
+  const StoredState m_state = stored_m(job, t), v_state = stored_v(job, t);
+  const float* g = load_grad(t.grad_bytes == 2, at<void>(t.grad), start, n, scratch.g);
+  float* p = direct ? at<float>(t.param) + start : scratch.p;
+  float* m = has_m ? open(job, m_state, start, n, scratch.m) : nullptr;
+  float* v = has_v ? open(job, v_state, start, n, scratch.v) : nullptr;
+  if (!direct && job.store) load_param(param_of(job, t), start, n, scratch.p);
+  if (!job.store) std::fill_n(scratch.p, n, 0.f);
+  if (job.rule == SHARED_IN || job.rule == SHARED_OUT) denominators(job, t, start, n, scratch.den);
+  if (finite || job.weights == W_SPLIT8) std::copy_n(p, n, scratch.old_p);
   if (finite) {
-    if (has_m) std::copy_n(m, n, at_.held_m);
-    if (has_v) std::copy_n(v, n, at_.held_v);
+    if (has_m) std::copy_n(m, n, scratch.old_m);
+    if (has_v) std::copy_n(v, n, scratch.old_v);
   }
-  update(job.rule, job.keep_update, k, p, g, m, v, at_, n);
-  add(total, at_.u, finite, n, job.keep_update);
+  update(job.rule, job.keep_update, k, p, g, m, v, scratch, n);
+  add(total, scratch.u, finite, n, job.keep_update);
   if (!job.store) return;
   if (finite) {
-    restore(finite, p, at_.held_p, n);
-    if (has_m) restore(finite, m, at_.held_m, n);
-    if (has_v) restore(finite, v, at_.held_v, n), root(v, at_.s, n);
+    restore(finite, p, scratch.old_p, n);
+    if (has_m) restore(finite, m, scratch.old_m, n);
+    if (has_v) restore(finite, v, scratch.old_v, n), root(v, scratch.s, n);
   }
-  if (has_m && m == at_.m) {
-    auto encode = [&](float* x, const float* thresholds) { encode_m(m_kept, start, n, x, thresholds); };
-    if (finite && m_kept.codec != FP32) encode_some(m_kept, start, n, m, finite, job.thresholds, encode);
+  if (has_m && m == scratch.m) {
+    auto encode = [&](float* x, const float* thresholds) { encode_m(m_state, start, n, x, thresholds); };
+    if (finite && m_state.codec != FP32) encode_some(m_state, start, n, m, finite, job.thresholds, encode);
     else encode(m, job.thresholds);
   }
-  if (has_v && v == at_.v) {
-    for (int i = n; i < padded(n); ++i) at_.s[i] = 0.f;
-    auto encode = [&](float* s, const float* thresholds) { encode_v(v_kept, start, n, v, s, thresholds); };
-    if (finite && v_kept.codec != FP32) encode_some(v_kept, start, n, at_.s, finite, job.thresholds, encode);
-    else encode(at_.s, job.thresholds);
+  if (has_v && v == scratch.v) {
+    for (int i = n; i < padded(n); ++i) scratch.s[i] = 0.f;
+    auto encode = [&](float* s, const float* thresholds) { encode_v(v_state, start, n, v, s, thresholds); };
+    if (finite && v_state.codec != FP32) encode_some(v_state, start, n, scratch.s, finite, job.thresholds, encode);
+    else encode(scratch.s, job.thresholds);
   }
-  if (!direct) store_param(param_of(job, t), start, n, p, at_.held_p, job.thresholds);
+  if (!direct) store_param(param_of(job, t), start, n, p, scratch.old_p, job.thresholds);
 }
 
 const Tensor& tensor_of(const Job& job, int64_t chunk) {
@@ -91,13 +91,13 @@ Total step_chunk(const Job& job, int64_t chunk) {
 
 }  // namespace
 
-// Elements per chunk; of states per chunk for folded ones.
 #define BAOC_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Elements per chunk; states per chunk of a folded rule.
 BAOC_EXPORT int64_t baoc_chunk(int32_t fold) { return fold > 1 ? states_per_chunk(fold) : CHUNK; }
 
-BAOC_EXPORT void baoc_step(const Job* given) {
-  const Job& job = *given;
+BAOC_EXPORT void baoc_step(const Job* job_address) {
+  const Job& job = *job_address;
   if (job.rule == SHARED_IN || job.rule == SHARED_OUT) share_v(job);
   std::vector<Total> totals(static_cast<size_t>(job.num_chunks));
   share_out(job.threads, job.num_chunks, [&](int64_t chunk) { totals[size_t(chunk)] = step_chunk(job, chunk); });

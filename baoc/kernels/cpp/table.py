@@ -1,6 +1,6 @@
-"""Steps all tensors of one kind with one call of the C++ library, from a table of their addresses.
+"""Steps all tensors of one kind by one call of the C++ library, which reads a table of their addresses.
 
-Addresses of parameters and states are written once; those of gradients are refreshed before each step.
+The table takes addresses of parameters and states once, those of gradients before each step.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from baoc.kernels.cpp.build import library
 RULES = ("adamw", "rmsprop", "lion", "signum", "sign", "adamw_shared_in", "adamw_shared_out", "foam")
 CODECS = ("fp32", "bf16", "softsign8", "sqrt8", "root8m", "root8v", "root4", "lattice4")
 WEIGHTS = ("fp32", "bf16", "split8", "bf16_sr")
-THRESHOLDS = 2 * 5 * 32  # fp32 values: of the lanes, and lattice4 for k = 0 ... 3; then the same at one half
+THRESHOLDS = 2 * 5 * 32  # fp32 values: thresholds of a group, lattice4's for k = 0 ... 3; then the same for one half
 _WIDTH = 16
 _PARAM, _GRAD, _FINITE, _M, _M_SCALE, _V, _V_SCALE, _CORRECTION, _NUMEL, _ROWS, _COLS, _FIRST, _DEN, _NOISE, _BYTES = (
     range(15)
@@ -39,7 +39,7 @@ class NativeKind:
 
 
 class _Job(ctypes.Structure):
-    """Field by field the `Job` of job.h."""
+    """The `Job` of job.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "m", "v", "weights", "store", "keep_update", "fold", "threads")),
@@ -84,7 +84,7 @@ class NativeTable:
         self.num_chunks, self._seeds = first, list(seeds)
         self._den = array("f", bytes(4 * den))
         self._sums, self._counts = array("d", bytes(8 * len(params))), array("q", bytes(8 * len(params)))
-        self._held: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     @property
     def moved(self) -> bool:
@@ -97,19 +97,19 @@ class NativeTable:
         Returns for each parameter whether it has a gradient. Gradients that the library cannot read are copied.
         """
         grads, addresses, sizes = [param.grad for param in self.params], [], []
-        self._held = []
+        self._copies = []
         for grad in grads:
             if grad is not None and not (grad.is_contiguous() and grad.dtype in (torch.float32, torch.bfloat16)):
                 grad = grad.to(torch.bfloat16 if grad.dtype is torch.bfloat16 else torch.float32).contiguous()
-                self._held.append(grad)
+                self._copies.append(grad)
             addresses.append(0 if grad is None else grad.data_ptr())
             sizes.append(0 if grad is None else grad.element_size())
         finite = [0] * len(grads)
         if masks:
             for index, param in enumerate(self.params):
                 if param in masks:
-                    self._held.append(masks[param].contiguous())
-                    finite[index] = self._held[-1].data_ptr()
+                    self._copies.append(masks[param].contiguous())
+                    finite[index] = self._copies[-1].data_ptr()
         for column, numbers in ((_GRAD, addresses), (_BYTES, sizes), (_FINITE, finite)):
             self._rows[column::_WIDTH] = array("q", numbers)
         return [grad is not None for grad in grads]
@@ -150,7 +150,7 @@ class NativeTable:
             sums=_address(self._sums), counts=_address(self._counts),
         )  # fmt: skip
         self._library.baoc_step(ctypes.byref(job))
-        self._held = self._held if not store else []
+        self._copies = self._copies if not store else []
         return self._sums.tolist(), self._counts.tolist()
 
 

@@ -1,5 +1,5 @@
-// Threads are std::thread and live for one call: a second OpenMP runtime beside torch's would leave two sets of threads
-// spinning on the same cores, and threads that outlive the call would not survive a fork.
+// Runs tasks on std::threads that live for one call. A second OpenMP runtime next to torch's would leave two sets of
+// threads spinning on the same cores, and threads that outlive the call would not survive a fork.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t LEAST = 4;  // tasks that are worth a thread
+constexpr int64_t LEAST = 4;  // tasks per thread, at least
 
 template <class Work>
 void share_out(int threads, int64_t tasks, const Work& work) {
@@ -22,7 +22,7 @@ void share_out(int threads, int64_t tasks, const Work& work) {
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(task);
   };
 #if defined(__SSE__)
-  const unsigned mode = _mm_getcsr();  // whether subnormals count, as the caller has it
+  const unsigned mode = _mm_getcsr();  // the caller's treatment of subnormal numbers
   auto helper = [&] { _mm_setcsr(mode); loop(); };
 #else
   auto helper = loop;
@@ -31,7 +31,7 @@ void share_out(int threads, int64_t tasks, const Work& work) {
   try {
     for (int64_t i = 1; i < std::min<int64_t>(threads, tasks / LEAST); ++i) others.emplace_back(helper);
   } catch (const std::system_error&) {
-    // No more threads are to be had: the ones there are do the work.
+    // The system gives no more threads: those that exist do the work.
   }
   loop();
   for (auto& other : others) other.join();

@@ -1,10 +1,10 @@
-// How weights are kept, as baoc.kernels.weights has it, and gradients as fp32.
+// Loads and stores weights in the formats of baoc.optim.weights, and loads gradients as fp32.
 #pragma once
 #include "codecs.h"
 
 enum Weights { W_FP32, W_BF16, W_SPLIT8, W_RANDOM };
 
-// One parameter. `noise` is where its hash starts in this step.
+// One parameter. `noise` starts the hash of its random bits in this step.
 struct Param {
   int weights;
   void* data;
@@ -12,7 +12,7 @@ struct Param {
   uint32_t noise;
 };
 
-constexpr float PER_UNIT = 256.f * 127.f;  // codes in the number's power of two
+constexpr float PER_UNIT = 256.f * 127.f;  // steps of the correction's code per power of two of the number
 
 // 2^exponent of a bf16 number; zero and subnormal ones count as the least normal.
 BAOC_INLINE float power_of(float near) {
@@ -28,8 +28,8 @@ static void merge8(const uint16_t* __restrict near, const int8_t* __restrict res
   }
 }
 
-// Bits and code of `count` numbers at an index that is a multiple of 32 from where `up` begins. One that is what it `was`
-// keeps them: merging has rounded it, and some numbers can be split in two ways.
+// Splits `count` numbers p into bf16 and code. A number equal to what it `was` keeps its bits: merging has rounded it, and
+// some numbers can be split in two ways. `up` is 1 - threshold by position in the group.
 static BAOC_INLINE void split8_group(uint16_t* near, int8_t* rest, const float* p, const float* was, const float* up,
                                      int count) {
   uint32_t bits[GROUP];  // of the bf16 number, in the high half, and its code in the low byte
@@ -82,7 +82,7 @@ static void load_param(const Param& param, int64_t start, int n, float* out) {
   }
 }
 
-// `was` are the numbers that were loaded: only split8 looks at them.
+// `was` are the numbers that were loaded; only split8 reads them.
 static void store_param(const Param& param, int64_t start, int n, const float* p, const float* was,
                         const float* threshold) {
   uint16_t* near = static_cast<uint16_t*>(param.data) + start;
@@ -94,13 +94,13 @@ static void store_param(const Param& param, int64_t start, int n, const float* p
   }
 }
 
-// Gradients as fp32: where they lie if they are that already, else in `scratch`.
+// Gradients as fp32: a pointer into the gradient if it is fp32, else decoded into `scratch`.
 static const float* load_grad(bool bf16, const void* grad, int64_t start, int n, float* scratch) {
   if (!bf16) return static_cast<const float*>(grad) + start;
   decode_bf16(static_cast<const uint16_t*>(grad) + start, scratch, n);
   return scratch;
 }
 
-static void restore(const uint8_t* __restrict finite, float* __restrict now, const float* __restrict held, int n) {
-  for (int i = 0; i < n; ++i) now[i] = finite[i] ? now[i] : held[i];
+static void restore(const uint8_t* __restrict finite, float* __restrict now, const float* __restrict old, int n) {
+  for (int i = 0; i < n; ++i) now[i] = finite[i] ? now[i] : old[i];
 }

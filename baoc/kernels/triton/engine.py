@@ -229,11 +229,11 @@ class Engine:
         address = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
         variant = (self.gradients.variant_number, matched, marked, *address)
         if matched and self.all_reduce_sums is not None:
-            self._replay((0, variant), lambda: self._step(matched=True, marked=marked))
+            self.graphs.run((0, variant), lambda: self._step(matched=True, marked=marked))
             self._sum_over_ranks()  # not captured
-            self._replay((1, variant), lambda: self._repair(marked=marked))
+            self.graphs.run((1, variant), lambda: self._repair(marked=marked))
         else:
-            self._replay((0, variant), lambda: self._step_and_repair(matched=matched, marked=marked))
+            self.graphs.run((0, variant), lambda: self._step_and_repair(matched=matched, marked=marked))
         self._upload.receive()
         for table in self._workspace_tables:
             table.workspace = None
@@ -259,12 +259,6 @@ class Engine:
         for table in self._workspace_tables:
             table.workspace = workspace
         return workspace
-
-    def _replay(self, key: Hashable, launches: Callable[[], None]) -> None:
-        if self.graphs.on:
-            self.graphs.run(key, launches)
-        else:
-            launches()
 
     def _step_and_repair(self, *, matched: bool, marked: bool) -> None:
         self._step(matched=matched, marked=marked)
@@ -313,17 +307,9 @@ class Engine:
         if not self.matches:
             return
         match_kernel[(len(self.matches),)](
-            self._block_starts,
-            self._block_members,
-            self.unsharded_numels,
-            self.grad_ptrs,
-            self.ptrs,
-            self.sums,
-            self.num_skipped,
-            self.repair,
-            MEASURE=measure,
-            BLOCK_SIZE=_MATCH_BLOCK_SIZE,
-        )
+            self._block_starts, self._block_members, self.unsharded_numels, self.grad_ptrs, self.ptrs, self.sums,
+            self.num_skipped, self.repair, MEASURE=measure, BLOCK_SIZE=_MATCH_BLOCK_SIZE,
+        )  # fmt: skip
 
     # -- non-finite gradients -------------------------------------------------------------------------------------
 
@@ -398,6 +384,8 @@ class Graphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        if not self.on:
+            return launch()
         graph = self._graphs.get(key)
         if graph is None and key in self._launched and len(self._graphs) < MOST_GRAPHS:
             graph = self.capture(launch)

@@ -142,11 +142,10 @@ def _step_ragged(
     over = tl.where(rest + entry >= width, 1, 0)
     line, low = above + over, rest + entry - over * width
     tile, inside = line * cols + low * FOLD + k, low * FOLD + k < cols
-    done, square = _step_whole(
+    return _step_whole(
         tensor, grad_addr, first.to(tl.int64), left, first.to(tl.int64) * 0, tile, (tile & 31).to(tl.int32), inside,
         at, row, thresholds, repair, M, V, WEIGHTS, PARAM, GRAD, MATCHED, TRACK, MARKED, ENTRIES, FOLD, 1, True,
     )  # fmt: skip
-    return done, square
 
 
 @triton.jit

@@ -61,9 +61,8 @@ class Marks:
         self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
         self._device = tables[0].device
         numels = torch.zeros(size, dtype=torch.int64, device="cpu")
-        numels[self._places] = torch.tensor(
-            [param.numel() for table in tables for param in table.params], dtype=torch.int64, device="cpu"
-        )
+        by_tensor = [param.numel() for table in tables for param in table.params]
+        numels[self._places] = torch.tensor(by_tensor, dtype=torch.int64, device="cpu")
         chunks = (numels + _CHUNK - 1) // _CHUNK
         first = torch.zeros(size, dtype=torch.int64, device="cpu")
         torch.cumsum(chunks[:-1], 0, out=first[1:])
@@ -85,27 +84,14 @@ class Marks:
         for code, (dtype, limit) in enumerate(LIMIT_BITS.items()):
             if dtype in dtypes and self._num_programs:
                 mark_kernel[(self._num_programs,)](
-                    self._owner,
-                    self._first,
-                    numels,
-                    grad_ptrs,
-                    self._codes,
-                    num_nonfinite,
-                    CODE=code,
-                    BITS=tl.int32 if dtype.itemsize == 4 else tl.int16,
-                    LIMIT=limit,
-                    FIRST=first,
-                    CHUNK=_CHUNK,
-                )
+                    self._owner, self._first, numels, grad_ptrs, self._codes, num_nonfinite, CODE=code,
+                    BITS=tl.int32 if dtype.itemsize == 4 else tl.int16, LIMIT=limit, FIRST=first, CHUNK=_CHUNK,
+                )  # fmt: skip
 
     def _set_dtypes(self, dtypes: list[torch.dtype]) -> None:
         codes = torch.zeros(len(self._codes), dtype=torch.int32, device="cpu")
-        order = list(LIMIT_BITS)
-        codes[self._places] = torch.tensor(
-            [order.index(table.grad_dtype) for table in self._tables for _ in table.params],
-            dtype=torch.int32,
-            device="cpu",
-        )
+        by_tensor = [list(LIMIT_BITS).index(table.grad_dtype) for table in self._tables for _ in table.params]
+        codes[self._places] = torch.tensor(by_tensor, dtype=torch.int32, device="cpu")
         self._codes.copy_(codes)
         self._dtypes = dtypes
 
