@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes directly: how much there is, and locking exactly the pages that are used."""
+"""Host memory that a GPU reads and writes directly: how much is available, allocating it, and page-locking it."""
 
 import logging
 import os
@@ -21,12 +21,9 @@ CGROUPS = (
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that this process may still take: what the system calls available, or what its container leaves it.
-
-    None where the system does not tell.
-    """
-    found = [limit for limit in (system_available_bytes(), _cgroup_available_bytes()) if limit is not None]
-    return min(found, default=None)
+    """Bytes that this process can still allocate, limited by the system and by its cgroup; None if both are unknown."""
+    limits = [limit for limit in (system_available_bytes(), _cgroup_available_bytes()) if limit is not None]
+    return min(limits, default=None)
 
 
 def system_available_bytes() -> int | None:
@@ -43,7 +40,7 @@ def system_available_bytes() -> int | None:
 
 
 def _cgroup_available_bytes() -> int | None:
-    """Bytes that a cgroup leaves; its page cache counts as free."""
+    """Bytes that the cgroup's limit leaves, counting its inactive page cache as free; None without a limit."""
     for folder, limit, used, cache in CGROUPS:
         try:
             texts = [(folder / name).read_text().strip() for name in (limit, used)]
@@ -59,7 +56,7 @@ _ADVICE = "give fewer blocks to the host, or narrower storage such as int8"
 
 
 def check_host_memory(nbytes: int, *, what: str) -> None:
-    """Raises BadInputError where the machine does not have so much memory left."""
+    """Raises BadInputError if fewer than `nbytes` of host memory are available; `what` begins the message."""
     left = available_host_bytes()
     if left is not None and nbytes > left:
         raise BadInputError(
@@ -68,11 +65,11 @@ def check_host_memory(nbytes: int, *, what: str) -> None:
 
 
 def allocate_host_memory(nbytes: int, *, what: str) -> Tensor:
-    """uint8 zeros on the CPU, not locked. Raises BadInputError where they cannot be had."""
+    """uint8 zeros on the CPU, not page-locked. Raises BadInputError if there is not so much memory."""
     check_host_memory(nbytes, what=what)
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:  # torch has no type of its own for it
+    except RuntimeError as error:  # torch has no own type for this error on a CPU
         raise BadInputError(
             f"{what} need {format_bytes(nbytes)} of host memory, which was refused: {_ADVICE}"
         ) from error
@@ -104,13 +101,13 @@ def page_lock(memory: Tensor, *, device: torch.device) -> bool:
         except RuntimeError as refused:
             log.debug("locking host memory raised: %s", refused)
             error = -1
-        if error:  # the runtime keeps it, and torch would raise it at its next launch: it is taken away here
+        if error:  # the runtime keeps the error, and torch would raise it at its next launch: this launch consumes it
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)
         return not error
 
 
 def _page_unlock(memory: Tensor, device: torch.device) -> None:
-    """`memory` lives until here, as the finalizer holds it; copies to and from it may be on their way."""
+    """Unregisters `memory`, which the finalizer has kept alive, after copies to and from it have ended."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

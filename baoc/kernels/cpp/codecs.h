@@ -80,7 +80,7 @@ static void decode_bf16(const uint16_t* __restrict from, float* __restrict out, 
   for (int i = 0; i < n; ++i) out[i] = from_bf16(from[i]);
 }
 
-// -- to codes: x holds a complete group, whose numbers become codes in the form of `coded` --------------------------------
+// -- to codes: x holds a complete group, whose numbers become codes in the form of `coded` ------------------------
 
 // Bits of the largest magnitude; above those of infinity if there is a NaN. Bits compare as the numbers do.
 template <int SIZE = GROUP>
@@ -105,7 +105,8 @@ static BAOC_INLINE uint16_t scale_of(float* x, float largest, float infinite) {
   return uint16_t((bits_of(least(from_bits(uint32_t(top)), largest)) + 0xFFFFu) >> 16);
 }
 
-// The divisor of a group by its scale. If the scale does not allow the fast division, divides the group here and returns 1.
+// The divisor of a group by its scale. If the scale does not allow the fast division, divides the group here and
+// returns 1.
 template <int SIZE = GROUP>
 static BAOC_INLINE Quotient by_scale(float* x, uint16_t scale) {
   const Quotient by(most(from_bf16(scale), TINY));
@@ -170,8 +171,8 @@ BAOC_INLINE uint16_t keep_or_replace(uint16_t scale, uint16_t old) {
   return scale <= old && from_bf16(scale) >= KEEP_SCALE * from_bf16(old) ? old : scale;
 }
 
-// Stores n elements, padded to complete groups: m, or s = sqrt(v) for a codec of v. All scales come first: each takes long
-// to compute, and they do not wait for each other.
+// Stores n elements, padded to complete groups: m, or s = sqrt(v) for a codec of v. All scales come first: each takes
+// long to compute, and they do not wait for each other.
 static void encode8(const StoredState& state, int64_t start, int n, float* __restrict x, const float* thresholds) {
   const bool of_v = state.codec == SQRT8 || state.codec == ROOT8V;
   uint8_t* out = static_cast<uint8_t*>(state.payload) + start;

@@ -1,5 +1,5 @@
-// FOAM: states are [rows, cols / fold], rounded up. A chunk is a range of states and the elements that fold into them. The
-// step uses the averages before they are rounded for storage.
+// FOAM: states are [rows, cols / fold], rounded up. A chunk is a range of states and the elements that fold into them.
+// The step uses the averages before they are rounded for storage.
 #pragma once
 #include "job.h"
 
@@ -77,7 +77,8 @@ void average_folds(const Job& job, const Settings& k, Means& of, bool masked, fl
   }
 }
 
-void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch, Total& total);
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch,
+                Total& total);
 
 // Folds [fold_begin, fold_end) of one row; m and v are theirs.
 void step_row(const Job& job, const Tensor& t, const Settings& k, int64_t row, int64_t begin, int64_t end, float* m,

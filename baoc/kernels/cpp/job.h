@@ -6,14 +6,14 @@
 #include "states.h"
 #include "weights.h"
 
-// A row of the table that baoc.kernels.cpp.table writes: addresses (0 for none), size and sides of the matrix as stored,
-// the tensor's first chunk, the offset of its denominators, the start of its noise, bytes per gradient element.
+// A row of the table that baoc.kernels.cpp.table writes: addresses (0 for none), size and sides of the matrix as
+// stored, the tensor's first chunk, the offset of its denominators, the start of its noise, bytes per gradient element.
 struct Tensor {
   int64_t param, grad, finite, m, m_scale, v, v_scale, correction, numel, rows, cols, first, den, noise, grad_bytes, pad;
 };
 
-// All tensors have one rule, codecs and weights. `store` 0 only measures; `keep_update` computes the update as numbers of
-// its own before it is added, and sums its squares.
+// All tensors have one rule, codecs and weights. `store` 0 only measures; `keep_update` computes the update as numbers
+// of its own before it is added, and sums its squares.
 struct Job {
   int32_t rule, m, v, weights, store, keep_update, fold, threads;
   int64_t num_tensors, num_chunks;

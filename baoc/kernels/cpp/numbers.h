@@ -40,9 +40,10 @@ struct Lerp {
   }
 };
 
-// x / divisor, correctly rounded, in three operations instead of a division: the remainder of x * (1 / divisor) is exact
-// when fused, and one correction by it rounds right (Markstein 1990). Holds where the remainder does not underflow, so
-// `usable` wants a divisor that is not tiny, and where the divisor's significand is not all ones: such are divided by.
+// x / divisor, correctly rounded, in three operations instead of a division: the remainder of x * (1 / divisor) is
+// exact when fused, and one correction by it rounds right (Markstein 1990). Holds where the remainder does not
+// underflow, so `usable` wants a divisor that is not tiny, and where the divisor's significand is not all ones: such
+// are divided by.
 struct Quotient {
   float divisor, inverse;
   bool usable;
@@ -74,7 +75,8 @@ struct Quotient {
 // Rounds a number of at most 2^22 to the nearest integer, halves to even, and leaves it in the low bits.
 BAOC_INLINE float coded(float x) { return x + 12582912.f; }  // 1.5 * 2^23
 
-// The low bytes of results of `coded`. A loop of its own, because one over bytes and fp32 would use half as wide vectors.
+// The low bytes of results of `coded`. A loop of its own, because one over bytes and fp32 would use half as wide
+// vectors.
 template <int SIZE>
 static BAOC_INLINE void narrow(const float* from, uint8_t* to) {
   for (int i = 0; i < SIZE; ++i) to[i] = uint8_t(bits_of(from[i]));

@@ -15,7 +15,8 @@ static BAOC_INLINE void pack(const uint8_t* codes, uint8_t* bytes, int count) {
   for (int i = 0; i < count; ++i) bytes[i] = uint8_t((codes[2 * i] & 15) | codes[2 * i + 1] << 4);
 }
 
-// Decodes n elements from `start` into `out`, group by group: unpacks the codes and calls restore(codes, scale, values).
+// Decodes n elements from `start` into `out`, group by group: unpacks the codes and calls restore(codes, scale,
+// values).
 template <class Restore>
 static BAOC_INLINE void decode_packed(const StoredState& state, int64_t start, int n, float* __restrict out,
                                       const Restore& restore) {

@@ -1,5 +1,5 @@
-// v shared along an axis of the matrix [rows, cols] as stored: SHARED_IN along cols, one per row; SHARED_OUT along rows,
-// one per column. `share_v` updates it before the step, and computes the denominators of the step from it.
+// v shared along an axis of the matrix [rows, cols] as stored: SHARED_IN along cols, one per row; SHARED_OUT along
+// rows, one per column. `share_v` updates it before the step, and computes the denominators of the step from it.
 #pragma once
 #include "job.h"
 #include "threads.h"

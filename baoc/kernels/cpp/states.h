@@ -1,5 +1,5 @@
-// Loads and stores states in the codecs of baoc.optim.codecs. Payloads and scales are the same, bit for bit where sqrt and
-// log2 agree, so that either may take the next step. All functions work on n elements from a multiple of 64.
+// Loads and stores states in the codecs of baoc.optim.codecs. Payloads and scales are the same, bit for bit where sqrt
+// and log2 agree, so that either may take the next step. All functions work on n elements from a multiple of 64.
 #pragma once
 #include "packed.h"
 
@@ -53,8 +53,8 @@ static void take_finite(const StoredState& state, int64_t start, int n, const ui
   }
 }
 
-// Stores x by `encode(x, thresholds)` where some gradients are not finite. Those elements are rounded at one half, which
-// reproduces their codes while the scale stays. Both encodings find the same scale.
+// Stores x by `encode(x, thresholds)` where some gradients are not finite. Those elements are rounded at one half,
+// which reproduces their codes while the scale stays. Both encodings find the same scale.
 template <class Encode>
 static void encode_some(const StoredState& state, int64_t start, int n, float* x, const uint8_t* finite,
                         const float* thresholds, const Encode& encode) {

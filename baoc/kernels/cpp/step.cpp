@@ -27,7 +27,8 @@ void denominators(const Job& job, const Tensor& t, int64_t start, int n, float* 
   }
 }
 
-void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch, Total& total) {
+void step_block(const Job& job, const Tensor& t, const Settings& k, int64_t start, int n, Scratch& scratch,
+                Total& total) {
   const bool has_m = t.m && job.rule != FOAM;  // for FOAM the caller decodes and stores the averages
   const bool has_v = t.v && job.rule != FOAM && job.rule != SHARED_IN && job.rule != SHARED_OUT;
   const bool direct = job.weights == W_FP32 && job.store;

@@ -28,8 +28,8 @@ static void merge8(const uint16_t* __restrict near, const int8_t* __restrict res
   }
 }
 
-// Splits `count` numbers p into bf16 and code. A number equal to what it `was` keeps its bits: merging has rounded it, and
-// some numbers can be split in two ways. `up` is 1 - threshold by position in the group.
+// Splits `count` numbers p into bf16 and code. A number equal to what it `was` keeps its bits: merging has rounded it,
+// and some numbers can be split in two ways. `up` is 1 - threshold by position in the group.
 static BAOC_INLINE void split8_group(uint16_t* near, int8_t* rest, const float* p, const float* was, const float* up,
                                      int count) {
   uint32_t bits[GROUP];  // of the bf16 number, in the high half, and its code in the low byte

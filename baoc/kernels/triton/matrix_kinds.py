@@ -1,7 +1,7 @@
 """Families of fused rules that see a matrix: shared v, Adafactor, column norms, Muon and FOAM. Needs no Triton.
 
-Bytes of state per parameter of a (rows, cols) matrix, m in fp32 / bf16 / int8: shared v 4 / 2 / 1.0625 and a vector;
-Adafactor two vectors, and m if it has one; column norms nothing; Muon m; FOAM of level l 8 / 4 / 2.125 over 2^l.
+Bytes of state per parameter of a (rows, cols) matrix with m in fp32 / bf16 / int8: shared v 4 / 2 / 1.0625 and one
+vector; Adafactor two vectors, plus m if it has one; column norms none; Muon m; FOAM of level l 8 / 4 / 2.125 over 2^l.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from baoc.kernels.triton.kinds import (
     sign_row,
 )
 
-FOLD_TILE = 32  # folded numbers of a program are a multiple of it: their quantiser's group
+FOLD_TILE = 32  # folded numbers of a program are a multiple of this, the quantiser's group
 _DECAY, _ALPHA = 0.8, 0.25  # as baoc.optim.rules.adafactor and baoc.optim.rules.foam
-_LEAST_LINE, _LONGEST_LINE = 128, 16384
+_SHORTEST_LINE, _LONGEST_LINE = 128, 16384  # elements of a line that one program steps
 
 
 # -- shared v, column norms and Adafactor -------------------------------------------------------------------------
@@ -44,19 +44,19 @@ def stored(shape: Shape) -> tuple[int, int]:
 
 
 def shares_lines(rule: str, shape: Shape) -> bool:
-    """True if a shared rule's v, or a column's norm, is one per line in memory, else one per position in a line."""
+    """Whether shared v (or the column norm) is one number per line in memory; else it is one per position in a line."""
     return (rule == "adamw_shared_in") != shape.transposed
 
 
 def whole_lines(rule: str, shape: Shape) -> bool:
-    """True if a program steps one line, which it reads once: lines are whole groups, neither too short nor too long."""
+    """Whether a program steps a complete line: lines are complete groups, and neither too short nor too long."""
     length = stored(shape)[1]
-    fits = length % PACKED_GROUP == 0 and _LEAST_LINE <= length <= _LONGEST_LINE
+    fits = length % PACKED_GROUP == 0 and _SHORTEST_LINE <= length <= _LONGEST_LINE
     return not rule.startswith("adafactor") and shares_lines(rule, shape) and fits
 
 
 def adafactor_row(options: Options, step: int, *, has_m: bool) -> Row:
-    """As `adam_row`, with v's weight 1 - beta2 = step^-.8; in place of v's correction it has m's, for the clipping."""
+    """`adam_row` for Adafactor: the weight of g^2 is step^-.8, and inv_bc2 is m's correction, which clipping uses."""
     beta1 = options.betas[0]
     correction = 1 / (1 - beta1**step) if has_m else 1.0
     decay = 1 - options.lr * options.weight_decay
@@ -77,15 +77,15 @@ def _adafactor_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 
 def _launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
-    """The cuts that did best on an H100; see experiments/benchmarks/matrix_step.py."""
+    """The fastest configs on an H100, by experiments/benchmarks/matrix_step.py."""
     if kind.traits.has_m and kind.m in ("fp32", "root4"):
         return LaunchConfig(chunk=512, warps=4, vector=4)
     return LaunchConfig(chunk=1024, warps=4, vector=4) if fp32_params else LaunchConfig(chunk=256, warps=1, vector=8)
 
 
 def _parts_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
-    """Likewise on an H200, of matrices that are stepped in parts: one warp, as warps that wait for each other cost more
-    than they share, so few registers that many fit, and four parts, which share what is asked of a tensor."""
+    """The fastest configs on an H200 for matrices stepped by chunks. One warp, because waiting for others costs more
+    than it saves; few registers, so that many programs fit; four chunks share the loads of a tensor's rows."""
     if fp32_params or (kind.traits.has_m and kind.m == "fp32"):
         packed = kind.traits.has_m and kind.m == "root4"
         return LaunchConfig(chunk=256, warps=1, vector=4, registers=80 if packed else 64, repeat=4)
@@ -93,7 +93,7 @@ def _parts_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
 
 
 def _lines_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
-    """Likewise, of matrices that are mostly stepped by whole lines."""
+    """The fastest configs for matrices that are mostly stepped by complete lines."""
     if not fp32_params and not (kind.traits.has_m and kind.m in ("fp32", "root4")):
         return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
     return _launch_config(kind, fp32_params)
@@ -176,7 +176,7 @@ def entries(rule: str, config: LaunchConfig) -> int:
 
 
 def foam_row(options: Options, step: int) -> Row:
-    """As `adam_row`; the corrections of m and v are one factor of the update."""
+    """`adam_row` for FOAM: the bias corrections of m and v are in `size`."""
     (beta1, beta2), lr = options.betas, options.lr
     per_lr = _ALPHA * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
     return (1 - lr * options.weight_decay, lr * per_lr, 1 - beta1, beta2, 1 - beta2, 1.0, options.eps, per_lr)
@@ -188,7 +188,7 @@ def _foam_sizes(kind: Kind, shape: Shape) -> dict[str, int]:
 
 
 def _foam_launch_config(kind: Kind, fp32_params: bool) -> LaunchConfig:
-    """Likewise, on an H200. One warp holds whole groups of folds, so that nothing is exchanged between warps."""
+    """The fastest configs on an H200. One warp holds complete groups, so that nothing is exchanged between warps."""
     fold = FOLDS[kind.rule]
     if not fp32_params:
         return LaunchConfig(chunk=256, warps=1, vector=8, registers=64)
