@@ -15,7 +15,6 @@ OUT/ddp_kills.csv, with `--strategy fsdp` that of fully_shard and OUT/fsdp_kills
 
 import argparse
 import csv
-import gc
 import json
 import logging
 import os
@@ -53,6 +52,7 @@ from baoc.profiling import context_bytes, current_context_bytes  # noqa: E402
 from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
 from baoc.training.lightning import checksum  # noqa: E402
 from baoc.training.session import SessionSettings  # noqa: E402
+from experiments.benchmarks.timing import free_memory  # noqa: E402
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # of which Lightning clears the environment
 WARM, WINDOW, WINDOWS = 8, 5, 6
@@ -184,10 +184,10 @@ def trained(
     return Found(ms=slowest, peak=int(peak), allocated=int(allocated), weights=found if high == -low else -1.0)
 
 
-def fresh(device: str) -> None:
-    gc.collect()
+def uncapped(device: str) -> None:
+    """Frees memory and lifts the cap of the run before."""
+    free_memory()
     if device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
@@ -221,7 +221,7 @@ class Steps:
         for budget, mode in (("unlimited", "adamw"), ("unlimited", "off"), (limit, "off"), (limit, "once")):
             if self.late:
                 return
-            fresh(device)
+            uncapped(device)
             strategy, decisions = baoc(budget, mode=mode), Decisions(ms=[])
             decisions.watch(strategy)
             found = trained(network, strategy, device=device)
@@ -229,17 +229,17 @@ class Steps:
             del strategy
         if resumed and not self.late:
             self._resumed(network, reference=reference)
-        fresh(device)
+        uncapped(device)
 
     def _resumed(self, network: str, *, reference: float) -> None:
         device = self._device
         with tempfile.TemporaryDirectory() as folder:
             path = ranks().broadcast(Path(folder) / "half.ckpt")
-            fresh(device)
+            uncapped(device)
             whole = trained(network, baoc("state_25"), device=device, steps=12)
-            fresh(device)
+            uncapped(device)
             trained(network, baoc("state_25"), device=device, steps=6, save=path)
-            fresh(device)
+            uncapped(device)
             strategy, decisions = baoc("state_25"), Decisions(ms=[])
             decisions.watch(strategy)
             again = trained(network, strategy, device=device, steps=12, load=path)

@@ -28,7 +28,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us  # noqa: E402
+from optimizer_step import MODELS, copy_gbps, events_ms, host_us  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.core.catalogue import SPECS  # noqa: E402
 from baoc.optim import BlockwiseOptimizer  # noqa: E402
@@ -142,7 +143,7 @@ def attempt(timing: Callable[[], Row], *, what: str) -> list[Row]:
         print(f"FAILED {what}: {type(error).__name__}: {str(error)[:400]}", flush=True)
         return []
     finally:
-        clean()
+        free_memory()
 
 
 def time_model(model: str, *, gbps: float, names: Sequence[str]) -> list[Row]:
@@ -209,7 +210,7 @@ def main() -> None:
     if not args.no_check:
         checked = subprocess.run([sys.executable, str(Path(__file__).with_name("engine_check.py"))]).returncode
     gbps = copy_gbps()
-    clean()
+    free_memory()
     rows: list[Row] = []
     for model in args.models:
         rows += time_model(model, gbps=gbps, names=args.specs)

@@ -14,7 +14,6 @@ ranks, context included; `peak_bytes_predicted` what a probe without optimizer s
 
 import argparse
 import csv
-import gc
 import os
 import sys
 from collections import defaultdict
@@ -45,6 +44,7 @@ from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
 from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
 from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
 from baoc.types import TextDataSpec  # noqa: E402
+from experiments.benchmarks.timing import free_memory, optimizer_state_bytes, seconds  # noqa: E402
 
 WARM, WINDOW, WINDOWS, ALONE, QUEUED = 8, 5, 4, 10, 10
 SEQUENCE, VOCABULARY = 1024, 32_000
@@ -101,14 +101,6 @@ def built(name: str, model: nn.Module) -> torch.optim.Optimizer:
         for key, param in model.named_parameters()
     }
     return BlockwiseOptimizer(model, specs, lr=1e-4, weight_decay=0.1)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin = perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return perf_counter() - begin
 
 
 def alone_ms(name: str, size: str, *, device: torch.device) -> float:
@@ -180,7 +172,7 @@ def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[st
         for size in sizes:
             for name in (name for name in OPTIMIZERS if name != MUON):
                 found = share_of(name, size, device=device)
-                fresh()
+                free_memory()
                 given: dict[str, Any] = {"network": f"llama-{size}", "ranks": ranks().size, "optimizer": name}
                 for kind in ("", "_queued"):
                     over = found[f"optimizer{kind}_ms"] * ranks().size / found[f"one_gpu{kind}_ms"]
@@ -223,9 +215,9 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     def micro_batch() -> None:
         loss_of(draw()).backward()
 
-    fresh()
+    free_memory()
     footprint = probe_footprint(list(model.parameters()), run_micro_batch=micro_batch)
-    fresh()
+    free_memory()
     optimizer = built(name, model)
     torch.cuda.reset_peak_memory_stats()
     times, loss = [], torch.zeros((), device=device)
@@ -247,14 +239,11 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     micro_batch()
     optimizer.step()
     alone = 1e3 * median(seconds(optimizer.step) for _ in range(ALONE))
-    specs: set[str] = set()
+    held, specs = optimizer_state_bytes(optimizer), set[str]()
     if isinstance(optimizer, BlockwiseOptimizer):
-        held, specs = optimizer.state_bytes(), set(optimizer.specs.values())
+        specs = set(optimizer.specs.values())
         temporaries = step_temporaries(select(sorted(specs)).values(), params=list(model.parameters()))
         footprint = replace(footprint, step_temporary_bytes=temporaries)
-    else:
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        held = sum(getattr(value, "_local_tensor", value).nbytes for value in values)
     step_ms, optimizer_ms = group.all_reduce_max(median(times), alone)
     promised = footprint.peak_bytes(state_bytes=held, specs=sorted(specs))
     peak, predicted, held = (int(each) for each in group.all_reduce_max(peak, promised, held))
@@ -263,11 +252,6 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
         "peak_bytes_predicted": predicted, "excess": round(peak / predicted - 1, 4),
         "state_bytes": held, "loss": round(float(last) / group.size, 4),
     }  # fmt: skip
-
-
-def fresh() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -288,14 +272,14 @@ def main() -> None:
         return dist.destroy_process_group()
     rows: list[Row] = []
     measured(TORCH, "350m", device=device)  # kept nowhere: a process is slow at first
-    fresh()
+    free_memory()
     for size in asked.sizes:
         reference = 0.0
         for name in OPTIMIZERS:
             one = alone_ms(name, size, device=device)
-            fresh()
+            free_memory()
             found = measured(name, size, device=device)
-            fresh()
+            free_memory()
             reference = reference or found["step_ms"]
             ratio = round(found["step_ms"] / reference, 4)
             (one,) = ranks().all_reduce_max(one)

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from matrix_step import SPECS, least_bytes, make_engine, name_of  # noqa: E402
-from optimizer_step import MODELS, clean, copy_gbps, events_ms  # noqa: E402
+from optimizer_step import MODELS, copy_gbps, events_ms  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.kernels import Engine, LaunchConfig  # noqa: E402
 from baoc.kernels.triton import means_plan  # noqa: E402
@@ -84,7 +85,7 @@ def by_shape(spec: str, cut: str, *, gbps: float) -> str:
         times = events_ms(lambda e=engine, m=matched: e.run(matched=m), steps=5)
         shares.append(f"{shape[0]}x{shape[1]} {least_bytes(engine) / gbps / 1e6 / median(times):.2f}")
         del engine
-        clean()
+        free_memory()
     return ", ".join(shares)
 
 
@@ -159,7 +160,7 @@ def main() -> None:
             best[spec] = max(best.get(spec, (0.0, "")), (share, cut))
             print(f"{spec:29s} {cut or 'own':14s} {median(times):7.3f} ms, floor {floor:6.3f}, {share:.2f}", flush=True)
             del engine
-            clean()
+            free_memory()
     show_parts(best, gbps=gbps, until=begin + args.limit_s)
 
 
@@ -170,7 +171,7 @@ def show_parts(best: dict[str, tuple[float, str]], *, gbps: float, until: float)
             engine, matched = engine_of(spec, cut, MODELS["llama_1b"])
             kernels = kernels_of(engine, matched)
             del engine
-            clean()
+            free_memory()
             print(f"{spec} {cut} {share:.2f}: {by_shape(spec, cut, gbps=gbps)}; {kernels}", flush=True)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from optimizer_step import DEVICE, MODELS, Row, clean, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
+from optimizer_step import DEVICE, MODELS, Row, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import Engine, FusedTable, Kind, LaunchConfig, Shape, polar  # noqa: E402
@@ -173,15 +174,15 @@ def main() -> None:
         return warm(*map(int, args.warm.split("/")))
     warm_in_parallel()
     gbps, rows = copy_gbps(), []
-    clean()
+    free_memory()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s", flush=True)
     for model in args.models:
         rows += [next(time_torch(model, gbps=gbps))]
-        clean()
+        free_memory()
         for spec in SPECS:
             if args.only in name_of(spec):
                 rows.append(time_spec(model, spec, gbps=gbps))
-                clean()
+                free_memory()
     show(rows)
     folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from matrix_step import OUTER_SIDES  # noqa: E402
-from optimizer_step import MODELS, clean, copy_gbps, events_ms, host_us, time_torch  # noqa: E402
+from optimizer_step import MODELS, copy_gbps, events_ms, host_us, time_torch  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.kernels import polar  # noqa: E402
 from baoc.kernels.polar import A, B, C  # noqa: E402
@@ -245,7 +246,7 @@ def main() -> None:
                 rows.append(row)
                 print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
                 write("muon_products.csv", rows)
-            clean()
+            free_memory()
     if only in (None, "check"):
         for spec in SPECS:
             print(f"equal {spec}: NMSE at most {check(spec):.1e} of {2 * MUON_BF16.nmse:.1e}", flush=True)
@@ -256,7 +257,7 @@ def main() -> None:
 def time_all() -> None:
     rows: list[Row] = []
     gbps, rate = copy_gbps(), matmul_tflops()
-    clean()
+    free_memory()
     print(f"{torch.cuda.get_device_name()}, copy {gbps:.0f} GB/s, product of 8192 {rate:.0f} TFLOP/s", flush=True)
     for model in ("vit_b", "llama_130m", "llama_1b"):
         adamw = next(time_torch(model, gbps=gbps))
@@ -265,11 +266,11 @@ def time_all() -> None:
              "min_ms": f"{adamw.min_ms:.3f}", "host_us": f"{adamw.host_us:.0f}", "temporary_mib": "0",
              "bytes_ms": f"{adamw.floor_ms:.3f}", "flops_ms": "0", "steps": 15}
         )  # fmt: skip
-        clean()
+        free_memory()
         for spec, backend in (("muon", "fused"), ("muon_int8+split8", "fused"), ("muon", "eager")):
             if backend == "fused" or model == "vit_b":
                 rows.append(time_step(model, spec, backend=backend, gbps=gbps, rate=rate))
-                clean()
+                free_memory()
             write(
                 "muon_step.csv", [row | {"copy_gbps": f"{gbps:.0f}", "product_tflops": f"{rate:.0f}"} for row in rows]
             )

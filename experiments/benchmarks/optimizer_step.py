@@ -9,7 +9,6 @@ results. Rules that are RMS-matched are timed with factors and sums, as they run
 
 import argparse
 import csv
-import gc
 import os
 import subprocess
 import sys
@@ -28,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from kernel_check import CUTS, text_of  # noqa: E402
 from peers import installed  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.core.catalogue import STORAGES  # noqa: E402
 from baoc.kernels import FusedTable, Kind, LaunchConfig  # noqa: E402
@@ -200,7 +200,7 @@ def time_torch(model: str, *, gbps: float) -> Iterator[Row]:
             floor_ms=width * sum(map(prod, shapes)) / gbps / 1e6,
         )  # fmt: skip
         del optimizer
-        clean()
+        free_memory()
 
 
 def time_peers(model: str, *, gbps: float) -> Iterator[Row]:
@@ -214,7 +214,7 @@ def time_peers(model: str, *, gbps: float) -> Iterator[Row]:
             optimizer = peer.make(module, params)
             for _ in range(3):
                 optimizer.step()
-            clean()
+            free_memory()
             width = 3 * peer.dtype.itemsize + 2 * (torch.cuda.memory_allocated() - before) / numel
             times = events_ms(optimizer.step)
             yield Row(
@@ -225,12 +225,7 @@ def time_peers(model: str, *, gbps: float) -> Iterator[Row]:
         except Exception as error:  # theirs, and no reason to lose the others
             print(f"peer failed: {peer.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         params = optimizer = None
-        clean()
-
-
-def clean() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+        free_memory()
 
 
 def show(rows: Iterable[Row]) -> None:
@@ -266,7 +261,7 @@ def best_cuts(model: str, *, gbps: float, rows: list[Row]) -> dict[str, LaunchCo
             timed = []
             for cut in CUTS:
                 timed.append(time_fused(model, spec, gbps=gbps, config=cut))
-                clean()
+                free_memory()
             rows += timed
             best[spec[0]] = CUTS[min(range(len(CUTS)), key=lambda index: timed[index].launch_ms)]
             ranked = sorted(timed, key=lambda row: row.launch_ms)
@@ -285,14 +280,14 @@ def main() -> None:
     if not args.no_check:
         subprocess.run([sys.executable, str(Path(__file__).with_name("kernel_check.py"))], check=True)
     gbps, rows, swept = copy_gbps(), [], []
-    clean()
+    free_memory()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s", flush=True)
     for model in args.models:
         rows += time_torch(model, gbps=gbps)
         best = {} if args.no_sweep else best_cuts(model, gbps=gbps, rows=swept)
         for spec in SPECS:
             rows.append(time_fused(model, spec, gbps=gbps, config=best.get(spec[0])))
-            clean()
+            free_memory()
         write([*rows, *swept], gbps=gbps)  # what is measured stays where the next model is cut short
     if args.peers:  # last, for some take a hundred times as long
         for model in args.models:

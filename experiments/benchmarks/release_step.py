@@ -28,7 +28,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from optimizer_step import clean  # noqa: E402
+from timing import free_memory  # noqa: E402
 
 from baoc.core.statistics import mean_interval  # noqa: E402
 from baoc.kernels import Engine  # noqa: E402
@@ -185,7 +185,7 @@ def main() -> None:
                     print(f"{spec} {case.how}: {part} {calls:.1f} calls, {us:.0f} us of a step", flush=True)
                 parts.flush()
             del case, cases
-            clean()
+            free_memory()
     print(f"\n{'spec':18} {'gradients':9} {'step ms':>8}  ratio to the first, 95 % of n {REPETITIONS}   groups")
     for spec, how, ms, ratio, low, high, groups in table:
         print(f"{spec:18} {how:9} {ms:8.2f}  {ratio:.3f} [{low:.3f}, {high:.3f}]   {groups}")

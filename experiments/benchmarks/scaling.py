@@ -19,7 +19,6 @@ trained by 2 ranks on the CPU: OUT/scaling_study.csv.
 
 import argparse
 import csv
-import gc
 import hashlib
 import json
 import os
@@ -60,6 +59,7 @@ from baoc.parallel import ranks  # noqa: E402
 from baoc.profiling import context_bytes  # noqa: E402
 from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
 from baoc.types import ImageDataSpec, TextDataSpec  # noqa: E402
+from experiments.benchmarks.timing import free_memory, optimizer_state_bytes, seconds  # noqa: E402
 
 WARM, WINDOW, WINDOWS, ALONE, PROFILED = 6, 3, 4, 5, 2
 LIMIT_S = 300.0
@@ -168,7 +168,7 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
         cross_entropy(found.flatten(0, -2).float(), targets).backward()
 
     given = {"lr": 1e-4, "weight_decay": 0.1}
-    fresh(cuda)
+    free_memory()
     if name == BAOC:
         optimizer: Any = BaocOptimizer(model, budget=budget, probe=micro_batch, verbose=False, **given)
     else:
@@ -185,16 +185,16 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     steps(WARM)
-    windows = [seconds(lambda: steps(WINDOW), cuda) / WINDOW for _ in range(WINDOWS)]
+    windows = [seconds(lambda: steps(WINDOW)) / WINDOW for _ in range(WINDOWS)]
     peak = torch.cuda.max_memory_reserved() + current_context_bytes(device) if cuda else 0
     micro_batch()
-    alone = median(seconds(optimizer.step, cuda) for _ in range(ALONE))
+    alone = median(seconds(optimizer.step) for _ in range(ALONE))
     optimizer.zero_grad()
     dist.barrier()
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
-        spent = seconds(lambda: steps(PROFILED), cuda)
+        spent = seconds(lambda: steps(PROFILED))
     collectives, exposed = shares(profiler.events(), spent=spent, cuda=cuda)
-    step_s, alone, peak, held = group.all_reduce_max(median(windows), alone, peak, held_bytes(optimizer))
+    step_s, alone, peak, held = group.all_reduce_max(median(windows), alone, peak, optimizer_state_bytes(optimizer))
     predicted = optimizer.plan.peak_bytes if name == BAOC else 0
     specs = optimizer.specs if name == BAOC else {}
     return {
@@ -204,21 +204,6 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
         "excess": round(peak / predicted - 1, 4) if predicted and peak else None, "state_bytes": int(held),
         "plan": hashlib.sha256(json.dumps(specs, sort_keys=True).encode()).hexdigest()[:12] if specs else "",
     }  # fmt: skip
-
-
-def held_bytes(optimizer: Any) -> int:
-    if isinstance(optimizer, BlockwiseOptimizer):
-        return optimizer.state_bytes()
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(getattr(value, "_local_tensor", value).nbytes for value in values)
-
-
-def seconds(run: Callable[[], object], cuda: bool) -> float:
-    torch.cuda.synchronize() if cuda else None
-    begin = time.perf_counter()
-    run()
-    torch.cuda.synchronize() if cuda else None
-    return time.perf_counter() - begin
 
 
 def shares(events: Iterable[Any], *, spent: float, cuda: bool) -> tuple[float, float | None]:
@@ -246,16 +231,11 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def fresh(cuda: bool) -> None:
-    gc.collect()
-    torch.cuda.empty_cache() if cuda else None
-
-
 # -- the parts, in each of a number of processes ----------------------------------------------------------------------
 
 
 def steps_part(asked: Asked, *, device: torch.device, place: dict[str, Any]) -> None:
-    group, cuda = ranks(), device.type == "cuda"
+    group = ranks()
     for scaling in ("weak", "strong")[: group.size]:
         for name in asked.networks:
             network = NETWORKS[name]
@@ -266,7 +246,7 @@ def steps_part(asked: Asked, *, device: torch.device, place: dict[str, Any]) -> 
                         return
                     given = {"device": device, "budget": asked.budget}
                     found = measured(network, strategy, samples, optimizer, **given)
-                    fresh(cuda)
+                    free_memory()
                     told = {"network": name, "strategy": strategy, "scaling": scaling, "optimizer": optimizer}
                     budget = asked.budget if optimizer == BAOC else ""
                     kept(asked.out / "scaling.csv", Row(ranks=group.size, budget=budget, **told, **found, **place))
