@@ -113,8 +113,8 @@ def _make_tpe(seed: int) -> TPESampler:
         )
 
 
-def quality_objective(objectives: Sequence[tuple[str, str]]) -> tuple[int, float]:
-    """The index of quality among the objectives, and the factor that makes lower better."""
+def quality_index_and_sign(objectives: Sequence[tuple[str, str]]) -> tuple[int, float]:
+    """The index of quality among the objectives, and the factor by which lower is better."""
     index = [name for name, _ in objectives].index(QUALITY)
     return index, -1.0 if objectives[index][1] == "maximize" else 1.0
 
@@ -125,9 +125,8 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence[tuple[str, str]]) -> list[float]:
-    """Quality minus its least-squares trend over the other objectives, for each trial; lower is better.
-
-    Objectives whose values are all positive are taken in logarithms.
+    """Quality minus its least-squares trend over the other objectives, for each trial, negated if quality is maximized:
+    lower is better. Objectives whose values are all positive are taken in logarithms.
 
     Args:
         values: one row per trial, one column per objective.
@@ -135,7 +134,7 @@ def quality_residuals(values: Sequence[Sequence[float]], *, objectives: Sequence
     if not values:
         return []
     columns = [column if (column <= 0).any() else np.log(column) for column in np.array(values, dtype=float).T]
-    quality, sign = quality_objective(objectives)
+    quality, sign = quality_index_and_sign(objectives)
     rest = [column - column.mean() for i, column in enumerate(columns) if i != quality]
     powers = (1, 2) if len(values) >= QUADRATIC_FROM else (1,)
     inputs = np.stack([np.ones(len(values)), *[column**k for column in rest for k in powers]], axis=1)
@@ -158,7 +157,7 @@ def budget_bounds(
     axis = next((i for i, (name, _) in enumerate(objectives) if name.endswith("_bytes")), None)
     if axis is None:
         return low, space.high
-    quality, sign = quality_objective(objectives)
+    quality, sign = quality_index_and_sign(objectives)
     best = min(feasible, key=lambda trial: sign * trial.values[quality])
     bytes_per_budget = float(np.median([trial.values[axis] / trial.params[BUDGET] for trial in with_budget]))
     if bytes_per_budget == 0:  # update rules without optimizer state

@@ -55,16 +55,17 @@ def covering_points(space: Sequence[Param]) -> list[list[str]]:
         }
         indirect = {key: value for name in direct for key, value in required[name].items()}
         required[param.key] = indirect | direct
-    points = [first] + [
-        first | required[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]
-    ]
+    points = [first]
+    points += [first | required[param.key] | {param.key: choice} for param in space for choice in param.choices[1:]]
     points += [first | required[param.key] for param in space if not param.is_active(first)]
-    overrides: list[list[str]] = []
+    covering: list[list[str]] = []
     for point in points:
-        chosen: dict[str, Any] = {}
+        active: dict[str, Any] = {}
+        overrides: list[str] = []
         for param in space:
-            if param.is_active(chosen):
-                chosen[param.key] = point[param.key]
-        words = [param.override(chosen[param.key]) for param in space if param.key in chosen]
-        overrides += [words] if words not in overrides else []
-    return overrides
+            if param.is_active(active):
+                active[param.key] = point[param.key]
+                overrides.append(param.override(point[param.key]))
+        if overrides not in covering:
+            covering.append(overrides)
+    return covering

@@ -17,8 +17,8 @@ from typing import Any
 import optuna
 
 BEAT_S = 10.0
-PATIENCE_S = 60.0  # without a new heartbeat
-PREFIX = "worker:"  # of the study's user attributes, one per worker
+PATIENCE_S = 60.0  # a worker without a new heartbeat for so long is dead
+PREFIX = "worker:"  # of the attributes of a study that hold heartbeats, one per worker
 
 
 def machine_id() -> str:
@@ -29,15 +29,15 @@ def machine_id() -> str:
     return f"{socket.gethostname()}/{boot_id}/{os.readlink(namespace) if namespace.is_symlink() else ''}"
 
 
-def process_start(process: int) -> str:
+def process_start(pid: int) -> str:
     """When a process of this machine started, in the kernel's clock ticks. Empty if there is no such process; `?` if
     there is one, but its start cannot be read."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:
         pass
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)  # raises if there is no such process
     except ProcessLookupError:
         return ""
     except PermissionError:
@@ -58,7 +58,8 @@ class WorkerRegistry:
         self._unowned_since: dict[int, float] = {}  # trial without a worker -> when it was first read as running
 
     def beat(self, *, running: int) -> bool:
-        """Writes a heartbeat if BEAT_S have passed since the last one; returns whether it did."""
+        """Writes a heartbeat with the number of `running` trials if BEAT_S have passed since the last one; returns
+        whether it did."""
         if self._beats and time.monotonic() - self._last_beat_s < BEAT_S:
             return False
         self._beats, self._last_beat_s = self._beats + 1, time.monotonic()

@@ -40,7 +40,7 @@ READER = """
     const ground = () => getComputedStyle(document.body).backgroundColor;
     const look = () => [ground(), byId("scatter").layout.paper_bgcolor, byId("theme").textContent];
     const seen = () => [labels(), byId("axis").value, byId("query").value, state.sort, state.descending, state.open];
-    const take = (hash) => { location.hash = hash; takeView(); return seen(); };
+    const take = (hash) => { location.hash = hash; restoreView(); return seen(); };
     const query = async (text) => {
       byId("query").value = text;
       byId("query").dispatchEvent(new Event("input"));

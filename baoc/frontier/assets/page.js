@@ -97,34 +97,34 @@ function hover(workload, point) {
 }
 
 function front(workload, points, axis) {
-  const sign = workload.higher ? -1 : 1, along = axis === "samples_per_s" ? -1 : 1;
-  const better = (a, b) => sign * a.quality <= sign * b.quality && along * a[axis] <= along * b[axis] && (a.quality !== b.quality || a[axis] !== b[axis]);
+  const sign = workload.higher ? -1 : 1, axisSign = axis === "samples_per_s" ? -1 : 1;
+  const better = (a, b) => sign * a.quality <= sign * b.quality && axisSign * a[axis] <= axisSign * b[axis] && (a.quality !== b.quality || a[axis] !== b[axis]);
   return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point))).sort((a, b) => a[axis] - b[axis]);
 }
 
 // Markers of each family; those outside of the brush are faded
 function markers(workload, points, x) {
   return distinct(points.map((point) => point.family)).map((family) => {
-    const mine = points.filter((point) => point.family === family && point.quality !== null && x(point) !== null);
-    return {x: mine.map(x), y: mine.map((p) => p.quality), name: family, mode: "markers", text: mine.map((p) => hover(workload, p)), hoverinfo: "text", customdata: mine.map((p) => p.label),
-      error_y: {type: "data", array: mine.map((p) => p.interval || 0), thickness: 1, width: 3, visible: mine.some((p) => p.interval)},
-      selectedpoints: state.brush ? mine.map((p, at) => (state.brush.has(p.label) ? at : -1)).filter((at) => at >= 0) : null, unselected: {marker: {opacity: 0.15}},
-      marker: {color: colour(family), size: mine.map((p) => (p.label === state.open ? 15 : 9)), symbol: mine.map((p) => (p.dominated ? "circle-open" : "circle"))}};
+    const members = points.filter((point) => point.family === family && point.quality !== null && x(point) !== null);
+    return {x: members.map(x), y: members.map((p) => p.quality), name: family, mode: "markers", text: members.map((p) => hover(workload, p)), hoverinfo: "text", customdata: members.map((p) => p.label),
+      error_y: {type: "data", array: members.map((p) => p.interval || 0), thickness: 1, width: 3, visible: members.some((p) => p.interval)},
+      selectedpoints: state.brush ? members.map((p, at) => (state.brush.has(p.label) ? at : -1)).filter((at) => at >= 0) : null, unselected: {marker: {opacity: 0.15}},
+      marker: {color: colour(family), size: members.map((p) => (p.label === state.open ? 15 : 9)), symbol: members.map((p) => (p.dominated ? "circle-open" : "circle"))}};
   });
 }
 
 function scatter(workload) {
   const axis = byId("axis").value, points = shownIn(workload, "brush");
   const lines = distinct(points.map((point) => point.family)).map((family) => {
-    const edge = front(workload, points.filter((point) => point.family === family), axis);
-    return {x: edge.map((p) => p[axis]), y: edge.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"}, hoverinfo: "skip", showlegend: false};
+    const familyFront = front(workload, points.filter((point) => point.family === family), axis);
+    return {x: familyFront.map((p) => p[axis]), y: familyFront.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"}, hoverinfo: "skip", showlegend: false};
   });
   const knee = kneeOf(workload, axis);
   const star = knee && points.includes(knee) ? [{x: [knee[axis]], y: [knee.quality], name: "knee", mode: NARROW ? "markers" : "markers+text", text: [knee.short], textposition: "top right", cliponaxis: false,
     hoverinfo: "skip", marker: {size: 20, symbol: "star-open", color: css("text"), line: {width: 2}}}] : [];
-  const along = axis === "state_share" ? {type: "log", tickvals: SHARES, ticktext: SHARES.map(String)} : {type: axis === "samples_per_s" ? "linear" : "log", dtick: axis === "state_mib" ? "D2" : undefined, nticks: 8};
+  const axisLayout = axis === "state_share" ? {type: "log", tickvals: SHARES, ticktext: SHARES.map(String)} : {type: axis === "samples_per_s" ? "linear" : "log", dtick: axis === "state_mib" ? "D2" : undefined, nticks: 8};
   return plot("scatter", [...lines, ...markers(workload, points, (p) => p[axis]), ...star],
-    {xaxis: {title: {text: TITLES[axis]}, ...along}, yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + axis});
+    {xaxis: {title: {text: TITLES[axis]}, ...axisLayout}, yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + axis});
 }
 
 function kneeOf(workload, axis) {
@@ -165,8 +165,8 @@ function importance(workload) {
 
 function history(workload) {
   const group = comparedBy(), families = [...document.querySelectorAll("#families input:checked")].map((box) => box.value);
-  const along = byId("axis").value === "peak_mib" ? "peak_bytes" : "state_bytes";
-  const lines = workload.histories.filter((line) => line.axis === along && (families.includes(line.family) || (group === "family" && line.family === "all")));
+  const memoryAxis = byId("axis").value === "peak_mib" ? "peak_bytes" : "state_bytes";
+  const lines = workload.histories.filter((line) => line.axis === memoryAxis && (families.includes(line.family) || (group === "family" && line.family === "all")));
   const places = (line) => (group === "study" ? line.runs.map((_, at) => at + 1) : line.runs);
   return plot("history", lines.map((line) => ({x: places(line), y: line.share, name: line.family, mode: "lines", line: {shape: "hv", width: line.family === "all" ? 2.5 : 1.5,
     color: line.family === "all" ? css("text") : colour(line.family)}, text: line.runs.map((at) => workload.runs[at - 1]), hovertemplate: "%{text}: %{y:.1f} %<extra>" + line.family + "</extra>"})),
@@ -193,21 +193,21 @@ function parallel(workload) {
 }
 
 function heat(workload) {
-  const axis = byId("axis").value, known = shownIn(workload).filter((point) => Object.keys(point.choices).length);
-  const fronts = distinct(known.map((point) => point.family)).flatMap((family) => front(workload, known.filter((point) => point.family === family), axis));
-  const ordered = distinct([...fronts, ...ranked(workload, known)]).slice(0, MAX_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
+  const axis = byId("axis").value, withPlan = shownIn(workload).filter((point) => Object.keys(point.choices).length);
+  const fronts = distinct(withPlan.map((point) => point.family)).flatMap((family) => front(workload, withPlan.filter((point) => point.family === family), axis));
+  const ordered = distinct([...fronts, ...ranked(workload, withPlan)]).slice(0, MAX_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
   byId("heat").hidden = !ordered.length;
-  byId("heat_note").textContent = !ordered.length ? "No point shown has a record of its plan." : known.length > ordered.length ? `${ordered.length} of ${known.length} points are drawn, those on fronts and the best; keep others by a filter or brush.` : "";
+  byId("heat_note").textContent = !ordered.length ? "No point shown has a record of its plan." : withPlan.length > ordered.length ? `${ordered.length} of ${withPlan.length} points are drawn, those on fronts and the best; keep others by a filter or brush.` : "";
   const blocks = distinct(ordered.flatMap((point) => Object.keys(point.choices)));
   const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 34 ? point.short.slice(0, 33) + "…" : point.short}`);
-  const kept = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
+  const keptShare = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
   const blockText = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` + (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
   byId("heat").style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
   byId("heat").style.minWidth = `${Math.max(NARROW ? 560 : 0, 220 + 26 * ordered.length)}px`;
   const scale = isDark() ? [[0, "#24282d"], [0.35, "#274a66"], [0.6, "#3d83b5"], [1, "#b5dcfa"]] : [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]];
   // Equal steps of colour for equal steps of the root, so that a hundredth and a tenth still differ
   return plot("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: scale,
-    z: blocks.map((block) => ordered.map((point) => { const share = kept(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
+    z: blocks.map((block) => ordered.map((point) => { const share = keptShare(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
     text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: ordered.length <= (NARROW ? 2 : 9) ? "%{text}" : "", textfont: {size: 10},
     customdata: blocks.map((block) => ordered.map((point) => blockText(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
     colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
@@ -227,13 +227,13 @@ function curves(workload) {
 // ---- tables
 
 function ranked(workload, points) {
-  const sign = workload.higher ? -1 : 1, last = (value) => Number(value === null);
+  const sign = workload.higher ? -1 : 1, nullLast = (value) => Number(value === null);
   const column = columnsOf(workload).find((own) => own.key === state.sort);
-  if (!column) return [...points].sort((a, b) => Number(a.dominated) - Number(b.dominated) || last(a.quality) - last(b.quality) || sign * (a.quality - b.quality));
-  const way = state.descending ? -1 : 1;
+  if (!column) return [...points].sort((a, b) => Number(a.dominated) - Number(b.dominated) || nullLast(a.quality) - nullLast(b.quality) || sign * (a.quality - b.quality));
+  const direction = state.descending ? -1 : 1;
   return [...points].sort((a, b) => {
     const [x, y] = [column.of(a), column.of(b)];
-    return last(x) - last(y) || way * (asNumber(x) !== null && asNumber(y) !== null ? x - y : String(x).localeCompare(String(y), undefined, {numeric: true}));
+    return nullLast(x) - nullLast(y) || direction * (asNumber(x) !== null && asNumber(y) !== null ? x - y : String(x).localeCompare(String(y), undefined, {numeric: true}));
   });
 }
 
@@ -342,8 +342,8 @@ function redraw(id) {
 
 function draw() {
   const workload = view(currentWorkload()), shown = shownIn(workload), axis = byId("axis").value;
-  const lost = shown.filter((point) => point.quality === null).length;
-  byId("summary").textContent = `${shown.length} of ${workload.points.length} points${lost ? `, ${lost} of them diverged and cannot be drawn` : ""}`;
+  const numDiverged = shown.filter((point) => point.quality === null).length;
+  byId("summary").textContent = `${shown.length} of ${workload.points.length} points${numDiverged ? `, ${numDiverged} of them diverged and cannot be drawn` : ""}`;
   byId("all").hidden = shown.length === workload.points.length;
   const knee = kneeOf(workload, axis);
   const unit = axis === "state_share" ? " % of fp32 AdamW's optimizer state" : axis === "state_mib" ? " MiB of optimizer state" : " MiB peak memory";
@@ -359,9 +359,9 @@ function draw() {
 function saveView() {
   if (window !== window.top) return;
   const off = [...document.querySelectorAll("#families input:not(:checked)")].map((box) => box.value);
-  const own = {kind: byId("kind").value === "0" ? "" : currentWorkload().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
+  const settings = {kind: byId("kind").value === "0" ? "" : currentWorkload().name, by: byId("by").value === "family" ? "" : "study", axis: byId("axis").selectedIndex ? byId("axis").value : "", against: byId("slice_by").selectedIndex > 0 ? byId("slice_by").value : "",
     query: byId("query").value, off: off.length ? JSON.stringify(off) : "", sort: state.sort ? (state.descending ? "-" : "") + state.sort : "", open: state.open || ""};
-  const hash = new URLSearchParams(Object.entries(own).filter(([, value]) => value)).toString() || (location.hash && "view");
+  const hash = new URLSearchParams(Object.entries(settings).filter(([, value]) => value)).toString() || (location.hash && "view");
   if (hash && location.hash.slice(1) !== hash) location.replace(`#${hash}`); // history.replaceState is refused to files
 }
 
@@ -431,16 +431,16 @@ function showTheme(theme, {remember = true} = {}) {
 }
 
 function listen() {
-  const later = (what) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(what, 150); }; };
+  const debounced = (callback) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(callback, 150); }; };
   ["kind", "by"].forEach((id) => byId(id).addEventListener("change", () => choose()));
   ["axis", "families"].forEach((id) => byId(id).addEventListener("change", draw));
   byId("slice_by").addEventListener("change", () => { saveView(); redraw("slice"); });
-  byId("query").addEventListener("input", later(draw));
+  byId("query").addEventListener("input", debounced(draw));
   byId("all").addEventListener("click", showAll);
   byId("csv").addEventListener("click", () => saveCsv(view(currentWorkload())));
   byId("theme").addEventListener("click", () => showTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showTheme(document.documentElement.dataset.theme, {remember: false}));
-  addEventListener("resize", later(() => Object.keys(FIGURES).forEach(redraw)));
+  addEventListener("resize", debounced(() => Object.keys(FIGURES).forEach(redraw)));
   addEventListener("beforeprint", () => { Object.keys(FIGURES).forEach((id) => { near.add(id); redraw(id); }); });
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") showAll();
