@@ -63,12 +63,12 @@ def seeing_gradients(trainer: L.Trainer) -> dict[str, list[str]]:
     """Class name of module or callback -> its hooks between backward and step; BAOC's own are left out."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     owners = [(trainer.lightning_module, L.LightningModule), *((callback, L.Callback) for callback in callbacks)]
-    found = {}
+    hooks_of = {}
     for owner, kind in owners:
         hooks = [name for name in _SEES_GRADIENTS if getattr(type(owner), name) is not getattr(kind, name)]
         if hooks and not type(owner).__module__.startswith("baoc."):
-            found[type(owner).__name__] = hooks
-    return found
+            hooks_of[type(owner).__name__] = hooks
+    return hooks_of
 
 
 def leaves_gradients(trainer: L.Trainer) -> bool:

@@ -83,8 +83,8 @@ class Narrator:
         plan, late = self.plan, self.reallocator
         if plan.budget.memory_bytes is not None:
             limit, held = plan.budget.memory_bytes, self.peak_bytes
-            seen = self.alone or self.device.type == "cuda" or (held or 0) > limit
-            return limit, held if seen else None
+            is_complete = self.alone or self.device.type == "cuda" or (held or 0) > limit
+            return limit, held if is_complete else None
         limit = plan.limits.state_bytes
         if limit is not None and late.late:  # of which each has the same share
             limit += int((plan.budget.state_fraction or 0) * late.late_bytes_adamw)
@@ -142,8 +142,8 @@ class Narrator:
                 why = "not judged, because no peak of this and the other optimizer together is measured"
             lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, {why}")
         else:
-            told = budget_verdict(limit, used_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
-            lines.append(f"budget {plan.budget.name}: {told}")
+            verdict = budget_verdict(limit, used_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
+            lines.append(f"budget {plan.budget.name}: {verdict}")
         return lines
 
     # -- reporting ------------------------------------------------------------------------------------------------

@@ -337,9 +337,9 @@ def _warn_of_copies(optimizer: Any) -> None:
         return
     optimizer._counts_once = False
     mine = {param for group in optimizer.param_groups for param in group["params"]}
-    for found in live_instances(DistributedDataParallel):
-        if not found.gradient_as_bucket_view and not mine.isdisjoint(found.parameters()):
-            num_bytes = sum(param.nbytes for param in found.parameters() if param.requires_grad)
+    for wrapper in live_instances(DistributedDataParallel):
+        if not wrapper.gradient_as_bucket_view and not mine.isdisjoint(wrapper.parameters()):
+            num_bytes = sum(param.nbytes for param in wrapper.parameters() if param.requires_grad)
             log.warning(
                 "DistributedDataParallel keeps a second copy of the gradients (%s), which the budget does not count: "
                 "build it with gradient_as_bucket_view=True",

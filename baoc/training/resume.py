@@ -35,16 +35,18 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     above = run_dir.resolve().parents
     days = next((folder for folder in above[1::-1] if folder != Path(folder.anchor)), run_dir)
     match, check = {"name": config.name, "seed": config.seed}, check_contents
-    found = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
-    if config.resume != "auto" or (found is None and not (run_dir / METRICS_FILE).is_file()):
-        found = resolve_resume(config.resume, run_root=days, match=match, check=check)
-    if found is None and config.mode == "eval":
+    checkpoint = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
+    if config.resume != "auto" or (checkpoint is None and not (run_dir / METRICS_FILE).is_file()):
+        checkpoint = resolve_resume(config.resume, run_root=days, match=match, check=check)
+    if checkpoint is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
             f"{days}: train first, or give resume=PATH"
         )
-    console.say("resume=auto found nothing to resume: starting anew" if found is None else f"resuming from {found}")
-    return found
+    console.say(
+        "resume=auto found nothing to resume: starting anew" if checkpoint is None else f"resuming from {checkpoint}"
+    )
+    return checkpoint
 
 
 def check_contents(content: Mapping[str, Any]) -> None:
@@ -196,21 +198,21 @@ def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
         "release": config.optim.release_gradients,
         "compile": None if config.model.compile == "auto" else config.model.compile,
     }
-    found = [
+    clauses = [
         f"{key}={choice[key]}, and {key}={pin} is asked for now"
         for key, pin in pins.items()
         if pin is not None and _comparable(choice.get(key, pin), choice=choice) != _comparable(pin, choice=choice)
     ]
     size = choice.get("micro_batch", 1)
     devices = config.trainer.devices
-    if not found and config.batch_size % (size * devices):
+    if not clauses and config.batch_size % (size * devices):
         of = f" on each of {devices} devices" if devices > 1 else ""
-        found.append(f"micro_batch={size}{of}, which does not divide batch_size={config.batch_size}")
-    if not found and choice.get("release") and size * devices != config.batch_size:
-        found.append(
+        clauses.append(f"micro_batch={size}{of}, which does not divide batch_size={config.batch_size}")
+    if not clauses and choice.get("release") and size * devices != config.batch_size:
+        clauses.append(
             f"released gradients of {size} samples at once, and batch_size={config.batch_size} is asked for now"
         )
-    return found
+    return clauses
 
 
 def _comparable(value: Any, *, choice: Mapping[str, Any]) -> Any:

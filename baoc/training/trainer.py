@@ -225,8 +225,8 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
     profiler = strategy.reallocator.profiler
-    held = [part.buffers for part in (profiler, task.ema) if part is not None]
-    memory.extra_tensors = lambda: [buffers() for buffers in held]
+    get_buffers = [part.buffers for part in (profiler, task.ema) if part is not None]
+    memory.extra_tensors = lambda: [buffers() for buffers in get_buffers]
     strategy.reallocator.memory_phase = memory.track
     strategy.reallocator.peak_listeners.append(memory.note_peak)
     if task.ema is not None and memory.every_step:

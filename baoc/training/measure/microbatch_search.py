@@ -431,8 +431,13 @@ class MicroBatchSearch:
 
     def _plan_by(self, footprint: Footprint) -> None:
         planner = self.settings.planner
-        given = {"budget": self.budget, "settings": planner, "declared": self.session.declared}
-        self.planner = Planner(self.session.infos, footprint=footprint, **given)
+        self.planner = Planner(
+            self.session.infos,
+            budget=self.budget,
+            settings=planner,
+            declared=self.session.declared,
+            footprint=footprint,
+        )
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
 
     # -- cached decisions ---------------------------------------------------------------------------------------------
@@ -442,33 +447,35 @@ class MicroBatchSearch:
         batches = self.measurements.runner.batches
         return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.device)
 
-    def confirm(self, kept: Entry) -> bool:
+    def confirm(self, entry: Entry) -> bool:
         """True if a cached decision is good enough for a run of this length, and its option still takes the bytes that
         it took, by one measurement within the cap."""
-        chosen, before = kept.chosen, kept.footprint
-        if kept.run_s < run_seconds(self.config, chosen.samples_per_s):
+        chosen, before = entry.chosen, entry.footprint
+        if entry.run_s < run_seconds(self.config, chosen.samples_per_s):
             return False
         with self.phases("plans of the options"):
             self._plan_by(before)
         self.reset(compiled=chosen.compiled)
-        self.measurements.fits_only_in_bf16 |= {chosen.key} if kept.in_16_bits else set()
+        self.measurements.fits_only_in_bf16 |= {chosen.key} if entry.in_16_bits else set()
         try:
-            trial = self.measurements.measure_within_cap(chosen.key, blocks=self.blocks)
+            measurement = self.measurements.measure_within_cap(chosen.key, blocks=self.blocks)
         except BaocError:
             raise
         except Exception:  # of a compiler, which may raise any; then it is decided anew
             if not chosen.compiled:
                 raise
             return False
-        if trial is None:
+        if measurement is None:
             return False
         fixed = {name: getattr(before, name) for name in SIZE_INDEPENDENT}
-        context = int(self.ranks.all_reduce_max(max(trial.footprint.context_bytes, context_bytes(self.device)))[0])
-        found = replace(trial.footprint, context_bytes=context, **fixed)
-        self.planner.footprint, self.planner.latency = found, kept.latency
+        context = int(
+            self.ranks.all_reduce_max(max(measurement.footprint.context_bytes, context_bytes(self.device)))[0]
+        )
+        footprint = replace(measurement.footprint, context_bytes=context, **fixed)
+        self.planner.footprint, self.planner.latency = footprint, entry.latency
         with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
             self.planner.propose()
-            return found.peak_bytes(state_bytes=0) <= (1 + RATE_TOLERANCE) * before.peak_bytes(state_bytes=0)
+            return footprint.peak_bytes(state_bytes=0) <= (1 + RATE_TOLERANCE) * before.peak_bytes(state_bytes=0)
         return False
 
     def cache_entry(self, choice: OptionChoice) -> Entry | None:
@@ -494,15 +501,21 @@ class MicroBatchSearch:
         """Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step."""
         make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
         assert self.planner.footprint is not None
-        found = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
-        return {name: getattr(found, name) for name in SIZE_INDEPENDENT}
+        footprint = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
+        return {name: getattr(footprint, name) for name in SIZE_INDEPENDENT}
 
     def _new_runner(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
         with self.phases("first batches"):
             batch = next(iter(data.make_train_loader(limit=None)))
             val_batch = next(iter(data.val_dataloader()), None)
-        given = {"device": self.device, "precision": precision, "phases": self.phases}
-        return MicroBatchRunner(self.task, batch=batch, val_batch=val_batch, **given)
+        return MicroBatchRunner(
+            self.task,
+            batch=batch,
+            val_batch=val_batch,
+            device=self.device,
+            precision=precision,
+            phases=self.phases,
+        )
 
     def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
         """Moves the task to the device until `visit` closes. Returns whether a cap is set, and whether the weights came
@@ -526,13 +539,13 @@ class MicroBatchSearch:
     def _fits_with_adamw(self) -> bool:
         """True if the whole batch fits at once with all activations and fp32 AdamW's states, so recomputing gains
         nothing."""
-        whole = (self.config.batch_size, 0, False)
-        kept = self.measurements.small.get(0)
-        if kept is None or 0 in self.measurements.measured_in_bf16 or whole[0] not in self.axes.micro_batches:
+        key = (self.config.batch_size, 0, False)
+        measurements = self.measurements.small.get(0)
+        if measurements is None or 0 in self.measurements.measured_in_bf16 or key[0] not in self.axes.micro_batches:
             return False
         if self.budget.memory_bytes is None:
             return True
-        footprint = footprint_at(kept, micro_batch=whole[0])
+        footprint = footprint_at(measurements, micro_batch=key[0])
         return footprint.peak_bytes(state_bytes=3 * footprint.weights_bytes) <= self.budget.memory_bytes
 
     def _table(self) -> LatencyTable:
@@ -553,11 +566,13 @@ class MicroBatchSearch:
                 cache_dir=cache_folder(),
             )
         table = replace(self.ranks.broadcast(table), device=str(self.device))
-        tried = self.measurements.small.items()
-        known = [(trial, kind) for kind, trials in tried for trial in trials]
-        timed = [(trial, kind) for trial, kind in known if not math.isnan(trial.seconds)] or known
-        trial, recomputed = min(timed, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
-        key = trial.micro_batch, recomputed, False
+        by_recomputed = self.measurements.small.items()
+        measurements = [(measurement, kind) for kind, sizes in by_recomputed for measurement in sizes]
+        timed = [
+            (measurement, kind) for measurement, kind in measurements if not math.isnan(measurement.seconds)
+        ] or measurements
+        measurement, recomputed = min(timed, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
+        key = measurement.micro_batch, recomputed, False
         if (
             limited and key not in self.measurements.out_of_memory
         ):  # options are held against it, so it is timed as they are
@@ -596,7 +611,7 @@ class MicroBatchSearch:
         """Keys with a number of recomputed layers between none and all that may be better than both ends, and those
         that were measured."""
         most = max(self.measurements.small)
-        found: list[OptionKey] = []
+        keys: list[OptionKey] = []
         for size, number, release in [key for key in ends if key[1] == most > 0]:
             kept, plan = ends.get((size, 0, release)), self._plans.get((size, most, release), (None, None))[1]
             if kept is None or not self.measurements.has_room((size, most, release)):
@@ -614,8 +629,8 @@ class MicroBatchSearch:
             step = max(1, most // 8)  # past a number that ran out of memory against its prediction
             numbers = {number if number > out else out + step for number in numbers}
             near = {n for n in numbers if self._is_no_faster(n, than=tried, size=size, release=release)}
-            found += [(size, number, release) for number in tried | (numbers - near) if number < most]
-        return found
+            keys += [(size, number, release) for number in tried | (numbers - near) if number < most]
+        return keys
 
     def _is_no_faster(self, number: int, *, than: Collection[int], size: int, release: bool) -> bool:
         """True if a larger number of recomputed layers, that was measured and has room, takes about as long."""
@@ -686,24 +701,27 @@ class MicroBatchSearch:
         within the room that is left. Raises InfeasibleBudgetError.
         """
         footprint, memory = self.planner.footprint, self.budget.memory_bytes
-        made, found = self._plans.get(key, (None, None))
-        grown = footprint.context_bytes - made.context_bytes if made and footprint else 0
-        alike = made is not None and replace(made, context_bytes=made.context_bytes + grown) == footprint
-        room = math.inf if memory is None or not isinstance(found, Plan) else memory - found.peak_bytes
-        if found is None or not alike or not 0 <= grown <= room or self.planner.budget.step_time is not None:
+        old_footprint, plan = self._plans.get(key, (None, None))
+        grown = footprint.context_bytes - old_footprint.context_bytes if old_footprint and footprint else 0
+        same = (
+            old_footprint is not None
+            and replace(old_footprint, context_bytes=old_footprint.context_bytes + grown) == footprint
+        )
+        room = math.inf if memory is None or not isinstance(plan, Plan) else memory - plan.peak_bytes
+        if plan is None or not same or not 0 <= grown <= room or self.planner.budget.step_time is not None:
             try:
-                found = self.planner.propose()
+                plan = self.planner.propose()
             except InfeasibleBudgetError as error:
-                found = error.with_traceback(None)
-        elif isinstance(found, Plan):
-            least = found.least_feasible_bytes + grown
-            found = replace(found, peak_bytes=found.peak_bytes + grown, least_feasible_bytes=least)
+                plan = error.with_traceback(None)
+        elif isinstance(plan, Plan):
+            least = plan.least_feasible_bytes + grown
+            plan = replace(plan, peak_bytes=plan.peak_bytes + grown, least_feasible_bytes=least)
         else:
-            found.least_feasible_bytes += grown
-        self._plans[key] = footprint, found
-        if isinstance(found, InfeasibleBudgetError):
-            raise found
-        return found
+            plan.least_feasible_bytes += grown
+        self._plans[key] = footprint, plan
+        if isinstance(plan, InfeasibleBudgetError):
+            raise plan
+        return plan
 
     def least_peak(self) -> int:
         """Peak bytes of the smallest plan of any option that has room."""
