@@ -83,22 +83,13 @@ class Plan:
             own_lines, own_length = stored(table.shapes[members[0]])
             sides = stored(table.unsharded_shapes[members[0]])
             unsharded_lines, length = whole_sides(sides, ranks=ranks)
-            owner_tensor, member_tensor = (
-                buffer(f"owner {index}", _int32(owner)),
-                buffer(f"members {index}", _int32(members)),
-            )
-            self.batches.append(
-                Batch(
-                    num=len(members),
-                    lines=unsharded_lines if ranks == 1 else -(-sides[0] // ranks),
-                    length=length,
-                    own_lines=own_lines,
-                    own_length=own_length,
-                    unsharded_lines=unsharded_lines,
-                    owner=owner_tensor,
-                    members=member_tensor,
-                )
-            )
+            lines = unsharded_lines if ranks == 1 else -(-sides[0] // ranks)
+            batch = Batch(
+                num=len(members), lines=lines, length=length, own_lines=own_lines, own_length=own_length,
+                unsharded_lines=unsharded_lines, owner=buffer(f"owner {index}", _int32(owner)),
+                members=buffer(f"members {index}", _int32(members)),
+            )  # fmt: skip
+            self.batches.append(batch)
         self.first = buffer("first", _int32(first))  # first program of each tensor in its batch's launch
         self.slots = buffer("slots", _int32(slots))  # place of each tensor in its batch
         # The update is the polar factor times this, as in baoc.optim.rules.muon.
