@@ -104,12 +104,18 @@ def above() -> list[dict[str, Any]]:
 
 
 def ends() -> list[dict[str, Any]]:
-    """How the campaign's tries on a GPU ended. An end that is not told here raises KeyError."""
+    """How the campaign's tries on a GPU ended, and what a byte less than a least budget did, by commit.
+
+    An end that is not told here raises KeyError.
+    """
     with (RESULTS / CAMPAIGN).open(encoding="utf-8", newline="") as lines:
-        counts = Counter(ENDS[row["outcome"].partition(":")[0]] for row in csv.DictReader(lines))
+        rows = list(csv.DictReader(lines))
+    counts = Counter(ENDS[row["outcome"].partition(":")[0]] for row in rows)
     tries = counts.total() - counts["drawn wrongly"]
-    faults = tries - counts["as predicted"]
-    return [{"end": end, "tries": many} for end, many in {**counts, "all": tries, "all faults": faults}.items()]
+    counts |= {"all": tries, "all faults": tries - counts["as predicted"]}
+    counts |= Counter(f"a byte less was tried at {row['commit'][:7]}" for row in rows if row["one_less"])
+    counts |= Counter(f"a byte less trained at {row['commit'][:7]}" for row in rows if row["one_less"] == "trained")
+    return [{"end": end, "tries": number} for end, number in counts.items()]
 
 
 def summary(found: dict[str, list[float]]) -> list[dict[str, Any]]:
