@@ -62,7 +62,7 @@ def spoil(twin: Twin) -> None:
 
 def check_elementwise(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
     """Rules that see no matrix. The last step has elements that are not finite, or too large."""
-    cases = all_cases(DEVICE, sizes=CHECK_SIZES, cut=None)
+    cases = all_cases(DEVICE, sizes=CHECK_SIZES, config=None)
     for rule, storage, weights in SWEPT:
         dtype = torch.float32 if weights == "native" else torch.bfloat16
         given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype}
