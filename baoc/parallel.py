@@ -219,7 +219,8 @@ class ProcessGroupRanks(Ranks):
             self._dist.broadcast(tensor.detach(), 0, group=self._gloo if tensor.device.type == "cpu" else None)
 
     def broadcast_result(self, make: Callable[[], T], *, for_others: Callable[[T], T] | None = None) -> T:
-        result, error = _result_or_error(make) if self.rank == 0 else (None, None)
+        made: Any = _result_or_error(make) if self.rank == 0 else (None, None)
+        result, error = made
         sent = result
         if for_others is not None and self.rank == 0 and error is None:
             sent = for_others(result)

@@ -61,7 +61,10 @@ class Recorder:
         )
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
-        """Writes a decision to reallocations.jsonl and the newest plan to the other files; prints both."""
+        """Writes a decision to reallocations.jsonl and the newest plan to the other files.
+
+        Prints the decision, and the plan if it was accepted.
+        """
         files.append_jsonl(self.run_dir / files.REALLOCATIONS_FILE, event)
         if profile is not None:
             files.write_json(self.run_dir / "profile.json", profile)

@@ -50,13 +50,11 @@ from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import specs_timed_first, with_link_rates
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
-from baoc.units import MIB
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the contents of one, or a recipe
 log = logging.getLogger(__name__)
 LIMITED_TIMING_S = 5.0  # seconds to spend on a latency table that a step_time limit needs
 RECORDED_TIMING_S = 0.5  # and on one that is only written into the run folder
-REMEASURED_BYTES = 32 * MIB  # a refusal by no more than this is confirmed by a second measurement
 MAX_CONFIRMATIONS = 12  # budgets that are planned for before a refusal names one
 MAX_RETIMINGS = 4  # plans whose specs are timed before one is taken
 LARGE_TIE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
@@ -205,7 +203,7 @@ class Session:
             known_footprint: A footprint by which this very step was found to fit.
 
         Raises:
-            InfeasibleBudgetError: No plan fits. On a GPU the budget that it names was planned for.
+            InfeasibleBudgetError: No plan fits. On one GPU the memory budget that it names was planned for, if any was.
             BadInputError: The host lacks the memory of a plan, or the device has no room to time a step.
         """
 
@@ -234,12 +232,7 @@ class Session:
             if exact or not needs_confirmation(self.device, error):
                 raise
             refusal = error.without_frames()
-        confirmed = self.confirm_refusal(refusal, replan=replan)
-        if confirmed.least_feasible_bytes - refusal.budget_bytes <= REMEASURED_BYTES:
-            # First steps of a process may take a page more than later ones, by which another process named a budget.
-            with suppress(InfeasibleBudgetError):
-                return replan()
-        raise confirmed
+        raise self.confirm_refusal(refusal, replan=replan)
 
     def confirm_refusal(self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None]) -> InfeasibleBudgetError:
         """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
@@ -247,6 +240,7 @@ class Session:
         Afterwards `plan` and `planner` belong to one of these and must not be used.
         """
         budget = self.budget
+        log.info("no plan fits budget %s: larger ones are measured for the least", budget.name)
 
         def plan_at(num_bytes: int) -> int:
             clear_cache(self.device)
@@ -402,6 +396,7 @@ class Session:
         known_footprint: Footprint | None,
     ) -> None:
         """Measures and plans with the layers as they are. Arguments and errors: see `measure`."""
+        self.profiler = None  # else a measurement of another budget would have the former plan's buffers beside it
         params_to_cast = {} if weights_on_host else self.bf16_params  # weights on the host arrive in bf16
         always_bf16 = weights_on_host or all_specs_use_bf16_weights(self.settings.planner)
         footprint, in_bf16 = self._measure_footprint(
@@ -515,7 +510,7 @@ class Session:
         return replace(footprint, context_bytes=now)
 
     def known_or_measured(self, measured: Footprint, *, known: Footprint) -> Footprint:
-        """`known` if `measured` exceeds it by no more than the allocator's large segments, else `measured`."""
+        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`."""
         known = self.with_context(known)
         excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
         return known if excess <= PAGES_BYTES else measured
@@ -835,7 +830,7 @@ def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> 
 def least_confirmed_bytes(
     refusal: InfeasibleBudgetError, *, plan_at: Callable[[int], int], page_start: Callable[[int], int]
 ) -> int | None:
-    """The least memory budget, in bytes, that a plan was found to fit; None if none was found.
+    """The least memory budget, in bytes, of at most MAX_CONFIRMATIONS that were planned for; None if none was enough.
 
     Args:
         refusal: names the first budget to try.
