@@ -40,8 +40,9 @@ def build_stream(hub: str, **options: Any) -> "StreamDataModule":
 
 
 def _open_hub(hub: str, *, config: str | None, split: str) -> Any:
+    datasets = require_datasets()
     try:
-        return require_datasets().load_dataset(hub, config, split=split, streaming=True)
+        return datasets.load_dataset(hub, config, split=split, streaming=True)
     except Exception as error:  # network, hub and library raise different kinds
         name = hub if config is None else f"{hub} ({config})"
         raise BadInputError(

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-BROWSERS = ("chromium", "chromium-find_browser", "google-chrome", "chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZE = (1400, 1800)  # pixels: the page's frontiers and its table
 TIMEOUT_S = 60.0
 
@@ -17,7 +17,7 @@ def find_browser() -> str | None:
 
 
 def render_picture(page: Path) -> Path | None:
-    """Renders `page` into a PNG of the same name; None if there is no find_browser, or it fails or times out."""
+    """Renders `page` into a PNG of the same name; None if there is no browser, or it fails or times out."""
     program = find_browser()
     if program is None:
         return None

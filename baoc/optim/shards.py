@@ -133,7 +133,7 @@ class ShardGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """This rank's rows of a parameter: `owner` is the DTensor, `first` the index of their first element in it."""
+    """This rank's rows of a parameter: `param` is the DTensor, `offset` the index of their first element in it."""
 
     param: Any
     group: ShardGroup

@@ -15,7 +15,7 @@ from baoc.types import Option
 
 # Largest error of a rate, as a share of the true one
 EXTRAPOLATED_ERROR, COMPARED_ERROR = 0.35, 0.06
-BOUND_ERROR = 0.05  # of the bound by an option that does no less work per sample
+BOUND_ERROR = 0.05  # of the bound by an option that does no more work per sample
 WORTH_S = 100.0  # a second of measuring has to gain a percent of the rate; less in a run longer than this
 
 

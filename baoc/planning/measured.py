@@ -143,7 +143,10 @@ def most_useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
 
 
 def least_recipe_bytes(planner: BudgetedBlocks) -> int | None:
-    """Bytes, in the budget's measure, of the smallest recipe that `choose_recipe` may take; None if there is none."""
+    """Bytes, in the budget's measure, of the smallest recipe that `choose_recipe` may take; None if there is none.
+
+    Mixtures and recipes with states on the host are left out, and may take slightly less.
+    """
     family = planner.family
     if family is None or not planner.has_choice:
         return None
@@ -195,8 +198,9 @@ def plan_recipe(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True)
     """The plan of a recipe under the planner's budget; None if it does not fit or apply (see `recipe_planner`)."""
     memory = planner.budget.memory_bytes
     allowed = memory if memory is not None else planner.limits().state_bytes
-    if allowed is not None and (recipe_budget_bytes(recipe, planner=planner) or 0) > allowed:
-        return None  # known without a planner of its own
+    # With `covers` the nested planner has the same blocks, so that a recipe is known not to fit without one.
+    if covers and allowed is not None and (recipe_budget_bytes(recipe, planner=planner) or 0) > allowed:
+        return None
     nested = recipe_planner(planner, recipe, covers=covers)
     if nested is not None:
         with suppress(InfeasibleBudgetError, BadInputError):

@@ -209,12 +209,14 @@ class Planner(BudgetedBlocks):
         allocation, limits = allocation_of(chosen, allocator="recipe"), choice.plan.limits
         pool = self.candidates(risk=MEASURED, profile=None)
         plan = self._plan(allocation, pool, limits=limits, risk=MEASURED, profile=None)
+        own_bytes = self.budget_bytes_of(self._chosen(plan.allocation.choices, risk=MEASURED, profile=None))
         useful_bytes = self._cached(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: most_useful_bytes(self, family=family)
         )
         return replace(
             plan,
             reasons=choice.plan.reasons,
+            least_feasible_bytes=min(plan.least_feasible_bytes, own_bytes),
             most_useful_bytes=useful_bytes,
             binding=self._binds(limits, useful_bytes=useful_bytes),
             basis=basis_of(choice, family=family, plan=plan, planner=self),
@@ -277,7 +279,7 @@ class Planner(BudgetedBlocks):
         """Bytes, in the budget's measure, of the smallest plan that `propose` may return.
 
         With risk=measured that is a recipe, or a plan by prior risk, since specs are not mixed freely by measurements.
-        If there is neither, the smallest mixture counts.
+        If there is neither, the smallest mixture counts. A mixture beside recipes may take slightly less than is named.
         """
 
         def smallest(risk: str) -> int:

@@ -361,10 +361,10 @@ class FirstStepMemory:
 
     Forward, backward and the optimizer step cannot be distinguished here. The peak of all of them is used for each,
     which is an upper bound. A parameter without a gradient in this step (an expert without a sample) is counted as if
-    it had one.
+    it had one, unless gradients are released.
 
     Args:
-        params: all parameters of the network.
+        params: all parameters of the network, and buffers that count as weights.
         existing: other tensors and modules that are alive all the time, optimizer states among them.
         context_bytes: of the CUDA context where it cannot be measured.
     """

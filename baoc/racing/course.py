@@ -92,7 +92,7 @@ class _State:
     def runs(
         self, names: Sequence[str], *, rates: Sequence[float], seeds: Sequence[int], stage: float | str
     ) -> list[Run]:
-        """The runs of a stage, seed by seed. Without `rates`, each entrant runs at its best entrant."""
+        """The runs of a stage, seed by seed. Without `rates`, each entrant runs at its best rate."""
         share = 1.0 if isinstance(stage, str) else stage
         return [
             Run(entrant=name, rate=rate, seed=seed, stage=stage, steps=max(round(share * self.settings.steps[name]), 1))

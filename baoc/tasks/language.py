@@ -68,7 +68,9 @@ class LanguageTask(Task):
         self.log("val/ppl", self._val_loss.compute().exp())
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs, targets = [batch[key] for key in ("tokens", "positions") if key in batch], batch["targets"]
+        inputs, targets = [batch["tokens"]], batch["targets"]
+        if "positions" in batch:
+            inputs.append(batch["positions"])
         if self.loss_chunk:
             return self._chunked_loss(inputs, targets.flatten())
         logits = logits_of(self.model(*inputs), task="language", shape="(B, T, vocabulary)").flatten(0, 1).float()

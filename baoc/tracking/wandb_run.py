@@ -38,8 +38,8 @@ class WandbRunLogger(WandbLogger):
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self.closed = self._guarding = self._media_refused = False
         self._say = say
-        self._guard(run.define_metric, "trainer/global_step", hidden=True)
-        self._guard(run.define_metric, "*", step_metric="trainer/global_step", step_sync=True)
+        self._guard(lambda: run.define_metric("trainer/global_step", hidden=True))
+        self._guard(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         self._guard(super().log_hyperparams, *args, **kwargs)

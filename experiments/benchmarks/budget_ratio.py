@@ -212,8 +212,8 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
 
     choose, decide, began = microbatch_search.choose_option, training.decide, time.perf_counter()
 
-    def searched(options: Any, *, objective: str, race: Any) -> Any:
-        choice = choose(options, objective=objective, measurer=race)
+    def searched(options: Any, *, objective: str, measurer: Any) -> Any:
+        choice = choose(options, objective=objective, measurer=measurer)
         decide_s, end = time.perf_counter() - began, time.monotonic() + search_s
         options = choice.options
 
@@ -221,7 +221,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
             return [option for option in options if option.fits and not option.tried and option.samples_per_s > 0]
 
         while (left := untried()) and time.monotonic() < end:
-            options = race.measure(replace(max(left, key=lambda option: option.samples_per_s), compared=True))
+            options = measurer.measure(replace(max(left, key=lambda option: option.samples_per_s), compared=True))
         write(folder / "search.csv", [to_plain(option) | {"option": option.name} for option in options])
         known = [option for option in options if option.tried and option.fits]
         if known and choice.chosen is not None:

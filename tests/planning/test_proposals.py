@@ -8,6 +8,7 @@ import pytest
 from baoc.core.measured import faded_rate, families
 from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
+from baoc.planning.measured import recipe_budget_bytes
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permute_specs, proposals
 from baoc.types import Budget, ParamInfo, Role
@@ -79,6 +80,15 @@ def test_a_recipe_by_parts_is_not_raced_where_the_network_does_not_tell_them_apa
     assert {"muon_int8", "muon_int4"} <= {spec for one in made for spec in one.choices.values()}
     assert all(one.recipe is None or all(map(one.recipe.names_spec_for, one.plan.blocks)) for one in made)
     assert "muon_int8" in made[0].choices.values()
+
+
+def test_a_recipe_by_parts_is_proposed_where_it_fits_on_blocks_by_part_alone():
+    """On blocks by role `slimadam8` runs AdamW on attention, which takes more than the budget."""
+    settings = PlannerSettings(specs=("*",), risk="measured", family="auto")
+    planner = Planner(llama(), budget=Budget(name="some", state_fraction=0.16), settings=settings)
+    limit, recipe = planner.limits().state_bytes, RECIPES["slimadam8"]
+    assert limit is not None and (recipe_budget_bytes(recipe, planner=planner) or 0) > limit
+    assert "slimadam8" in [one.name for one in proposals(planner, recipes=[recipe], most=99)]
 
 
 def test_a_recipe_is_uniform_whatever_runs_where_its_rule_does_not_apply():

@@ -22,11 +22,11 @@ def encoded(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def write_folder(root: Path, *, classes=("cat", "dog"), count=12, **render_picture) -> Path:
+def write_folder(root: Path, *, classes=("cat", "dog"), count=12, **settings) -> Path:
     for place, name in enumerate(classes):
         (root / name).mkdir(parents=True)
         for number in range(count):
-            picture(level=100 * place, **render_picture).save(root / name / f"{number:02}.png")
+            picture(level=100 * place, **settings).save(root / name / f"{number:02}.png")
     return root
 
 

@@ -89,7 +89,7 @@ def proxy_backend(spec: OptimizerSpec, *, device: torch.device, numel: int) -> s
 def build_backends(
     blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, pipelines: Pipelines
 ) -> tuple[list[Backend], dict[str, BackendChoice]]:
-    """The backends that all blocks need, and each block's Choice. Those that work beside the others come first."""
+    """The backends that all blocks need, those that work beside others first, and each block's BackendChoice."""
     blocks = list(blocks)
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)

@@ -37,7 +37,7 @@ class SummingRule(Rule):
 
 def as_matrix(tensor: Tensor, ctx: RuleContext) -> Tensor:
     """The tensor as [fan_out, fan_in]: a view where strides allow, else a copy."""
-    assert ctx.matrix is not None, "this rule needs a matrix; `applies` should have kept it away"
+    assert ctx.matrix is not None, "this rule needs a matrix; `why_inapplicable` should have kept it away"
     rows, cols = ctx.matrix
     return tensor.reshape(cols, rows).t() if ctx.transposed else tensor.reshape(rows, cols)
 

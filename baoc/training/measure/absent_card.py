@@ -3,7 +3,8 @@
 1. `fake_` puts fake tensors in the place of the network's. Forward and backward of a small micro-batch run on them;
    nothing is allocated or computed (`MicroBatchRunner` with `emulate_cuda`, which rounds as CUDA's allocator does).
 2. `_CardOptions` makes a footprint on the card of them, and seconds of operations and bytes by the card's rates.
-3. Each micro-batch, number of recomputed layers and release of gradients is planned; `best` chooses by `objective`.
+3. Each micro-batch, number of recomputed layers and release of gradients is planned; `best_option` chooses by
+   `objective`.
 """
 
 import math

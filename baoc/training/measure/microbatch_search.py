@@ -145,8 +145,8 @@ def decide(
     Random numbers and weights are as before.
 
     Raises:
-        InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU an option was
-            found to fit within that budget.
+        InfeasibleBudgetError: No option fits; it names the least budget that one would need. On one GPU an option was
+            found to fit within that memory budget, if any was.
     """
     phases = PhaseTimer()
     with _restored(config, task=task, device=device) as visit:
@@ -222,9 +222,8 @@ def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitSta
         visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
         visit.callback(set_compiled, task.model, is_compiled(task.model))
         visit.callback(restore_rng, capture_rng())
-        if not gc.get_freeze_count():  # else the process keeps what it has frozen itself
-            visit.callback(gc.unfreeze)
-            gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
+        visit.callback(gc.unfreeze)
+        gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
         visit.callback(clear_cache, torch.device(device))
         yield visit
 
@@ -242,9 +241,15 @@ def _least_peak(
             config, task=task, data=data, device=device, settings=settings, visit=visit, phases=PhaseTimer(), max_s=0.0
         )
         choice = search.search(began=monotonic(), tell=lambda _: None)
+        refusal, least = None, 0
         if choice.chosen is None:
-            raise no_option_fits(choice.options, budget=search.budget, axes=search.axes, specs=search.planner.specs)
-        return search.least_peak()
+            refusal = no_option_fits(choice.options, budget=search.budget, axes=search.axes, specs=search.planner.specs)
+        else:
+            least = search.least_peak()
+        del search, choice  # else what they keep on the device would be there when the next budget is measured
+    if refusal is not None:
+        raise refusal
+    return least
 
 
 def device_of(device: str) -> torch.device:
