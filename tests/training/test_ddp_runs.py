@@ -73,7 +73,7 @@ BEFALLS: dict[str, dict[str, Any]] = {
     "breach": {"budget": parse_budget("60mb")},
     "budget file": {},
 }
-BEFALLS_CUT = {"nan, late": ONCE, "SIGUSR1": {}}
+BEFALLS_CUT = {"nan, late": ONCE, "SIGUSR1": {}, "breach": BEFALLS["breach"]}
 BEFALLS |= {f"{kind}, cut": {"strategy": "fsdp", **OWN, **changes} for kind, changes in BEFALLS_CUT.items()}
 RESUMED = ("in a decision", "SIGUSR1, cut")
 
@@ -300,8 +300,9 @@ def test_checkpoints_go_by_the_first_clock(found: list[dict[str, Any]]) -> None:
     assert found[0]["kept"]["clock"] == ["last.ckpt"]
 
 
-def test_a_breach_names_the_rank(found: list[dict[str, Any]]) -> None:
-    assert all(" bytes) on rank 1 (" in each["breach"]["ended"] for each in found)
+@pytest.mark.parametrize("kind", ["breach", "breach, cut"])
+def test_a_breach_names_the_rank(kind: str, found: list[dict[str, Any]]) -> None:
+    assert all(" bytes) on rank 1 (" in each[kind]["ended"] for each in found)
 
 
 @pytest.mark.parametrize("kind", RESUMED)

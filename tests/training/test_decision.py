@@ -145,7 +145,10 @@ def test_no_option_fits_says_the_least_and_which_pin_is_in_the_way(tmp_path: Pat
 def test_a_refusal_names_a_budget_within_which_an_option_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """A stand-in for torch's CUDA allocator, which reserves more where it may have more."""
+    """A stand-in for torch's CUDA allocator, which reserves more where it may have more.
+
+    What a refusal has confirmed is not kept: a run at the budget that it names decides anew.
+    """
     caps: list[float] = []
     seen: list[Any] = []
     given = lambda *_, budget, **__: caps.append(budget.memory_bytes)  # noqa: E731
@@ -165,6 +168,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     first, *tried = caps
     least = caught.value.least_feasible_bytes
     assert first == 2**20 < tried[0] < least, "what was named by one step was too little for the next one"
+    assert least in tried, "the budget that is named was tried itself"
     assert {int(row["peak_bytes"]) for row in rows(tmp_path / "day" / "none")} >= {int(tried[0])}, "rows are its own"
     assert run(tmp_path / "day" / "least", budget=parse_budget(f"{least}b")).num_steps == 2
     with pytest.raises(InfeasibleBudgetError):
