@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,15 +51,19 @@ BEFALLS: dict[str, Callable[[], BaseException]] = {
 }
 # Each of these is refused by one command only, and tested there or in a test of its own.
 APART = {"done", "a fault of your own code", "another process"}
-SOME = ("an infeasible", "Ctrl-C")  # at each door; all of them at the first
-DOORS = {
-    "run.py": ("run", []),
-    "mode=plan": ("run", ["mode=plan"]),
-    "mode=eval": ("run", ["mode=eval", "resume=old"]),
-    "mode=race": ("baoc.sweep.race.race_command", ["mode=race"]),
-    "-m": ("run", ["-m", "seed=3"]),
-    "sweeps": ("baoc.sweep.study.run_study", ["-m", "sweeps=frontier_vision", "hydra.sweep.dir=study"]),
-    "list": ("baoc.cli.main.list_lines", ["--list", "specs"]),
+SOME = ("an infeasible", "Ctrl-C")
+DOORS: dict[str, tuple[str, list[str], Iterable[str]]] = {  # what raises, the command's words, and what is tried there
+    "run.py": ("run", [], BEFALLS),
+    "mode=plan": ("run", ["mode=plan"], SOME),
+    "mode=eval": ("run", ["mode=eval", "resume=old"], SOME),
+    "mode=race": ("baoc.sweep.race.race_command", ["mode=race"], SOME),
+    "-m": ("run", ["-m", "seed=3"], (*SOME, "a reader")),
+    "sweeps": (
+        "baoc.sweep.study.run_study",
+        ["-m", "sweeps=frontier_vision", "hydra.sweep.dir=study"],
+        (*SOME, "a reader"),
+    ),
+    "list": ("baoc.cli.main.list_lines", ["--list", "specs"], BEFALLS),
 }
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "report": ("baoc.frontier.report.build_report", report.main),
@@ -105,10 +109,9 @@ def befalling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str,
 
 @pytest.mark.parametrize("door", DOORS)
 def test_what_befalls_a_run_or_a_study(door: str, befalling: Callable[..., None], capsys: pytest.CaptureFixture[str]):
-    name, words = DOORS[door]
-    for at, (ending, error) in enumerate(BEFALLS.items()):
-        if door not in ("run.py", "list") and ending not in SOME:
-            continue
+    name, words, endings = DOORS[door]
+    for at, ending in enumerate(endings):
+        error = BEFALLS[ending]
         befalling(name, error())
         folder = [] if {"-m", "--list"} & {*words} else [f"hydra.run.dir=run{at}"]
         assert main([*words, *folder]) == code_of(ending), ending

@@ -21,7 +21,7 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["default", "state_25", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[2:])]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("experiment_")) for name in CASES]
 )
 def test_a_configuration_is_what_its_golden_file_says(name: str, tmp_path: Path):
     config = from_hydra(compose(CASES[name]))
