@@ -36,9 +36,9 @@ from baoc.optim.wrappers import has_averaged_copy, live_instances
 from baoc.parallel import SINGLE_PROCESS, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
+from baoc.profiling.caller_probe import CallerProbe
 from baoc.tracking.console import say
 from baoc.training.arriving_weights import leave, needs_room
-from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words

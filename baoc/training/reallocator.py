@@ -31,7 +31,7 @@ from baoc.planning.reallocation.conversion import has_all_blocks, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
-from baoc.training.late_step import LateStep
+from baoc.profiling.late_step import LateStep
 from baoc.types import (
     BlockMove,
     Budget,

@@ -23,9 +23,9 @@ from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import memory
+from baoc.profiling.caller_probe import CallerProbe
 from baoc.training.fully_sharded import BaocFSDPStrategy
 from baoc.training.lightning import BaocDDPStrategy
-from baoc.training.measure.caller_probe import CallerProbe
 from baoc.training.measure.probe import silent
 from baoc.training.run import build, run
 from baoc.training.session import SessionSettings

@@ -12,8 +12,9 @@ from torch import nn
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
+from baoc.profiling import late_step
 from baoc.profiling.tracker import PeakMeter
-from baoc.training import late_step, narration
+from baoc.training import narration
 from baoc.training import reallocator as reallocator_module
 from tests.support.tiny import tiny_trainer
 

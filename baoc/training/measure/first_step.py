@@ -12,8 +12,8 @@ from dataclasses import replace
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.optim import seeding
 from baoc.profiling import FirstStepMemory, clear_cache, context_bytes, uncapped
+from baoc.profiling.late_step import subscribe
 from baoc.profiling.memory import use_expandable_segments
-from baoc.training.late_step import subscribe
 from baoc.training.reallocator import Reallocator
 from baoc.training.session import Session
 from baoc.types import Footprint
