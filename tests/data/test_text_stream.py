@@ -1,6 +1,7 @@
 """Streams of documents: packing, shuffling, the exact place to go on from, ranks, and what is said when one breaks."""
 
 import io
+import sys
 
 import datasets
 import numpy as np
@@ -166,3 +167,10 @@ def test_hub_out_of_reach_is_said_at_once(monkeypatch):
     message = r"the hub gave no split train of allenai/c4 \(en\): .*\. Check the name and the network, or give dataset"
     with pytest.raises(BadInputError, match=message):
         build_data("c4", task="language", batch_size=4)
+
+
+def test_a_hub_without_the_package_is_told_by_the_name_of_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        text_stream.build_stream("allenai/c4", hub_config="en", train_split="train", val_split=None)
+    assert caught.value.name == "datasets"

@@ -31,6 +31,13 @@ def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.Captu
     assert {(0x0B, 0x6B, 0xCB), (0xD1, 0x70, 0x0F), (0x7A, 0x7F, 0x87)} <= colours  # points of all three families
 
 
+@pytest.mark.parametrize("name", ["chromium", "chromium-browser", "google-chrome", "chrome"])
+def test_a_browser_is_found_by_any_of_its_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert picture.find_browser() == str(tmp_path / name)
+
+
 READER = """
     const heads = () => [...document.querySelectorAll("#points th button")];
     const head = (name) => heads().find((own) => own.textContent.startsWith(name));

@@ -179,16 +179,38 @@ def test_a_change_of_what_steps_is_another_source(tmp_path: Path):
     assert source_hash([tmp_path]) not in (before, "")
 
 
-def test_specs_and_fused_adamw_are_timed_on_the_cpu(tmp_path: Path):
-    cpu = torch.device("cpu")
+def test_specs_and_fused_adamw_are_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Steps are real ones; their seconds are the machine's."""
+    machine, cpu = Machine(), torch.device("cpu")
+
+    def timed(steps: dict[str, latency.MakeStep], **given: Any) -> latency.LatencyTable:
+        def ticking(name: str) -> latency.MakeStep:
+            ticks = machine.step(name, once=1e-4, per_tensor=1e-5, per_element=1e-9)
+
+            def make(numel: int, tensors: int) -> Callable[[], None]:
+                step, tick = steps[name](numel, tensors), ticks(numel, tensors)
+
+                def run() -> None:
+                    step()
+                    tick()
+
+                return run
+
+            return make
+
+        return measure_latency({name: ticking(name) for name in steps}, clock=machine.clock, **given)
+
+    monkeypatch.setattr(timing, "measure_latency", timed)
     specs = [SPECS["adamw"], SPECS["sign+bf16_sr"]]
     options: dict[str, Any] = {"device": cpu, "num_elements": 1000, "num_tensors": 3, "cache_dir": tmp_path}
     assert specs_timed_first(specs, device=cpu) == {"adamw", "sign+bf16_sr"}
     part = time_specs(specs, needed={"adamw"}, max_s=0.2, **options)
     assert set(part.fixed_s) == {"adamw", "sign+bf16_sr"} and part.assumed == ("sign+bf16_sr",)
-    assert 0 < part.reference_step_s < 0.1 and part.per_element_s["adamw"] > 0
+    assert part.reference_step_s == pytest.approx(1e-4 + 3 * 1e-5 + 1000 * 1e-9)
+    assert part.per_element_s["adamw"] == pytest.approx(1e-9)
+    runs = machine.runs["adamw"]
     whole = time_specs(specs, needed={"sign+bf16_sr"}, max_s=0.2, **options)
-    assert whole.assumed == () and whole.per_element_s["adamw"] == part.per_element_s["adamw"], "known from before"
+    assert whole.assumed == () and machine.runs["adamw"] == runs, "known from before"
 
 
 def test_kernels_that_are_not_needed_are_assumed_as_fast_by_the_byte_as_fused_adamw(monkeypatch):

@@ -96,6 +96,12 @@ def test_validation_logs_bits_per_byte_and_the_perplexity_of_the_mean_loss():
     assert again["val/ppl"] == pytest.approx(math.exp(losses[0].item()), rel=1e-5)
 
 
+def test_a_batch_without_tokens_is_told_even_where_it_has_positions():
+    task, given = LanguageTask(model()), batch()
+    with pytest.raises(KeyError, match="tokens"):
+        task.validation_step({"positions": given["tokens"], "targets": given["targets"]}, 0)
+
+
 def test_quality_is_bits_per_byte_and_less_is_better():
     assert LanguageTask.quality == ("val/bpb", False)
     assert LanguageTask(model()).bytes_per_token == 1.0
