@@ -67,7 +67,8 @@ LONG_S = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each worker begins with its share of the slow files, whole and the longest first, so that what a module sets up
     is set up once and all end together: `--dist=worksteal` deals the list out in equal runs, and moves what is left at
-    their ends, which is short."""
+    their ends, which is short. Shares of equal seconds that are longer than the runs give way to ones of equal length.
+    """
     if not hasattr(config, "workerinput"):
         return
     workers = config.workerinput["workercount"]
@@ -75,18 +76,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
-    seconds = {name: LONG_S.get(name, len(file) / 3) for name, file in files.items()}
-    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    busy_s = [0.0] * workers
-    for name in sorted(files, key=seconds.__getitem__, reverse=True):
-        first_free = busy_s.index(min(busy_s))
-        shares[first_free] += files[name]
-        busy_s[first_free] += seconds[name]
+    sizes = [len(items) * (number + 1) // workers - len(items) * number // workers for number in range(workers)]
+    shares = dealt(files, {name: LONG_S.get(name, len(file) / 3) for name, file in files.items()}, workers=workers)
+    if any(len(share) > size for share, size in zip(shares, sizes, strict=True)):
+        shares = dealt(files, {name: len(file) for name, file in files.items()}, workers=workers)
     fast = iter([item for item in items if not item.get_closest_marker("slow")])
-    for number, share in enumerate(shares):
-        size = len(items) * (number + 1) // workers - len(items) * number // workers
+    for share, size in zip(shares, sizes, strict=True):
         share.extend(islice(fast, max(size - len(share), 0)))
     items[:] = [*chain.from_iterable(shares), *fast]
+
+
+def dealt(files: dict[str, list[pytest.Item]], costs: dict[str, float], *, workers: int) -> list[list[pytest.Item]]:
+    """Whole files by worker, each to the one with the least so far, the costliest first."""
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    busy = [0.0] * workers
+    for name in sorted(files, key=costs.__getitem__, reverse=True):
+        first_free = busy.index(min(busy))
+        shares[first_free] += files[name]
+        busy[first_free] += costs[name]
+    return shares
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", default=None):  # the controller of xdist's workers collects nothing itself
+        pytest_collection_finish()
 
 
 def pytest_collection_finish() -> None:

@@ -93,14 +93,7 @@ PROBLEMS = [
         "resume=/no/such/run is not allowed: it must be auto, or a run folder or checkpoint that",
     ),
 ]
-QUICK = (
-    "model=vitt",
-    "hydra.foo=1",
-    "task.num_samples=3",
-    "~reallocation=1e309",
-    "seed=range(3)",
-    "resume=/no/such/run",
-)
+QUICK = ("model=vitt", "hydra.foo=1", "blocks.merge=1.0", "~reallocation=1e309", "seed=range(3)", "resume=/no/such/run")
 
 
 @pytest.mark.parametrize(
