@@ -461,6 +461,7 @@ def test_layers_are_compiled_for_the_sizes_that_are_tried_alone(tmp_path: Path, 
         return graph.forward
 
     monkeypatch.setattr(switches, "inductor_kernels", traced)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.DECIDING_S", 600.0)  # enough on a busy machine
     model, counts = ModelConfig(options={"dropout": 0.1}, compile=True), []
     for name in ("first", "kept"):
         torch.compiler.reset()
@@ -485,6 +486,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
         measurements=SimpleNamespace(capped=True),
         axes=SimpleNamespace(num_layers=4),
         sharded=False,
+        max_s=12.0,
     )
 
     def may(rate: float, **changes: Any) -> bool:
@@ -493,7 +495,7 @@ def test_compiled_layers_are_worth_trying_in_a_long_run_on_a_gpu_alone():
     option = lambda rate: SimpleNamespace(samples_per_s=rate)  # noqa: E731
     assert may(7.5) and not may(7.7)  # 420 s or more
     assert not may(7.5, device=torch.device("cpu")) and not may(7.5, axes=SimpleNamespace(num_layers=0))
-    assert not may(7.5, sharded=True)
+    assert not may(7.5, sharded=True) and not may(7.5, max_s=0.0)
     pins = [replace(self.config, model=ModelConfig(compile=compile)) for compile in (False, True, "auto")]
     assert [may(7.5, config=pinned) for pinned in pins] == [False, False, True]
 

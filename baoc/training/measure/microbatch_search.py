@@ -269,7 +269,8 @@ class MicroBatchSearch:
     """The measurements and planned options of one run. The task is on the device until `visit` closes.
 
     Under fully_shard all ranks search together: they share measurements and rank 0's clock. `max_s`: seconds for
-    measuring which option is fastest; with 0, the first option that fits is enough, and layers are not compiled.
+    measuring which option is fastest, by default DECIDING_S; with 0, the first option that fits is enough, and layers
+    are not compiled.
     """
 
     def __init__(
@@ -282,10 +283,10 @@ class MicroBatchSearch:
         settings: SessionSettings,
         visit: ExitStack,
         phases: PhaseTimer,
-        max_s: float = DECIDING_S,
+        max_s: float | None = None,
     ):
         self.config, self.task, self.phases = config, task, phases
-        self.max_s = max_s
+        self.max_s = DECIDING_S if max_s is None else max_s
         self.size_independent: dict[bool, dict[str, Any]] = {}
         self.explored: dict[int, tuple[list[MicroBatchMeasurement], bool]] = {}
         self.device = device_of(device)
