@@ -94,8 +94,14 @@ def require_two_classes(labels: Tensor, *, name: str, task: str) -> None:
 
 
 def _num_workers(setting: int | None, *, encoded: bool) -> int:
+    default = max(1, min(8, (os.cpu_count() or 1) - 1)) if encoded else 0
+    return require_workers(setting, default=default)
+
+
+def require_workers(setting: int | None, *, default: int) -> int:
+    """The setting, or `default` for None. Raises BadInputError for a negative one."""
     if setting is None:
-        return max(1, min(8, (os.cpu_count() or 1) - 1)) if encoded else 0
+        return default
     if setting < 0:
         raise BadInputError(f"dataset.workers must be 0 (none) or more, not {setting}")
     return setting

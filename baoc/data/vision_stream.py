@@ -31,7 +31,7 @@ from baoc.data.tables import (
     validation_table,
     without_decoding,
 )
-from baoc.data.vision import require_two_classes
+from baoc.data.vision import require_two_classes, require_workers
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
@@ -73,7 +73,8 @@ class StreamedImages(DataModule):
             )
         self._image, self._label = find_columns(train.features, columns=columns, name=name)
         self._augment: Augment = augment
-        self._name, self._image_size, self._threads, self._folders = name, image_size, workers or 4, folders
+        self._name, self._image_size, self._folders = name, image_size, folders
+        self._threads = max(require_workers(workers, default=4), 1)  # one decodes beside training in any case
         self._num_skipped = 0 if val is not None else NUM_VAL
         self._train = without_decoding(train, column=self._image)
         val_samples = list(islice(without_decoding(train if val is None else val, column=self._image), NUM_VAL))

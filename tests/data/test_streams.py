@@ -187,6 +187,16 @@ def test_ranks_share_a_stream_of_images(write, names, monkeypatch):
     assert seen[0] and seen[1] and not seen[0] & seen[1]
 
 
+def test_threads_of_a_stream_are_as_many_as_workers_were_asked_for(write, monkeypatch):
+    from baoc.data import vision_stream
+
+    path = write("train-0")
+    monkeypatch.setattr(vision_stream, "StreamLoader", lambda *_, threads, **__: threads)
+    assert [streamed(path, workers=asked).make_train_loader(limit=None) for asked in (None, 0, 1, 3)] == [4, 1, 1, 3]
+    with pytest.raises(BadInputError, match=r"dataset\.workers must be 0 \(none\) or more, not -1"):
+        streamed(path, workers=-1)
+
+
 def test_a_folder_of_images_is_not_streamed(tmp_path):
     with pytest.raises(BadInputError, match=r"dataset.streaming reads parquet and hub sets; .* is none: set dataset"):
         streamed(str(tmp_path))
