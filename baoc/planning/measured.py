@@ -217,10 +217,7 @@ def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice 
     if family.base is None or not family.roles:
         return None
     base = family.recipe(family.base)
-    pool = {
-        block: {c.spec: c for c in options}
-        for block, options in planner.candidates(risk="measured", profile=None).items()
-    }
+    pool = planner.candidates_by_spec(risk="measured", profile=None)
     base_choices = {block.name: base.recipe.preferred_spec(block)[1] for block in planner.blocks}
     blocks_of_role: dict[str, list[Block]] = {}
     for block in planner.blocks:

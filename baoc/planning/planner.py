@@ -209,14 +209,13 @@ class Planner(BudgetedBlocks):
         allocation, limits = allocation_of(chosen, allocator="recipe"), choice.plan.limits
         pool = self.candidates(risk=MEASURED, profile=None)
         plan = self._plan(allocation, pool, limits=limits, risk=MEASURED, profile=None)
-        own_bytes = self.budget_bytes_of(self._chosen(plan.allocation.choices, risk=MEASURED, profile=None))
         useful_bytes = self._cached(
             (MEASURED, "range"), (self.footprint, self.budget), lambda: most_useful_bytes(self, family=family)
         )
         return replace(
             plan,
             reasons=choice.plan.reasons,
-            least_feasible_bytes=min(plan.least_feasible_bytes, own_bytes),
+            least_feasible_bytes=min(plan.least_feasible_bytes, self.budget_bytes_of(chosen)),
             most_useful_bytes=useful_bytes,
             binding=self._binds(limits, useful_bytes=useful_bytes),
             basis=basis_of(choice, family=family, plan=plan, planner=self),
