@@ -53,7 +53,7 @@ def _to_float32(value: Any) -> Any:
 FREED, ARRIVED = -1, -2  # events in the allocator's log, in place of the bytes of an allocation
 ROUNDING_BYTES = 512  # sizes are rounded up to a multiple of it
 MAX_SMALL_BYTES = MIB  # the largest size that the pool of small blocks serves
-SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
+SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB  # by which the pools grow; a cap counts in small pages
 
 
 class CachingAllocator:

@@ -14,13 +14,13 @@ import torch
 
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import available_host_bytes
+from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.types import Budget
 from baoc.units import MIB, format_bytes
 
 # The context grows as kernels and libraries load. Measured on an H200 (ViT-S/16 and a Llama, one run each): 610 MiB at
 # first, 148 more after the first forward and backward, 73 more until training had begun.
 EARLY_MODULES_BYTES = 144 * MIB  # reserved for the first forward and backward
-PAGE_BYTES = 2 * MIB  # what torch's allocator takes from the driver is a multiple of it
 LATE_MODULES_BYTES = 88 * MIB  # reserved for what loads after that
 LAST_MODULES_BYTES = 8 * MIB  # part of the late reserve that is always kept, whatever has loaded
 
@@ -139,7 +139,7 @@ def cap_device(device: torch.device | str, *, budget: Budget) -> None:
 def least_budget_with_same_pages(device: torch.device, memory_bytes: int) -> int:
     """The least memory budget in bytes whose cap (`cap_device`) has as many pages of the allocator as `memory_bytes`
     has. A step that runs out of memory under one of these budgets does so under all of them."""
-    return memory_bytes - (memory_bytes - context_bytes(device) - LATE_MODULES_BYTES) % PAGE_BYTES
+    return memory_bytes - (memory_bytes - context_bytes(device) - LATE_MODULES_BYTES) % SMALL_PAGE
 
 
 def _set_fraction(device: torch.device, fraction: float) -> None:

@@ -44,8 +44,9 @@ from baoc.planning.microbatch import RATE_TOLERANCE, smallest_number
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
+from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.profiling.footprint import PAGES_BYTES
-from baoc.profiling.memory import PAGE_BYTES, least_budget_with_same_pages
+from baoc.profiling.memory import least_budget_with_same_pages
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import specs_timed_first, with_link_rates
 from baoc.training.reallocator import Reallocator
@@ -860,7 +861,7 @@ def least_confirmed_bytes(
         start = page_start(enough)
         if peak < start and refused < start - 1:
             middle = peak if refused < peak else (refused + start) // 2
-            candidate = min(start - 1, page_start(middle) + PAGE_BYTES - 1)
+            candidate = min(start - 1, page_start(middle) + SMALL_PAGE - 1)
         else:
             candidate = max(peak, start)
             if not refused < candidate < enough:

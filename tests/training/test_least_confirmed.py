@@ -4,7 +4,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baoc.errors import InfeasibleBudgetError
-from baoc.profiling.memory import PAGE_BYTES
+from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.training.session import least_confirmed_bytes
 from baoc.units import MIB
 
@@ -21,7 +21,7 @@ def test_a_refusal_names_the_least_budget_that_is_planned_for(
     pages: int, needed: list[int], named: int, offset: int, allowed: int
 ):
     def pages_of(num_bytes: int) -> int:
-        return (num_bytes - offset) // PAGE_BYTES
+        return (num_bytes - offset) // SMALL_PAGE
 
     def plan_at(num_bytes: int) -> int:
         least = needed[pages_of(num_bytes) % len(needed)]
@@ -31,11 +31,11 @@ def test_a_refusal_names_the_least_budget_that_is_planned_for(
         return least
 
     refusal = InfeasibleBudgetError("no", budget_bytes=allowed, least_feasible_bytes=max(named, allowed + 1))
-    least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=lambda n: n - (n - offset) % PAGE_BYTES)
+    least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=lambda n: n - (n - offset) % SMALL_PAGE)
     if least is not None:
         plan_at(least)
     if len(needed) == 1:  # what a step needs is the same in every page: then not a byte less is enough
-        threshold = max(pages * PAGE_BYTES + offset, needed[0])
+        threshold = max(pages * SMALL_PAGE + offset, needed[0])
         assume(allowed < threshold)  # it was refused
         assert least == threshold
 
