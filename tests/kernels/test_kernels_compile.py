@@ -27,6 +27,7 @@ VARIANTS = [
     ("foam_l1", "int8", "split8"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
+AGAIN = [("adamw", "fp32", "native"), ("lion", "int8", "split8"), ("adafactor", "fp32", "native")]
 MOST_SPILLED = 400  # bytes of a thread's stack, mostly of what odd elements and transposed folds take
 
 
@@ -38,7 +39,7 @@ if INTERPRETING:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-        assert f"{len(VARIANTS)} passed" in done.stdout, done.stdout[-500:]
+        assert f"{len(VARIANTS) + len(AGAIN)} passed" in done.stdout, done.stdout[-500:]
 
 else:
 
@@ -64,3 +65,30 @@ else:
             assert one.spilled_bytes <= MOST_SPILLED, one
             if one.kernel in STEPPING and "MODE=step" in one.switches:
                 assert min(one.widest) >= (64 if dtype is FLOAT32 else 32), one
+
+    @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+    @pytest.mark.parametrize(("rule", "storage", "weights"), AGAIN)
+    def test_a_launch_that_is_made_again_is_the_same(rule: str, storage: str, weights: str):
+        """The second is not Triton's own: it takes addresses, and the kernel that the first one found."""
+        from tests.support.kernel_compiling import noted_launches
+
+        dtype = FLOAT32 if weights == "native" else BFLOAT16
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "config": None}
+        elementary = rule in ("adamw", "lion")
+        twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
+        twin.new_gradients()
+        twin.engine.gradients.refresh()
+        calls = [Call(), Call(marked=True), Call(matched=True, track=True), Call(mode="repair", matched=True)]
+        with noted_launches() as noted:
+            rounds = []
+            for _ in range(3):
+                for call in calls:
+                    engine.launch(twin.table, call)
+                rounds.append(noted[:])
+                noted.clear()
+            engine.Engine([twin.table], graphs=False)  # other buffers
+            engine.launch(twin.table, Call())
+        first, second, third = ([one.bare() for one in launches] for launches in rounds)
+        assert first == second == third
+        assert [sum(one.is_bare for one in launches) for launches in rounds] == [0, len(calls), len(calls)]
+        assert noted[-1].bare() not in first

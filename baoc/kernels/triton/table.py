@@ -5,7 +5,7 @@ engine that holds the table, see `baoc.kernels.triton.engine`.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -103,6 +103,8 @@ class FusedTable:
         self._alive += [tensor for key in self.columns for state in states if (tensor := state.get(key)) is not None]
         self._lay_out()
         self._buffers: dict[str, Tensor] = {}
+        # Launches that can be made again as they are, each with the `ptrs` of the engine that it was made for.
+        self.launches: dict[Hashable, tuple[Tensor, Callable[[], None]]] = {}
 
     def _row(self, index: int, state: Mapping[str, Tensor], *, seed: int) -> list[int]:
         """Addresses of a tensor, its states, correction (or seed) and match. Raises ValueError if they do not fit."""
