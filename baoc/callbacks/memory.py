@@ -288,7 +288,6 @@ class MemoryMonitor(L.Callback):
         return LambdaCallback(on_validation_batch_start=begin, on_validation_batch_end=lambda *_: self._exit())
 
     def values(self) -> dict[str, float]:
-        """The present metrics by key."""
         values = {"memory/peak_gib": gib(self.peak_bytes)}
         values |= {f"memory/peak_gib_rank_{rank}": gib(peak) for rank, peak in enumerate(self._budget_peaks)}
         if self.budget_bytes is not None:
@@ -318,7 +317,6 @@ class MemoryMonitor(L.Callback):
         self._slowed = True
 
     def _exit(self) -> None:
-        """Ends the tracked phase, if there is one."""
         if self._tracker is not None and self._phase is not None:
             self._tracker.exit_out_of_order()
             self._note(self._phase)

@@ -168,7 +168,6 @@ def _set_up_folder(config: DictConfig, *, run_dir: Path) -> RunConfig:
 
 
 def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str]) -> None:
-    """Races, runs, or races and then runs with the recipe that won."""
     from baoc.cli.fast_import import import_torchmetrics
     from baoc.config.environment import write_environment
 

@@ -29,6 +29,7 @@ from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_yaml_fi
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.types import Budget
+from baoc.units import parse_size
 
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")  # folders with files that compose a whole run or study
@@ -220,8 +221,7 @@ def budget_node(budget: Budget) -> dict[str, Any]:
     """A Budget in the form of a file of conf/budget. Its memory is its name if that is the size, as in `8gb`."""
     memory = None if budget.memory_bytes is None else f"{budget.memory_bytes}b"
     with suppress(BadInputError):  # raised for a name that is no size
-        if memory is not None and parse_budget(budget.name).memory_bytes == budget.memory_bytes:
-            memory = budget.name
+        memory = budget.name if parse_size(budget.name) == budget.memory_bytes else memory
     return {
         "name": budget.name,
         "memory": memory,

@@ -57,7 +57,6 @@ def choose_device(name: str) -> str:
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest divisor of `number` that is at most `at_most`."""
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 

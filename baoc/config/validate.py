@@ -92,7 +92,6 @@ class Allowed:
     pattern: str | None = None
 
     def contains(self, value: Any) -> bool:
-        """Whether `value` is a number in the range."""
         limits = ((operator.ge, self.ge), (operator.gt, self.gt), (operator.le, self.le), (operator.lt, self.lt))
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and all(limit is None or compare(value, limit) for compare, limit in limits)
@@ -220,7 +219,6 @@ def _missing(key: str) -> BadInputError:
 
 
 def type_in_words(hint: Any) -> str:
-    """A type in words, for messages."""
     names = {
         int: "a whole number",
         float: "a number",

@@ -103,7 +103,6 @@ class Family:
     weights: Mapping[str, Change] = field(default_factory=dict[str, Change])
 
     def recipe(self, name: str) -> MeasuredRecipe:
-        """The measured recipe of that name."""
         return next(measured for measured in self.recipes if measured.name == name)
 
     def change_for(self, keys: Sequence[str], spec: str) -> Change | None:
@@ -190,7 +189,6 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family of the shipped table, by name."""
     return {name: family_from_plain(name, node) for name, node in measured_table().items()}
 
 

@@ -192,7 +192,6 @@ def used_names() -> tuple[str, ...]:
 
 
 def forget_used() -> None:
-    """Clears `used_names`, for the next command of this process."""
     _used.clear()
 
 

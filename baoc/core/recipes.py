@@ -49,7 +49,7 @@ class BlockTuning:
     betas: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < inf or not all(0 <= beta < 1 for beta in self.betas or ()):
+        if not 0 < self.lr < inf or not all(0 <= beta < 1 for beta in self.betas or ()):
             raise ValueError(f"a multiple of the rate of {self.lr} with betas {self.betas} is of no recipe")
 
 

@@ -202,6 +202,12 @@ def build_data(
     builder = getattr(import_module(dataset.module), dataset.builder)
     settings = {**dataset.options, **options}
     data = builder(batch_size=batch_size, seed=seed, accumulate=accumulate, **settings)
+    for key in data.ignored_options:
+        if settings[key] != dataset.options[key]:
+            raise BadInputError(
+                f"dataset.{key}={settings[key]} has no effect on {name} as a stream, of which the validation part or "
+                "the first samples are held back: leave it out"
+            )
     data.settings = settings
     return data
 

@@ -34,6 +34,7 @@ class DataModule(L.LightningDataModule):
     """
 
     spec: DataSpec
+    ignored_options: tuple[str, ...] = ()  # of its entry in DATASETS; `build_data` refuses other values of them
 
     def __init__(self, *, batch_size: int, seed: int = 0, accumulate: int = 1):
         super().__init__()

@@ -18,9 +18,8 @@ from baoc.data.text_files import JSON_ENDINGS, json_lines
 from baoc.data.token_arrays import check_sizes
 from baoc.errors import BadInputError
 from baoc.models.chat import ChatTokenizer, Conversation
-from baoc.types import TextDataSpec
+from baoc.types import IGNORE_INDEX, TextDataSpec
 
-IGNORE_INDEX = -100  # of targets that torch's cross-entropy leaves out, by its own default
 log = logging.getLogger(__name__)
 
 

@@ -34,7 +34,6 @@ class ImageSet:
 
 
 def read_digits() -> ImageSet:
-    """The embedded digits; needs no network."""
     with as_file(files("baoc.data") / "digits.npz") as path:
         return read_npz(path, name="digits")
 

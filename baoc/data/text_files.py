@@ -62,8 +62,6 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemoryText(TextFiles):
-    """One document in memory."""
-
     files: tuple[Path, ...] = ()
     text: bytes = field(repr=False)
 

@@ -55,6 +55,7 @@ class StreamDataModule(DataModule):
     """`train` and `val` are streams of `datasets`. Without `val`, the first documents of `train` are held out."""
 
     spec: TextDataSpec
+    ignored_options = ("val_fraction", "pattern")
 
     def __init__(
         self,

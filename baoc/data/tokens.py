@@ -31,8 +31,6 @@ Tokens = NDArray[Any]
 
 
 class Tokenizer(Protocol):
-    """Encodes text as tokens."""
-
     vocab_size: int
     end: int | None  # the token after each document; None for none
     mask: int | None  # the token that replaces masked ones; None if the vocabulary has none

@@ -120,6 +120,7 @@ def build_images(
         from baoc.data.vision_stream import StreamedImages
 
         size = image_size or MAX_DEFAULT_SIDE
+        settings = {key: value for key, value in settings.items() if key not in StreamedImages.ignored_options}
         return StreamedImages(
             tables, name=name, columns=columns, image_size=size, augment=augment, folders=folders, **settings
         )

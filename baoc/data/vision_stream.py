@@ -48,6 +48,7 @@ class StreamedImages(DataModule):
     """
 
     spec: ImageDataSpec
+    ignored_options = ("val_fraction", "split_seed")
 
     def __init__(
         self,
@@ -58,13 +59,10 @@ class StreamedImages(DataModule):
         image_size: int,
         augment: Augment,
         folders: Sequence[Path] = (),
-        val_fraction: float = 0.2,
-        split_seed: int = 0,
         workers: int | None = None,
         task: str = "vision",
         **batches: Any,
     ):
-        """`val_fraction` and `split_seed` have no effect: a stream is split by its order."""
         super().__init__(**batches)
         train, val = training_table(tables, name=name), validation_table(tables)
         if train.features is None:

@@ -96,7 +96,6 @@ def refuse_nonfinite(model: nn.Module, *, path: str) -> None:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of the output layer."""
     types = {name: type(module).__name__ for name, module in model.named_modules()}
     heads = [
         name.rpartition(".")[0]

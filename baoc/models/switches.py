@@ -99,7 +99,6 @@ def set_recomputed(model: nn.Module, count: int | None = None, *, name: str | No
 
 
 def count_recomputed_layers(model: nn.Module) -> int:
-    """The number of layers that recompute their activations."""
     return sum(_RECOMPUTES in layer.__dict__ for layer in recomputable_layers(model))
 
 

@@ -205,7 +205,6 @@ class BlockRegistry:
         self.live[live.block.name] = live
 
     def set_state(self, slot: Slot, state: State) -> None:
-        """Makes `state` that of the slot's parameter."""
         self.state[slot.param] = state
         self._torch_state[slot.group_param] = {} if slot.on_host else state
 

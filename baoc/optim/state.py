@@ -219,7 +219,6 @@ def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
 
 
 def slot_with_spec(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
-    """A slot of the same parameter under another spec."""
     return make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, tuned=tuned, shard=slot.shard)
 
 

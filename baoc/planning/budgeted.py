@@ -113,7 +113,6 @@ def check_name(name: str, options: Mapping[str, object], what: str) -> None:
 
 
 def may_use_host(settings: PlannerSettings, *, budget: Budget) -> bool:
-    """Whether a plan may keep states on the host."""
     named = any(map(is_on_host, select(settings.specs).values()))
     return named or budget.host_memory_bytes is not None
 
@@ -204,7 +203,6 @@ class BudgetedBlocks(ABC):
 
     @property
     def may_use_host(self) -> bool:
-        """Whether a plan may keep states on the host."""
         return any(map(is_on_host, self.specs.values()))
 
     @property
@@ -363,7 +361,6 @@ class BudgetedBlocks(ABC):
         return "prior" if RISKS[name].needs and profile is None else name
 
     def candidates_by_spec(self, *, risk: str, profile: Profile | None) -> dict[str, dict[str, Candidate]]:
-        """The candidates by block and spec."""
         pool = self.candidates(risk=risk, profile=profile)
         return self._cached(
             ("by spec", risk), (pool,), lambda: {block: {c.spec: c for c in options} for block, options in pool.items()}

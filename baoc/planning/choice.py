@@ -38,8 +38,6 @@ class OptionMeasurer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChoice:
-    """The outcome of `choose_option`."""
-
     options: list[Option]
     chosen: Option | None  # one of `options` that was tried; None if none had room
     rivals: tuple[Option, ...] = ()  # options that could still be better

@@ -137,7 +137,6 @@ class StagingLimit:
 
 
 def is_on_host(spec: OptimizerSpec) -> bool:
-    """Whether the spec keeps its states on the host."""
     return spec.placement != Placement.DEVICE
 
 

@@ -220,7 +220,6 @@ def too_small(
 
 
 def reasons(allocation: Allocation, candidates: Mapping[str, Sequence[Candidate]]) -> tuple[Reason, ...]:
-    """One Reason per block of the allocation, in its order."""
     return tuple(_reason(block, spec, candidates[block]) for block, spec in allocation.choices.items())
 
 

@@ -57,7 +57,6 @@ class MicroBatchMeasurement:
 
 
 def divisors(batch_size: int) -> list[int]:
-    """Micro-batches that divide `batch_size`, ascending."""
     return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
 
 

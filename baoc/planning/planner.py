@@ -100,7 +100,6 @@ class Planner(BudgetedBlocks):
         return plan if fits else self.propose(risk=risk, profile=profile)
 
     def total_risk(self, choices: Mapping[str, str], *, risk: str, profile: Profile | None) -> float:
-        """The risk of `choices` under a risk model and a profile."""
         return sum(c.risk.total for c in self._chosen(choices, risk=risk, profile=profile))
 
     # -- attempts -------------------------------------------------------------------------------------------------
@@ -206,20 +205,18 @@ class Planner(BudgetedBlocks):
         if family is None or choice is None:
             return None
         chosen = self._chosen(choice.plan.allocation.choices, risk=MEASURED, profile=None)
-        allocation, limits = allocation_of(chosen, allocator="recipe"), choice.plan.limits
-        pool = self.candidates(risk=MEASURED, profile=None)
-        plan = self._plan(allocation, pool, limits=limits, risk=MEASURED, profile=None)
-        useful_bytes = self._cached(
-            (MEASURED, "range"), (self.footprint, self.budget), lambda: most_useful_bytes(self, family=family)
-        )
-        return replace(
-            plan,
-            reasons=choice.plan.reasons,
-            least_feasible_bytes=min(plan.least_feasible_bytes, self.budget_bytes_of(chosen)),
+        least_bytes = self._least_bytes(risk=MEASURED, profile=None)
+        useful_bytes = most_useful_bytes(self, family=family)
+        plan = replace(
+            choice.plan,
+            candidates=self.candidates(risk=MEASURED, profile=None),
+            allocation=allocation_of(chosen, allocator="recipe"),
+            risk_model=MEASURED,
+            least_feasible_bytes=min(least_bytes, self.budget_bytes_of(chosen)),
             most_useful_bytes=useful_bytes,
-            binding=self._binds(limits, useful_bytes=useful_bytes),
-            basis=basis_of(choice, family=family, plan=plan, planner=self),
+            binding=self._binds(choice.plan.limits, useful_bytes=useful_bytes),
         )
+        return replace(plan, basis=basis_of(choice, family=family, plan=plan, planner=self))
 
     def _binds(self, limits: Limits, *, useful_bytes: int) -> bool:
         """Whether the budget allows fewer bytes than the plan of least risk takes."""
@@ -243,7 +240,12 @@ class Planner(BudgetedBlocks):
             (profile_for(risk, profile), self._seconds_per_element, self.budget, self.footprint),
             lambda: (
                 self._least_bytes(risk=risk, profile=profile),
-                self.budget_bytes_of([min(options, key=_by_risk) for options in all_candidates.values()]),
+                self.budget_bytes_of(
+                    [
+                        min(options, key=lambda c: (c.risk.total, c.cost.link_s, c.cost.charged_bytes))
+                        for options in all_candidates.values()
+                    ]
+                ),
             ),
         )
         host_bytes_on_device = allocation.host_bytes if self.device_is_host else 0
@@ -329,8 +331,3 @@ class Planner(BudgetedBlocks):
             lr=dict(recipe.lr),
             betas=dict(recipe.betas),
         )
-
-
-def _by_risk(candidate: Candidate) -> tuple[float, float, int]:
-    cost = candidate.cost
-    return candidate.risk.total, cost.link_s, cost.charged_bytes

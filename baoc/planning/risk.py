@@ -183,7 +183,6 @@ class RiskModel:
         return self.predict(Case(**fields))
 
     def predict(self, case: Case) -> Risk:
-        """The risk of a case, with weighted terms."""
         unweighted = self.terms(case)
         if rounding := WEIGHTS_SEVERITY.get(case.spec.weights, 0.0):
             unweighted = {**unweighted, ROUND_WEIGHTS: rounding * case.share}
@@ -300,7 +299,6 @@ def measured_change(block: Block, spec: str, *, family: Family) -> Change | None
 
 
 def measured_risk(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:
-    """The risk model of a family for these blocks."""
     role_numel: dict[str, int] = {}
     for block in blocks:
         key = next(recipe_keys(block))

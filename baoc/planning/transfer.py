@@ -61,8 +61,6 @@ STORED_RATES = LinkRates(
 
 
 def slower_link(link: LinkRates, *, factor: float) -> LinkRates:
-    """The same link with rates divided by `factor`."""
-
     def divided(rates: Sequence[float]) -> tuple[float, ...]:
         return tuple(rate / factor for rate in rates)
 

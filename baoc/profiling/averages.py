@@ -25,11 +25,12 @@ from baoc.profiling.statistics import (
 )
 from baoc.types import Axis, Block, GradientStats
 
-# float64 numbers per piece. Averages with decay beta1: energy ||g||^2, update ||u||^2. Sums over samples: descent
-# <g, u>, fold_total ||g||^2. Sums over pairs of consecutive steps: signal, noise.
-SUMS = ("energy", "update", "descent", "signal", "noise", "fold_total")
+# float64 numbers per piece. Average with decay beta1: energy ||g||^2. Sums over samples: descent <g, u>, fold_total
+# ||g||^2. Sums over pairs of consecutive steps: signal, noise.
+SUMS = ("energy", "descent", "signal", "noise", "fold_total")
 NUM_BUFFERS = 2  # of the size of the slices: the averages of g and of g^2
-BYTES_PER_PIECE = 8 * (len(SUMS) + 2 * len(FOLD_LEVELS))
+# With one sum more, which earlier versions had: the pieces stay the same, so that their checkpoints are continued.
+BYTES_PER_PIECE = 8 * (len(SUMS) + 1 + 2 * len(FOLD_LEVELS))
 
 
 class Averages:
@@ -44,7 +45,6 @@ class Averages:
         self.count = {"samples": 0}
 
     def add_sample(self, grad: Tensor) -> None:
-        """Adds the gradient in the flat buffer `grad`."""
         self.count["samples"] += 1
         (beta1, beta2), samples = self._betas, self.count["samples"]
         sums, slices = self.tensors, self._slices
@@ -55,7 +55,6 @@ class Averages:
         update = (sums["m"] / root).div_(1 - beta1**samples)  # AdamW's, on the sampled stream
         sums["energy"].lerp_(slices.sums(square), 1 - beta1)
         sums["descent"] += slices.dots(grad, update)
-        sums["update"].lerp_(slices.sums(update.square_()), 1 - beta1)
         del square, root, update  # each as large as the buffer
         for batch in slices.batches:
             matrices = batch.view(grad)
@@ -84,19 +83,15 @@ def summarise(
     betas: tuple[float, float],
 ) -> dict[str, GradientStats]:
     """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
-    m, v = sums["m"], sums["v"]
+    m, v = sums["m"], sums["v"]  # v without bias correction, as its statistics do not depend on its scale
     samples = count["samples"]
-    bias_correction = 1 - betas[0] ** samples  # v needs none, as its statistics do not depend on its scale
     by_block = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
-    sizes = slices.block_sums(_per_piece(slices, [piece.numel for piece in slices.pieces], like=sums["energy"]))
     anisotropy, spread = _log_statistics(slices, v)
     columns = {
-        "grad_rms": (by_block["energy"] / bias_correction / sizes).sqrt(),
         "coherence": coherence(
             slices.block_sums(slices.dots(m, m)), by_block["energy"], beta=betas[0], samples=samples
         ),
         "noise": noise_ratio(by_block["noise"], by_block["signal"]),
-        "update_rms": (by_block["update"] / bias_correction / sizes).sqrt(),
         "anisotropy": anisotropy,
         "spread": spread,
         **_matrix_statistics(slices, v),

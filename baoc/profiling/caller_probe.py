@@ -1,18 +1,15 @@
 """The Measurer of a plain loop: a callable of the caller's that runs one forward and backward."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from baoc.cache import cache_folder
 from baoc.errors import BadInputError
 from baoc.profiling import probe_footprint
 from baoc.profiling.footprint import preserved_state
 from baoc.profiling.latency import seconds_per_run
-from baoc.profiling.step_time import time_specs
-from baoc.types import Footprint, LatencyTable, OptimizerSpec
+from baoc.types import Footprint, OptimizerSpec
 
-FINITE_BYTES = 4  # bytes per element that the check for non-finite gradients reads
 REST_SHARE = 0.2  # of the seconds that a latency table may take, for timing forward and backward
 
 
@@ -24,6 +21,7 @@ class CallerProbe:
     """
 
     accumulation = 1
+    upkeep_bytes = 4  # that the check for non-finite gradients reads
 
     def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor], averaged: bool = False):
         if not callable(run):
@@ -43,33 +41,12 @@ class CallerProbe:
             accumulation=2 if self._averaged else 1,
         )
 
-    def latency(
-        self,
-        specs: Sequence[OptimizerSpec],
-        *,
-        max_s: float,
-        needed: Collection[str],
-        given: LatencyTable | None = None,
-        released: Sequence[Sequence[Tensor]] = (),
-    ) -> LatencyTable:
-        """Seconds of forward and backward, and of the optimizer step of `specs`, without the caller's clipping.
-        Gradients are None afterwards."""
-        device, rest_s = self._params[0].device, 0.0
-        if given is None:
-            with preserved_state(self._module, self._all):
-                rest_s = seconds_per_run(self._step, device=device, max_s=REST_SHARE * max_s)
-        return time_specs(
-            specs,
-            device=device,
-            num_elements=sum(param.numel() for param in self._params),
-            num_tensors=len(self._params),
-            rest_s=rest_s,
-            upkeep_bytes=FINITE_BYTES,
-            needed=needed,
-            max_s=max_s,
-            cache_dir=cache_folder(),
-            previous=given,
-        )
+    def rest_seconds(
+        self, specs: Sequence[OptimizerSpec], *, max_s: float, released: Sequence[Sequence[Tensor]]
+    ) -> float:
+        """Seconds of forward and backward, without the caller's clipping. Gradients are None afterwards."""
+        with preserved_state(self._module, self._all):
+            return seconds_per_run(self._step, device=self._params[0].device, max_s=REST_SHARE * max_s)
 
     def _once(self) -> object:
         """Runs `run`; returns the loss if its backward has not run yet, else None."""

@@ -398,7 +398,6 @@ class FirstStepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes so far."""
         assert self._meter is not None
         return self._meter.peak_bytes
 

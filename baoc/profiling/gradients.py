@@ -126,7 +126,6 @@ class GradientProfiler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def buffers(self) -> list[Tensor]:
@@ -175,7 +174,6 @@ class GradientProfiler:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Ends the step, whose gradients have all been added."""
         if self.samples_this_step:
             with self._schedule.timed(self._action, continued=True):
                 self._end()
@@ -351,5 +349,4 @@ class GradientProfiler:
 
 
 def _unsharded(param: ParamInfo) -> ParamInfo:
-    """`param` with its unsharded shape."""
     return param if param.whole is None else replace(param, shape=param.whole, whole=None)

@@ -47,7 +47,6 @@ class LateStep:
 
     @property
     def peak_bytes(self) -> int:
-        """The device's peak so far."""
         return current_context_bytes(self._device) + self._memory.peak_bytes
 
     def finish(self, optimizer: BlockwiseOptimizer, *, budget: Budget) -> Footprint:

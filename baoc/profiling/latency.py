@@ -193,7 +193,6 @@ def seconds_per_run(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -44,7 +44,6 @@ class RowColSecondMoments:
         return [self.average, *([self._own_norms] if self._own_norms is not None else [])]
 
     def begin(self) -> None:
-        """Begins a sample."""
         self._norms = torch.zeros_like(self.average) if self._own_norms is None else self._own_norms.zero_()
         views = self._norms.split([_num_sums(param) for param in self._params])
         self._norms_of = {param.name: view for param, view in zip(self._params, views, strict=True)}
@@ -56,7 +55,6 @@ class RowColSecondMoments:
                 torch.cat(_norms(grad), out=self._norms_of[name])
 
     def end(self) -> None:
-        """Ends a sample, whose gradients have all been added."""
         if self._params:
             sums = self._norms.square_()
             self.num_samples += 1

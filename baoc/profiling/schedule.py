@@ -90,7 +90,6 @@ class SamplingSchedule:
         return SamplingAction.GATHER if (self._num_steps + 1) % stride == 0 else SamplingAction.SKIP
 
     def advance(self, action: SamplingAction) -> None:
-        """To be called once per step, with its action."""
         self._num_steps += 1
         self._gathered_before = action is SamplingAction.GATHER
 

@@ -161,16 +161,13 @@ class Slices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """The index tensors, each once."""
         rows = {id(part.rows): part.rows for part in (*self.pieces, *self.local_rows) if part.rows is not None}
         return [*rows.values(), self.lengths, self._by_block, self._pieces_per_block]
 
     def new(self, device: torch.device) -> Tensor:
-        """A zeroed float32 buffer."""
         return torch.zeros(self.numel, dtype=torch.float32, device=device)
 
     def buffer(self, device: torch.device) -> Buffer:

@@ -130,7 +130,6 @@ class Timeline(TorchDispatchMode):
             self._num_gradients = len(self.order)
 
     def _close(self, event: str) -> None:
-        """Ends an interval and begins the next."""
         self.intervals.append(
             PeakInterval(
                 name=event,

@@ -51,7 +51,6 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def current_bytes(self) -> int:
-        """Bytes of the counted storages that are alive now."""
         return self._current
 
     @property
@@ -172,7 +171,6 @@ class MemoryTracker(TorchDispatchMode):
         self._change(key, before=0, after=nbytes)
 
     def _change(self, key: int, *, before: int, after: int) -> None:
-        """Updates the live bytes when a storage is made, resized or freed."""
         if self._allocator is None:
             self._current += after - before
             return
@@ -252,7 +250,6 @@ class PeakMeter:
             torch.cuda.empty_cache()
 
     def exit_out_of_order(self) -> None:
-        """See `MemoryTracker.exit_out_of_order`."""
         if self._tracker is not None:
             self._tracker.exit_out_of_order()
 

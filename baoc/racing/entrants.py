@@ -27,8 +27,6 @@ _ENTRANT_KEYS = tuple(field.name for field in fields(Entrant))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racer:
-    """An entrant and the recipe that it runs."""
-
     entrant: Entrant
     recipe: Recipe
 

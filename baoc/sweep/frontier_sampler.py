@@ -120,7 +120,6 @@ def quality_index_and_sign(objectives: Sequence[tuple[str, str]]) -> tuple[int, 
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
-    """Whether a trial has values and met its constraints."""
     return trial.state is TrialState.COMPLETE and not violates_constraint(trial)
 
 

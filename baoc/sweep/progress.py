@@ -59,7 +59,6 @@ class Progress:
 
 
 def render(status: Status, *, name: str) -> Group:
-    """The bar, the counts and the best values."""
     total, bar = max(status.total, 1), Table.grid(padding=(0, 1))
     share = Text(f"{100 * status.ended // total} %")
     bar.add_row(Text(name), ProgressBar(total=total, completed=status.ended, width=40), share)

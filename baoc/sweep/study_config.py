@@ -57,8 +57,6 @@ class Domain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Domain):
-    """One searched setting and its domain."""
-
     key: str
 
     def definition(self) -> dict[str, Any]:

@@ -60,7 +60,6 @@ class EmaWeights(L.Callback):
 
     @staticmethod
     def nbytes(module: nn.Module) -> int:
-        """Bytes of the averages of `module`."""
         return 4 * sum(_padded(local_shard(p).numel()) for p in module.parameters() if p.requires_grad)
 
     def validation_bytes(self, module: nn.Module) -> int:
@@ -132,7 +131,6 @@ class EmaWeights(L.Callback):
             self.swap_out(module)
 
     def swap_in(self, module: nn.Module) -> None:
-        """Makes the averages the module's weights, until `swap_out`."""
         reshard(module)
         if self._pending is not None:
             self.start(module)

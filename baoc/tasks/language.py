@@ -11,15 +11,13 @@ from torchmetrics import MeanMetric
 
 from baoc.errors import BadInputError
 from baoc.tasks.base import Task, logits_of
-from baoc.types import TextDataSpec
-
-IGNORED = -100  # target of tokens that do not count in the loss (torch's default `ignore_index`)
+from baoc.types import IGNORE_INDEX, TextDataSpec
 
 
 class LanguageTask(Task):
     """Cross-entropy in float32 on batches `{"tokens", "targets"}` (B, T), for a model that returns logits.
 
-    If batches also have `positions`, rows hold several texts, and tokens with target IGNORED do not count.
+    If batches also have `positions`, rows hold several texts, and tokens with target IGNORE_INDEX do not count.
 
     val/bpb (bits per byte) is the loss per token in bits over the mean bytes per token of `spec` (1 without a spec); it
     is comparable between tokenizers. val/ppl is the exponential of the mean loss.
@@ -59,7 +57,7 @@ class LanguageTask(Task):
         self._val_loss.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        loss, num_tokens = self._loss(batch), int((batch["targets"] != IGNORED).sum())
+        loss, num_tokens = self._loss(batch), int((batch["targets"] != IGNORE_INDEX).sum())
         self._val_loss.update(loss, weight=num_tokens)
         self.log("val/loss", loss, prog_bar=True, batch_size=num_tokens)
         self.log("val/bpb", loss / (math.log(2) * self.bytes_per_token), prog_bar=True, batch_size=num_tokens)
@@ -76,17 +74,17 @@ class LanguageTask(Task):
         logits = logits_of(self.model(*inputs), task="language", shape="(B, T, vocabulary)").flatten(0, 1).float()
         if len(inputs) == 1:
             return F.cross_entropy(logits, targets.flatten())
-        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / (targets != IGNORED).sum().clamp(min=1)
+        total = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
     def _chunked_loss(self, inputs: list[Tensor], targets: Tensor) -> Tensor:
         model: Any = self.model
+
+        def summed_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(model.head(hidden).float(), targets, reduction="sum")
+
         hidden = model.features(*inputs).flatten(0, 1)
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, chunk_targets in zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk), strict=True):
-            total = total + checkpoint(_summed_loss, model.head, chunk, chunk_targets, use_reentrant=False)
-        return total / (targets != IGNORED).sum().clamp(min=1)
-
-
-def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
+            total = total + checkpoint(summed_loss, chunk, chunk_targets, use_reentrant=False)
+        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)

@@ -32,6 +32,7 @@ from baoc.data.batches import BatchFactory, tensors_in
 from baoc.errors import BadInputError
 from baoc.models.switches import is_compiled, recomputable_layers, set_recomputed
 from baoc.optim.groups import check_settings, to_plain
+from baoc.planning.microbatch import OBJECTIVES
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
@@ -43,7 +44,6 @@ from baoc.training.user_optimizer import check_arguments
 from baoc.types import Budget, OwnDataSpec
 from baoc.units import format_bytes
 
-OBJECTIVES = ("quality", "throughput", "balanced")
 LONG = 10_000  # assumed steps of the run: enough to be worth a careful decision
 
 
@@ -181,11 +181,14 @@ def advise(
     run = own_code.with_faults(step, key="training_step" if loss is None else "loss")
     task = _UserTask(model, run=run, is_own_step=loss is None, betas=betas)
     with ExitStack() as stack, TemporaryDirectory() as folder:
+        if where.type == "cuda":
+            stack.enter_context(torch.cuda.device(where))  # the search measures on the current one
         stack.callback(restore_rng, capture_rng(where))
         sample = make(1)
         if sample is None:
             raise BadInputError("make_batch(1) returned None: return the batch, in the form that the loss takes")
-        if batch_size > 1 and _shapes(sample) == _shapes(make(2)) != []:
+        shapes = [tensor.shape for tensor in tensors_in(sample)]
+        if batch_size > 1 and shapes and shapes == [tensor.shape for tensor in tensors_in(make(2))]:
             raise BadInputError(
                 "make_batch(1) and make_batch(2) have equal shapes: it must make a batch of as many samples as it is "
                 "told. Where a batch is a fixed number of tokens, let a sample be one row of so many"
@@ -243,8 +246,6 @@ class _UserTask(Task):
 
 
 class _OneBatch(DataModule):
-    """A data module that repeats one batch."""
-
     def __init__(self, batch: BatchFactory):
         super().__init__(batch_size=1)
         self._batch = batch
@@ -277,10 +278,6 @@ def _source_hash(*values: object) -> str:
         except (OSError, TypeError):  # defined in a console, or no function
             texts.append(repr(value))
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
-
-
-def _shapes(batch: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors_in(batch)]
 
 
 def _checked_layers(layers: object, *, model: nn.Module) -> list[nn.Module]:

@@ -76,34 +76,29 @@ def on_device_as_bf16(
     InfeasibleBudgetError if the device itself has no room.
     """
     with ExitStack() as stack:
+
+        def move() -> None:
+            stack.enter_context(cast_to_bf16(bf16_params, device=device))
+            module.to(device)
+
         try:
-            _move(module, stack=stack, bf16_params=bf16_params, device=device)
+            move()
         except torch.OutOfMemoryError:
             stack.close()
             clear_cache(device)
             try:
                 with uncapped(device, budget=budget):
-                    _move(module, stack=stack, bf16_params=bf16_params, device=device)
+                    move()
             except torch.OutOfMemoryError:
                 stack.close()
                 raise no_room(module, budget=budget, context_bytes=context_bytes) from None
         yield
 
 
-def _move(module: nn.Module, *, stack: ExitStack, bf16_params: Mapping[str, Tensor], device: torch.device) -> None:
-    stack.enter_context(cast_to_bf16(bf16_params, device=device))
-    module.to(device)
-
-
 def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
     """True if states and native weights together may exceed the budget before the plan's weights become bf16."""
     memory = plan.budget.memory_bytes
-    if (
-        footprint is None
-        or not footprint.device.startswith("cuda")
-        or memory is None
-        or not plan.allocation.saved_bytes
-    ):
+    if footprint is None or memory is None or not (footprint.device.startswith("cuda") and plan.allocation.saved_bytes):
         return False
     fixed = footprint.context_bytes + footprint.reserve_bytes + footprint.profile_bytes
     return footprint.weights_bytes + plan.allocation.state_bytes + fixed > memory

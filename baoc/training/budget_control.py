@@ -152,7 +152,8 @@ class BudgetControl(L.Callback):
         planner = reallocator.planner
         if budget in (planner.budget, self._refused):
             return
-        wider = _allows_more(budget, planner.budget)
+        memory, before = budget.memory_bytes, planner.budget.memory_bytes
+        wider = before is not None and (memory is None or memory > before)
         try:
             if wider:
                 recap_device(self._strategy.root_device, budget=budget)
@@ -237,8 +238,3 @@ def _request_text(path: Path, *, mode: int) -> str:
         return f"({error.strerror})"
     shown = text if text.isprintable() else repr(text)
     return f"{shown[:MAX_REQUEST_CHARS]}..." if len(shown) > MAX_REQUEST_CHARS else shown
-
-
-def _allows_more(one: Budget, other: Budget) -> bool:
-    """Whether `one` allows more memory than `other`. A budget without a limit of memory allows all."""
-    return other.memory_bytes is not None and (one.memory_bytes is None or one.memory_bytes > other.memory_bytes)

@@ -635,8 +635,6 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
 
 
 class RanksStrategy(BudgetedStrategy):
-    """Base of the strategies of several processes."""
-
     def __init__(self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", **settings: Any):
         super().__init__(budget, **settings)
         self.settings = replace(self.settings, overlap=False)

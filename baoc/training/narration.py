@@ -100,7 +100,6 @@ class Narrator:
         return self._state_bytes / max(self.plan.state_bytes_adamw + self.reallocator.late_bytes_adamw, 1)
 
     def values(self) -> dict[str, float]:
-        """Present metrics, by key."""
         plan = self.plan
         values = {
             "memory/state_gib": gib(self._state_bytes),

@@ -376,7 +376,6 @@ class Reallocator:
         )
 
     def _migrate(self, proposal: Plan) -> tuple[BlockMove, ...]:
-        """Migrates the optimizer to the proposal's specs, rates and betas."""
         reasons = {reason.block: reason.text for reason in proposal.reasons}
         with self.memory_phase("migration"):
             moments = self.profiler.second_moments() if self.profiler is not None else {}

@@ -221,12 +221,10 @@ def _comparable(value: Any, *, choice: Mapping[str, Any]) -> Any:
 
 
 def write_decision(choice: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Writes decision.json, for runs that resume from this one."""
     files.write_json(run_dir / DECISION, choice)
 
 
 def with_decision(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
-    """`config` with the values of a decision."""
     compiled = choice.get("compile", config.model.compile is True)
     model = replace(config.model, checkpointing=choice["checkpointing"], compile=compiled)
     optim = replace(config.optim, release_gradients=bool(choice.get("release")))

@@ -78,15 +78,16 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     resolved = resolve(with_decision(config, choice=choice) if choice else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
+    settings = without_scratch_measurements(session_settings(config), network=task, pretrained=None)
     decided = None
     if choice:
         write_decision(choice, run_dir=run_dir)
     elif resolved.needs_microbatch_search:
-        settings = without_scratch_measurements(session_settings(config), network=task, pretrained=None)
         decided = decide_together(
             config, task=task, data=data, device=device, settings=settings, group=group, run_dir=run_dir
         )
         config, latency = decided.config, decided.latency
+        settings = replace(settings, release=decided.option.release)
     loggers = make_loggers(
         config.logger.names,
         wandb=to_plain(config.logger.wandb),
@@ -101,9 +102,17 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
     )
     folder = files.FolderGuard(run_dir)
     with closing(folder), finishing(loggers):
-        sources = sources_of(config, data=data)
+        hashes = {**hash_own_code(config), f"the data of dataset={config.dataset.name}": data.identity}
+        sources = {what: sha for what, sha in hashes.items() if sha}  # of the user's code and of the data
         parts = assemble_trainer(
-            config, task=task, device=device, run_dir=run_dir, loggers=loggers, latency=latency, sources=sources
+            config,
+            task=task,
+            settings=settings,
+            device=device,
+            run_dir=run_dir,
+            loggers=loggers,
+            latency=latency,
+            sources=sources,
         )
         parts.strategy.known_footprint = decided.footprint if decided is not None else None
         if config.mode == "eval":
@@ -247,12 +256,6 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     return task, data
 
 
-def sources_of(config: RunConfig, *, data: DataModule) -> dict[str, str]:
-    """Hashes of the user's code and of the data, by a description of each."""
-    hashes = {**hash_own_code(config), f"the data of dataset={config.dataset.name}": data.identity}
-    return {what: sha for what, sha in hashes.items() if sha}
-
-
 def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:
     """The options of a data set, with `tokenizer=model` replaced by the stored network's tokenizer.
 
@@ -320,7 +323,6 @@ def check_quality(metrics: Mapping[str, float], *, task: Task, step: int) -> Non
 def result_of_run(
     config: RunConfig, *, parts: Parts, task: Task, data: DataModule, metrics: dict[str, float], command: str
 ) -> RunResult:
-    """The result of a finished run."""
     trainer, reallocator = parts.trainer, parts.strategy.reallocator
     assert reallocator is not None
     plan, optimizer = reallocator.plan, reallocator.optimizer

@@ -10,7 +10,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from baoc.cache import cache_folder
 from baoc.config.schema import ReallocationConfig
 from baoc.config.validate import check_ranges, require
 from baoc.core.blocks import partition
@@ -34,7 +35,7 @@ from baoc.models.switches import count_recomputed_layers, recomputable_layers, s
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import weight_conversion_bytes
-from baoc.optim.shards import is_sharded, largest_shard
+from baoc.optim.shards import is_sharded, largest_shard, local_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, may_use_host
@@ -48,7 +49,7 @@ from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.memory import least_budget_with_same_pages
 from baoc.profiling.step_temporaries import step_temporaries
-from baoc.profiling.step_time import specs_timed_first, with_link_rates
+from baoc.profiling.step_time import specs_timed_first, time_specs, with_link_rates
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
@@ -103,21 +104,16 @@ class Measurer(Protocol):
     """Measures a training step before there is an optimizer."""
 
     accumulation: int  # micro-batches of a step
+    upkeep_bytes: int  # per element that a step moves beside what `rest_seconds` times
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of a step without optimizer state. `released`: the parameters of each block under gradient release."""
         ...
 
-    def latency(
-        self,
-        specs: Sequence[OptimizerSpec],
-        *,
-        max_s: float,
-        needed: Collection[str],
-        given: LatencyTable | None = None,
-        released: Sequence[Sequence[Tensor]] = (),
-    ) -> LatencyTable:
-        """Seconds of a step, with the `needed` specs timed. `given`: a table with the seconds of everything else."""
+    def rest_seconds(
+        self, specs: Sequence[OptimizerSpec], *, max_s: float, released: Sequence[Sequence[Tensor]]
+    ) -> float:
+        """Seconds of a step without the optimizer's part, timed for about `max_s`. `specs`: those that may step it."""
         ...
 
 
@@ -441,10 +437,10 @@ class Session:
                 f"time one ({str(full).splitlines()[0]}): leave step_time out, or run with less on the device"
             )
 
-    def assume(self, footprint: Footprint | None = None) -> None:
-        """Plans without measuring. Without a `footprint` a memory budget gets the plan of least state."""
-        if footprint is not None or self.budget.memory_bytes is None:
-            self._propose(None, footprint, budget=self.budget)
+    def assume(self) -> None:
+        """Plans without measuring. A memory budget gets the plan of least state."""
+        if self.budget.memory_bytes is None:
+            self._propose(None, None, budget=self.budget)
             return
         self.planner = self.planner_for(None, budget=replace(self.budget, memory_bytes=None))
         self.profiler = make_profiler(
@@ -530,12 +526,9 @@ class Session:
         if latency is not None or not (limited or record):
             self.latency = latency
             return None
-        specs = list(self.settings.planner.all_specs.values())
-        needed = specs_timed_first(specs, device=self.device) if limited else set[str]()
+        specs = self.settings.planner.all_specs.values()
         try:
-            table = self._slowest_table(
-                lambda: measurer.latency(specs, needed=needed, max_s=self._max_timing_s, released=self.released)
-            )
+            table = self._time(measurer, specs_timed_first(specs, device=self.device) if limited else set())
         except torch.OutOfMemoryError as error:
             clear_cache(self.device)
             return error.with_traceback(None)  # its frames hold activations
@@ -546,29 +539,36 @@ class Session:
         self.latency = table
         return None
 
-    def _slowest_table(self, measure: Callable[[], LatencyTable]) -> LatencyTable:
-        """The table of the slowest rank, as the others wait for it, relabelled with this rank's device."""
+    def _time(self, measurer: Measurer, needed: set[str], *, given: LatencyTable | None = None) -> LatencyTable:
+        """The table of the slowest rank, as the others wait for it, relabelled with this rank's device.
+
+        `needed`: specs to time. `given`: a table with the seconds of everything else.
+        """
+        specs = list(self.settings.planner.all_specs.values())
+        trained = [param for param in self.params.values() if param.requires_grad]
+        max_s = LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
+
+        def measure() -> LatencyTable:
+            rest_s = measurer.rest_seconds(specs, max_s=max_s, released=self.released) if given is None else 0.0
+            return time_specs(
+                specs,
+                device=self.device,
+                num_elements=sum(local_shard(param).numel() for param in trained),
+                num_tensors=len(trained),
+                rest_s=rest_s,
+                upkeep_bytes=measurer.upkeep_bytes,
+                needed=needed,
+                max_s=max_s,
+                cache_dir=cache_folder(),
+                previous=given,
+            )
+
         own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._sharded)
         return replace(max(self.ranks.all_gather(own), key=lambda table: table.base_step_s), device=own.device)
 
     @property
     def _sharded(self) -> bool:
         return any(map(is_sharded, self.params.values()))
-
-    @property
-    def _max_timing_s(self) -> float:
-        return LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
-
-    def _time_more(self, measurer: Measurer, names: set[str]) -> LatencyTable:
-        """The table with the specs of these names timed too."""
-        assert self.latency is not None
-        timed = set(self.latency.fixed_s) - set(self.latency.assumed)
-        specs, latency = list(self.settings.planner.all_specs.values()), self.latency
-        table = self._slowest_table(
-            lambda: measurer.latency(specs, needed=timed | names, given=latency, max_s=self._max_timing_s)
-        )
-        self.latency = replace(table, link=latency.link, hidden_s=latency.hidden_s)
-        return self.latency
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -590,13 +590,14 @@ class Session:
         planner = self.planner_for(footprint, budget=budget)
         profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas, ranks=self.ranks)
         plan = self.ranks.broadcast_result(planner.propose)
-        for _ in range(MAX_RETIMINGS if measurer is not None else 0):
+        for _ in range(MAX_RETIMINGS):
             chosen = set(map(device_spec_name, plan.allocation.choices.values()))
-            assumed = chosen & set(planner.latency.assumed if planner.latency else ())
-            if not assumed:
+            latency = self.latency
+            assumed = chosen & set(latency.assumed if latency is not None else ())
+            if not assumed or latency is None or measurer is None:
                 break
-            assert measurer is not None
-            planner.latency = self._time_more(measurer, assumed)
+            table = self._time(measurer, (set(latency.fixed_s) - set(latency.assumed)) | assumed, given=latency)
+            planner.latency = self.latency = replace(table, link=latency.link, hidden_s=latency.hidden_s)
             if budget.step_time is not None:
                 plan = self.ranks.broadcast_result(planner.propose)
         if plan.host_bytes:
@@ -685,7 +686,6 @@ def without_scratch_measurements(
 
 
 def bf16_weight_specs(planner: PlannerSettings) -> list[OptimizerSpec]:
-    """The catalogue's specs that keep weights in bf16."""
     return [spec for spec in planner.all_specs.values() if spec.weights != "native"]
 
 

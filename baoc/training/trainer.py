@@ -70,7 +70,6 @@ class Parts:
 
 
 def session_settings(config: RunConfig) -> SessionSettings:
-    """The configuration as settings of planning and reallocation."""
     traits = ALLOCATORS[config.allocator.name].traits
     planner = PlannerSettings(
         specs=config.catalogue.specs,
@@ -96,51 +95,21 @@ def session_settings(config: RunConfig) -> SessionSettings:
     )
 
 
-def make_strategy(
-    config: RunConfig, *, device: str, recorder: Recorder, loggers: list[Logger], latency: LatencyTable | None
-) -> BudgetedStrategy:
-    """The strategy, to which recorder and loggers listen. Raises BadInputError for a trainer.strategy on one device."""
-    make = partial(BaocStrategy, device=device) if ranks() is SINGLE_PROCESS else BaocDDPStrategy
-    if ranks() is SINGLE_PROCESS and config.trainer.strategy != "auto":
-        raise BadInputError(
-            f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
-        )
-    if config.trainer.strategy == "fsdp":
-        from baoc.training.fully_sharded import BaocFSDPStrategy
-
-        make = partial(BaocFSDPStrategy, reshard_after_forward=config.trainer.reshard_after_forward)
-    strategy = make(
-        config.budget,
-        settings=session_settings(config),
-        latency=latency,
-        plan_only=config.mode == "plan",
-        record_latency=True,
-        verbose=False,  # the recorder tells more
-        plan_listeners=[
-            recorder.planned,
-            lambda _, plan: log_plan(loggers, plan=plan),
-            lambda *_: say(strategy.layers_summary) if strategy.layers_summary else None,
-        ],
-        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
-    )
-    strategy.resume_listeners.append(recorder.resumed)
-    return strategy
-
-
 def assemble_trainer(
     config: RunConfig,
     *,
     task: Task,
+    settings: SessionSettings,
     device: str,
     run_dir: Path,
     loggers: list[Logger],
-    latency: LatencyTable | None = None,
-    sources: Mapping[str, str] | None = None,
+    latency: LatencyTable | None,
+    sources: Mapping[str, str],
 ) -> Parts:
     """Builds Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
 
     `latency`: seconds of a step that the micro-batch decision or the resumed run measured. `sources`: hashes that
-    checkpoints keep.
+    checkpoints keep. Raises BadInputError for a trainer.strategy on one device.
     """
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(
@@ -163,10 +132,31 @@ def assemble_trainer(
         track=memory.track,
         vote=vote,
     )
-    strategy = make_strategy(config, device=device, recorder=recorder, loggers=loggers, latency=latency)
-    strategy.plan_listeners.append(
-        lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes)
+    make = partial(BaocStrategy, device=device) if ranks() is SINGLE_PROCESS else BaocDDPStrategy
+    if ranks() is SINGLE_PROCESS and config.trainer.strategy != "auto":
+        raise BadInputError(
+            f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
+        )
+    if config.trainer.strategy == "fsdp":
+        from baoc.training.fully_sharded import BaocFSDPStrategy
+
+        make = partial(BaocFSDPStrategy, reshard_after_forward=config.trainer.reshard_after_forward)
+    strategy = make(
+        config.budget,
+        settings=settings,
+        latency=latency,
+        plan_only=config.mode == "plan",
+        record_latency=True,
+        verbose=False,  # the recorder tells more
+        plan_listeners=[
+            recorder.planned,
+            lambda _, plan: log_plan(loggers, plan=plan),
+            lambda *_: say(strategy.layers_summary) if strategy.layers_summary else None,
+            lambda _, plan: watch_memory(memory, task=task, strategy=strategy, predicted_bytes=plan.peak_bytes),
+        ],
+        reallocation_listeners=[recorder.reallocated, lambda _, plan, __: log_plan(loggers, plan=plan)],
     )
+    strategy.resume_listeners.append(recorder.resumed)
     control = BudgetControl(
         schedule=[
             BudgetChange(budget=parse_budget(entry.budget), step=entry.step) for entry in config.dynamics.schedule
@@ -179,7 +169,7 @@ def assemble_trainer(
     preemption = Preemption(checkpoint, vote=vote)
     callbacks: list[L.Callback] = [
         RngState(),
-        Sources(sources or {}),
+        Sources(sources),
         vote,
         preemption,
         control,

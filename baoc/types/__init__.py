@@ -23,6 +23,7 @@ from baoc.types.decision import (
     Risk,
 )
 from baoc.types.network import (
+    IGNORE_INDEX,
     Block,
     DataSpec,
     ImageDataSpec,

@@ -18,13 +18,12 @@ GAPS_BYTES = 40 * MIB
 class GradientStats:
     """Streaming statistics of one block's gradients, sampled during warm-up (formulas: docs/methods.md#statistics).
 
-    Each is a ratio without a unit, but for `grad_rms` and `update_rms`. `snr_fan_in` is the SNR along fan-in (v shared
-    per row), `snr_fan_out` along fan-out. `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. A value
-    that the block cannot have is NaN.
+    Each is a ratio without a unit. `snr_fan_in` is the SNR along fan-in (v shared per row), `snr_fan_out` along
+    fan-out. `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. A value that the block cannot have is
+    NaN. Checkpoints of earlier versions have `grad_rms` and `update_rms` too.
     """
 
     num_samples: int
-    grad_rms: float  # root mean square of the gradient's elements
     coherence: float  # kappa = ||EMA g||^2 / EMA ||g||^2
     noise: float  # N = tr Cov(g) / ||E g||^2
     anisotropy: float  # std over elements of log v
@@ -32,7 +31,6 @@ class GradientStats:
     snr_fan_out: float
     factor_residual: float  # ||v - rank1(v)|| / ||v||
     spread: float  # mean over quantisation groups of std(log sqrt v)
-    update_rms: float  # RMS of AdamW's update on the block's slice
     descent_share: float  # share of the step's predicted loss decrease, <g, u_ref>
     fold_residual: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -94,8 +92,6 @@ class Risk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A spec that a block may run, with its cost and risk."""
-
     block: str
     spec: str
     cost: Cost

@@ -140,3 +140,4 @@ class OwnDataSpec:
 
 
 DataSpec = ImageDataSpec | TextDataSpec | OwnDataSpec  # latents are images of several channels
+IGNORE_INDEX = -100  # target of tokens that do not count in the loss, the default of torch's cross-entropy

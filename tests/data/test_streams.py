@@ -197,6 +197,16 @@ def test_threads_of_a_stream_are_as_many_as_workers_were_asked_for(write, monkey
         streamed(path, workers=-1)
 
 
+@pytest.mark.parametrize("option", [{"val_fraction": 0.1}, {"split_seed": 1}])
+def test_settings_of_a_split_that_a_stream_does_not_make_are_refused(write, option: dict[str, float]):
+    path, ((key, value),) = write("train-0"), option.items()
+    with pytest.raises(
+        BadInputError, match=rf"dataset\.{key}={value} has no effect on images as a stream.*leave it out"
+    ):
+        streamed(path, **option)
+    assert streamed(path, val_fraction=0.2, split_seed=0).spec.num_val, "the defaults, as conf/ has them"
+
+
 def test_a_folder_of_images_is_not_streamed(tmp_path):
     with pytest.raises(BadInputError, match=r"dataset.streaming reads parquet and hub sets; .* is none: set dataset"):
         streamed(str(tmp_path))

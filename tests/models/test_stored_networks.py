@@ -9,14 +9,13 @@ import torch
 
 from baoc.cli.main import main
 from baoc.data import build_data
-from baoc.data.chat import IGNORE_INDEX
 from baoc.errors import BadInputError
 from baoc.models import build_model
 from baoc.models.chat import ChatTokenizer, Conversation
 from baoc.models.hf import ImageClassifier, MaskedLM
 from baoc.models.llama import CausalLM
 from baoc.tasks import build_task
-from baoc.types import ImageDataSpec, TextDataSpec
+from baoc.types import IGNORE_INDEX, ImageDataSpec, TextDataSpec
 from tests.support.stored import save_bert, save_llama, save_tokenizer, save_vit
 
 TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)

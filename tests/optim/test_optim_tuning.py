@@ -21,6 +21,15 @@ ALONE = {  # what each block is to do, in words of an optimizer of its own
 }
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"lr": {"adamw": 0.0}}, {"lr": {"head": -1.0}}, {"lr": {"adamw": float("inf")}}, {"betas": {"lion": (0.9, 1.0)}}],
+)
+def test_what_no_recipe_can_have_is_refused(given: dict[str, dict[str, float]]) -> None:
+    with pytest.raises(ValueError, match="is of no recipe"):
+        Tuning(**given)  # pyright: ignore[reportArgumentType]
+
+
 def make_params() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return {name: nn.Parameter(torch.randn(*SHAPE, generator=generator)) for name in NAMES}

@@ -41,7 +41,6 @@ def stats(**changes: float | Mapping[str, float]) -> GradientStats:
     """Statistics of a gradient without anything special, with `changes`."""
     values = {
         "num_samples": 20,
-        "grad_rms": 1e-3,
         "coherence": 0.1,
         "noise": 10.0,
         "anisotropy": 1.5,
@@ -49,7 +48,6 @@ def stats(**changes: float | Mapping[str, float]) -> GradientStats:
         "snr_fan_out": 1.0,
         "factor_residual": 0.3,
         "spread": 0.8,
-        "update_rms": 0.2,
         "descent_share": 0.1,
         "fold_residual": {f"{axis}:{level}": 1 - 2.0**-level for axis in Axis for level in (1, 2, 3, 8)},
     }

@@ -16,7 +16,6 @@ PARAMS = [
 ADAMW = sum(8 * p.numel + 4 for p in PARAMS)
 STATS = GradientStats(
     num_samples=8,
-    grad_rms=1.0,
     coherence=0.1,
     noise=2.0,
     anisotropy=1.0,
@@ -24,7 +23,6 @@ STATS = GradientStats(
     snr_fan_out=1.0,
     factor_residual=0.1,
     spread=0.5,
-    update_rms=0.2,
     descent_share=0.5,
 )
 

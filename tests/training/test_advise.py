@@ -1,6 +1,7 @@
 """advise(): micro-batch, accumulation, recomputation and optimizer for a loop of one's own, by the search of run.py."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -160,6 +161,23 @@ def test_a_budget_that_nothing_fits_names_the_least():
     with pytest.raises(InfeasibleBudgetError) as caught:
         baoc.advise(Stack(), make_batch, loss, batch_size=8, budget="10kb", device="cpu")
     assert caught.value.least_feasible_bytes > 10_000
+
+
+def test_the_search_measures_on_the_gpu_that_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """The search knows the current device alone, which is the one that was asked for as long as it runs."""
+    entered: list[torch.device] = []
+
+    def begin(device: torch.device) -> None:
+        assert entered == [device], "before anything is drawn or measured"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr("baoc.training.advise.capture_rng", begin)
+    with pytest.raises(KeyboardInterrupt):
+        baoc.advise(Stack(), make_batch, loss, batch_size=8, device="cuda:1")
+    assert entered == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("device", [0, 7])

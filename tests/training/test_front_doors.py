@@ -308,15 +308,15 @@ def test_weights_of_16_bits_need_autocast_in_a_plain_loop_too() -> None:
 @pytest.mark.parametrize("room", [True, False])
 def test_a_step_is_timed_outside_of_a_cap_without_room(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    timed = CallerProbe.latency
+    timed = CallerProbe.rest_seconds
 
-    def latency(probe: CallerProbe, *args: Any, **given: Any) -> Any:
+    def rest_seconds(probe: CallerProbe, *args: Any, **given: Any) -> Any:
         calls.append(1)
         if len(calls) == 1 or not room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return timed(probe, *args, **given)
 
-    monkeypatch.setattr(CallerProbe, "latency", latency)
+    monkeypatch.setattr(CallerProbe, "rest_seconds", rest_seconds)
     if room:
         assert by_optimizer({"memory": "8gb", "step_time": 1000.0}).budget.step_time == 1000.0
     else:

@@ -101,7 +101,6 @@ class HostArena:
         return states
 
     def _segment(self, nbytes: int, *, device: torch.device) -> _Segment:
-        """Adds a segment."""
         memory = allocate_host_memory(nbytes, what="the states of host-placed blocks")
         self._segments.append(self._locked(memory, device=device))
         return self._segments[-1]

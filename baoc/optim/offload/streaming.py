@@ -176,7 +176,6 @@ class StagingPipeline:
         return by_kind
 
     def single(self, name: str) -> Piece:
-        """The block as a piece of its own."""
         if not self._singles:
             pieces = self.place([[live] for live in self.blocks])
             self._singles = {piece.blocks[0].block.name: piece for piece in pieces}

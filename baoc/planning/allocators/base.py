@@ -109,7 +109,6 @@ class Problem:
         return np.where(self.valid, self.spent, np.inf).min(axis=2).sum(axis=1)
 
     def chosen(self, choice: Ints) -> list[Candidate]:
-        """The candidates of a choice, by block."""
         return [self.candidates[block][index] for block, index in enumerate(choice.tolist())]
 
     def used(self, choice: Ints) -> Floats:

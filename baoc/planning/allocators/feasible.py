@@ -22,7 +22,6 @@ def find_feasible(problem: Problem) -> Ints:
 
 
 def possible(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> bool:
-    """Whether some choice meets the limits."""
     return search(make_problem(candidates, limits=limits)) is not None
 
 

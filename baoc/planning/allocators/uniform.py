@@ -35,7 +35,6 @@ class UniformAllocator(UniformBaseline):
         )
 
     def _runs(self, options: Sequence[Candidate]) -> bool:
-        """Whether a block with these candidates runs `spec`."""
         return any(candidate.spec == self.spec and candidate.role not in self.adamw_roles for candidate in options)
 
 

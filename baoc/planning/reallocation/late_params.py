@@ -17,8 +17,6 @@ ADAMW_BYTES = 8  # of state per element under fp32 AdamW
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePlan:
-    """The specs of late parameters, and the bytes that these add."""
-
     specs: Mapping[str, str]  # parameter name -> spec
     state_bytes: int
     added_bytes: int  # state and gradients

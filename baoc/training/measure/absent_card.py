@@ -392,7 +392,6 @@ class _CardOptions:
 
 
 def in_bf16(block: Block, *, names: Collection[str]) -> Block:
-    """The block with the parameters of these names in bf16."""
     params = (replace(info, dtype="bfloat16") if info.name in names else info for info in block.params)
     return replace(block, params=tuple(params))
 

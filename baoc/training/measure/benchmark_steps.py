@@ -111,8 +111,6 @@ def rehearse(
 
 
 class _RepeatedBatch:
-    """A loader that repeats one batch `count` times."""
-
     def __init__(self, batch: Any, *, count: int):
         self._batch, self._count = batch, count
 

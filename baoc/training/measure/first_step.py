@@ -89,9 +89,12 @@ class FirstStep:
         profile_bytes = sum(profiler.nbytes for profiler in profilers)
         temporary_bytes = max((profiler.temporary_bytes() for profiler in profilers), default=0)
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
-            reallocator.planner.footprint = session.largest_on_ranks(
-                _with_seeds(session.complete(footprint), session=session)
-            )
+            complete, seeds = session.complete(footprint), seeding.temporary_bytes(session.params.values())
+            temporaries = {name: max(held, seeds) for name, held in complete.step_temporary_bytes.items()}
+            complete = replace(
+                complete, step_temporary_bytes=temporaries
+            )  # v is seeded from the second step's gradient
+            reallocator.planner.footprint = session.largest_on_ranks(complete)
             reallocator.planner.budget, reallocator.deferred_budget = budget, None
             reallocator.planner.count_profile(profile_bytes, temporary_bytes=temporary_bytes)
             if reallocator.optimizer.releaser is not None:
@@ -108,12 +111,6 @@ class FirstStep:
                 reallocator.replan(why=why, stays=reallocator in staying)
 
 
-def _without_state(footprint: Footprint) -> int:
-    """The peak without states, of a step with the spec of the smallest temporaries."""
-    temporaries = footprint.step_temporary_bytes
-    return footprint.peak_bytes(state_bytes=0, specs=sorted(temporaries, key=temporaries.__getitem__)[:1])
-
-
 def _shared(footprint: Footprint, *, among: int) -> Footprint:
     """The footprint of one of several optimizers.
 
@@ -124,13 +121,6 @@ def _shared(footprint: Footprint, *, among: int) -> Footprint:
     step = footprint.resident_bytes + max(temporary, footprint.profile_temporary_bytes)
     room = 0 if footprint.released else max(step - footprint.forward_backward_bytes, 0)
     return replace(footprint, forward_backward_bytes=footprint.forward_backward_bytes + room - room // among)
-
-
-def _with_seeds(footprint: Footprint, *, session: Session) -> Footprint:
-    """The footprint with the temporaries of seeding another spec's v from the second step's gradient."""
-    needed = seeding.temporary_bytes(session.params.values())
-    temporaries = {name: max(held, needed) for name, held in footprint.step_temporary_bytes.items()}
-    return replace(footprint, step_temporary_bytes=temporaries)
 
 
 def _close(hooks: ExitStack, cap: ExitStack) -> None:
@@ -149,7 +139,11 @@ def leave_to_others(reallocators: Sequence[Reallocator], *, staying: Sequence[Re
     for one in reallocators:
         if one.planner.footprint is not None:
             one.planner.footprint = footprints[one] = _shared(one.planner.footprint, among=len(reallocators))
-    stateless = {one: _without_state(footprint) for one, footprint in footprints.items()}
+    stateless: dict[Reallocator, int] = {}  # peaks without states, of steps with the spec of the smallest temporaries
+    for one, footprint in footprints.items():
+        temporaries = footprint.step_temporary_bytes
+        smallest = sorted(temporaries, key=temporaries.__getitem__)[:1]
+        stateless[one] = footprint.peak_bytes(state_bytes=0, specs=smallest)
     staying_bytes = sum(one.optimizer.state_bytes() for one in staying)
     moving = [one for one in reallocators if one not in staying]
     several = len(moving) > 1 or any(one.late for one in moving)

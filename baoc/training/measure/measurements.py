@@ -233,7 +233,6 @@ class Measurements:
 
     @property
     def any_room(self) -> bool:
-        """True if anything was measured within the cap."""
         keys = {
             (measurement.micro_batch, kind, False)
             for kind, measurements in self.small.items()

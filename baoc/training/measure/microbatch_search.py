@@ -80,7 +80,7 @@ DECIDING_S = 12.0  # that a decision may take
 LIMITED_S = 5.0  # that a latency table may take if a step_time limit needs it
 FUSED_S = 0.5  # that one may take with fused AdamW alone, whose seconds per byte stand for all specs
 COMPARING_S, LOOKING_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
-# Fields of a footprint that do not depend on the micro-batch.
+# Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step.
 SIZE_INDEPENDENT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 MAX_VERIFIED = 6  # options that are measured for a refusal
 COMPILING_S = 30.0  # about how much longer a decision takes that searches compiled layers too
@@ -428,10 +428,13 @@ class MicroBatchSearch:
         if self.size_independent:
             return
         with self.phases("the profiler"), uncapped(self.device, budget=self.budget) if beyond else nullcontext():
-            constant = {
-                release: self._size_independent(replace(self.settings, release=release))
-                for release in self.axes.release
-            }
+            constant: dict[bool, dict[str, Any]] = {}
+            for release in self.axes.release:
+                settings = replace(self.settings, release=release)
+                make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
+                assert self.planner.footprint is not None
+                footprint = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
+                constant[release] = {name: getattr(footprint, name) for name in SIZE_INDEPENDENT}
         self.table = self._table()  # may run out of memory: both are then made anew
         self.size_independent = constant
 
@@ -502,13 +505,6 @@ class MicroBatchSearch:
         )
 
     # -- options ------------------------------------------------------------------------------------------------------
-
-    def _size_independent(self, settings: SessionSettings) -> dict[str, Any]:
-        """Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step."""
-        make_profiler(self.planner, self.params, settings=settings, betas=self.config.optim.betas)
-        assert self.planner.footprint is not None
-        footprint = self.session.largest_on_ranks(self.session.complete(self.planner.footprint))
-        return {name: getattr(footprint, name) for name in SIZE_INDEPENDENT}
 
     def _new_runner(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
         with self.phases("first batches"):
@@ -817,7 +813,6 @@ def measuring_summary(choice: OptionChoice) -> str:
 
 
 def write_options(options: Sequence[Option], *, run_dir: Path, objective: str) -> None:
-    """Prints the table of options and writes options.csv."""
     files.write_csv(run_dir / "options.csv", option_rows(options))
     console.print_options(options, objective=objective)
 

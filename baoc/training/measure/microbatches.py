@@ -107,16 +107,37 @@ class MicroBatchRunner:
         """
 
         def measure() -> tuple[Footprint, float]:
-            return self._measure(
-                micro_batch,
-                accumulation=accumulation,
-                timed=timed,
-                context_bytes=context_bytes,
-                released=released,
-                per_step=per_step or accumulation,
-                merge_intervals=merge_intervals,
-                bf16_weights=bool(bf16_savings),
-            )
+            batch, cache_key = self._fresh_batch(micro_batch), (micro_batch, not released, bool(bf16_savings))
+            validation = self._validation_cache.get(cache_key)
+            validates = self._val_batch is not None and validation is None
+            val_batch = self._to_device(resize_batch(self._val_batch, micro_batch)) if validates else None
+            with silent(self.module), self._emulated_autocast(), self.phases("bytes of trials"):
+                footprint = probe_footprint(
+                    self.module,
+                    run_micro_batch=lambda: self._loss(batch) / accumulation,
+                    run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
+                    micro_batch=micro_batch,
+                    accumulation=max(accumulation, 2) if self._ddp_keeps_gradients else accumulation,
+                    context_bytes=context_bytes,
+                    warm=not self._emulate_cuda,
+                    allocator=CachingAllocator() if self._emulate_cuda else None,
+                    released_blocks=released,
+                    merge_intervals=merge_intervals,
+                )
+                with self.phases("seconds of trials"):
+                    seconds = self._seconds(batch, per_step=per_step or accumulation) if timed else math.nan
+            if validation is not None:
+                peaks = tuple(interval for interval in validation.intervals if interval.name == "validation")
+                peaks = peaks or (PeakInterval(name="validation", num_bytes=validation.validation_bytes),)
+                intervals = (*footprint.intervals, *peaks) if footprint.intervals else ()
+                footprint = replace(footprint, validation_bytes=validation.validation_bytes, intervals=intervals)
+            elif validates and not self._emulate_cuda:
+                self._validation_cache[cache_key] = footprint
+            ema: Any = getattr(self.module, "ema", None)
+            averages = [ema] if isinstance(ema, EmaWeights) else []
+            return with_averages(
+                footprint, averages, module=self.module, validates=self._val_batch is not None
+            ), seconds
 
         footprint, seconds = self.ranks.run_or_raise_on_all(measure, has_collectives=True)
         if self.ranks is not SINGLE_PROCESS:
@@ -127,48 +148,6 @@ class MicroBatchRunner:
         if bf16_savings:
             footprint = as_native(footprint, savings=bf16_savings)
         return MicroBatchMeasurement(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
-
-    def _measure(
-        self,
-        micro_batch: int,
-        *,
-        accumulation: int,
-        timed: bool,
-        context_bytes: int,
-        released: Sequence[Sequence[Tensor]],
-        per_step: int,
-        merge_intervals: bool,
-        bf16_weights: bool,
-    ) -> tuple[Footprint, float]:
-        batch, cache_key = self._fresh_batch(micro_batch), (micro_batch, not released, bf16_weights)
-        validation = self._validation_cache.get(cache_key)
-        validates = self._val_batch is not None and validation is None
-        val_batch = self._to_device(resize_batch(self._val_batch, micro_batch)) if validates else None
-        with silent(self.module), self._emulated_autocast(), self.phases("bytes of trials"):
-            footprint = probe_footprint(
-                self.module,
-                run_micro_batch=lambda: self._loss(batch) / accumulation,
-                run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
-                micro_batch=micro_batch,
-                accumulation=max(accumulation, 2) if self._ddp_keeps_gradients else accumulation,
-                context_bytes=context_bytes,
-                warm=not self._emulate_cuda,
-                allocator=CachingAllocator() if self._emulate_cuda else None,
-                released_blocks=released,
-                merge_intervals=merge_intervals,
-            )
-            with self.phases("seconds of trials"):
-                seconds = self._seconds(batch, per_step=per_step) if timed else math.nan
-        if validation is not None:
-            peaks = tuple(interval for interval in validation.intervals if interval.name == "validation")
-            peaks = peaks or (PeakInterval(name="validation", num_bytes=validation.validation_bytes),)
-            intervals = (*footprint.intervals, *peaks) if footprint.intervals else ()
-            footprint = replace(footprint, validation_bytes=validation.validation_bytes, intervals=intervals)
-        elif validates and not self._emulate_cuda:
-            self._validation_cache[cache_key] = footprint
-        ema: Any = getattr(self.module, "ema", None)
-        averages = [ema] if isinstance(ema, EmaWeights) else []
-        return with_averages(footprint, averages, module=self.module, validates=self._val_batch is not None), seconds
 
     def compile(self, micro_batch: int) -> float:
         """Runs a micro-batch once, so that its layers are compiled; returns the seconds that this took.

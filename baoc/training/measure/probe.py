@@ -3,7 +3,7 @@
 Afterwards random generators, buffers, gradients, metrics and the loader's position are as before.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,18 +17,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from baoc.cache import cache_folder
 from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
-from baoc.optim.shards import local_shard
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.python_state import PythonState
-from baoc.profiling.step_time import time_specs
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
-from baoc.types import Footprint, LatencyTable, OptimizerSpec
+from baoc.types import Footprint, OptimizerSpec
 
 CLIP_BYTES = 12  # bytes per element that clipping by norm moves
 MIN_REHEARSED_S = 2.0  # that steps in Lightning's loop are timed for on a GPU: its host's speed varies by the second
@@ -135,6 +132,8 @@ class Probe:
         self._batch = batch
         self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
+        clips_in_backward = bool(trainer.gradient_clip_val) and strategy.settings.release is not False
+        self.upkeep_bytes = upkeep_bytes(clips=clips_in_backward, averages=bool(self._ema))
         self._only_spec = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
         self._validate = _validation(strategy, val_batches) if val_batches else None
         self._before_first_step: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -169,58 +168,29 @@ class Probe:
             )
         return with_averages(footprint, self._ema, module=self.module, validates=self._validate is not None)
 
-    def latency(
-        self,
-        specs: Sequence[OptimizerSpec],
-        *,
-        max_s: float,
-        needed: Collection[str],
-        given: LatencyTable | None = None,
-        released: Sequence[Sequence[Tensor]] = (),
-    ) -> LatencyTable:
-        """Seconds of the optimizer step of `specs`, and of the rest of a step as it will be trained.
-
-        Of the specs the `needed` ones are timed, see `time_specs`. A `given` table provides the rest of a step and the
-        reference. `released`: as in `footprint`. Gradients are None afterwards.
-        """
+    def rest_seconds(
+        self, specs: Sequence[OptimizerSpec], *, max_s: float, released: Sequence[Sequence[Tensor]]
+    ) -> float:
+        """Seconds of a step as it will be trained. `released`: as in `footprint`. Gradients are None afterwards."""
         params = [param for param in self.module.parameters() if param.requires_grad]
         device = params[0].device
         devices = [device.index] if device.type == "cuda" else []
-        rest_s = 0.0
         # Any spec that a plan may choose: the host's work is about the same for all.
         likely = next((spec for spec in specs if spec.name == self._only_spec), specs[0])
-        if given is None:
-            with (
-                silent(self.module),
-                self._before_first_step(),
-                torch.random.fork_rng(devices=devices, device_type="cuda"),
-            ):
-                rest_s = rehearse(
-                    self._loss,
-                    batch=self._batch_on_device(),
-                    module=self.module,
-                    params=params,
-                    device=device,
-                    accumulation=self.accumulation,
-                    clip=self._clip,
-                    blocks=(blocks := released or [[param] for param in params]),
-                    specs=[likely] * len(blocks) if released or device.type == "cuda" else (),
-                    release=bool(released),
-                    max_s=max(max_s, MIN_REHEARSED_S) if device.type == "cuda" else REHEARSAL_SHARE * max_s,
-                )
-        clips = bool(self._clip[0]) and bool(released)
-        return time_specs(
-            specs,
-            device=device,
-            num_elements=sum(local_shard(param).numel() for param in params),
-            num_tensors=len(params),
-            rest_s=rest_s,
-            upkeep_bytes=upkeep_bytes(clips=clips, averages=bool(self._ema)),
-            needed=needed,
-            max_s=max_s,
-            cache_dir=cache_folder(),
-            previous=given,
-        )
+        with silent(self.module), self._before_first_step(), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            return rehearse(
+                self._loss,
+                batch=self._batch_on_device(),
+                module=self.module,
+                params=params,
+                device=device,
+                accumulation=self.accumulation,
+                clip=self._clip,
+                blocks=(blocks := released or [[param] for param in params]),
+                specs=[likely] * len(blocks) if released or device.type == "cuda" else (),
+                release=bool(released),
+                max_s=max(max_s, MIN_REHEARSED_S) if device.type == "cuda" else REHEARSAL_SHARE * max_s,
+            )
 
 
 def with_averages(
