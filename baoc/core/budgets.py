@@ -30,6 +30,7 @@ PRESETS: Mapping[str, Budget] = {
 }
 
 MAX_BYTES = 2**63
+MAX_GIB_AS_TEXT = 1024  # a larger number without a unit is no number of GiB
 MIN_TEXT_BYTES = MIB  # a smaller whole number given as text, such as a shell variable, probably lacks its unit
 _SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
@@ -222,6 +223,8 @@ def _suggestion(text: str) -> str:
     number = re.search(r"\d+(?:\.\d+)?", text)
     names = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
     allowed = [name for name in names if _is_allowed(name)]
+    if text.isdecimal() and float(text) > MAX_GIB_AS_TEXT:
+        return f"{text}b"
     if number and number[0] == text:
         return " or ".join(name for name in allowed if not name.endswith("mb"))
     return next(iter(get_close_matches(text, allowed, n=1)), "")

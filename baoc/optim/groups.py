@@ -192,7 +192,8 @@ def check_param(param: Any, *, name: str) -> None:
         )
     if param.requires_grad and param.dtype not in FLOATS:
         raise BadInputError(
-            f"{name} is {param.dtype}: parameters may be {', '.join(str(d).split('.')[1] for d in FLOATS)}"
+            f"{name} is {param.dtype}: parameters may be {', '.join(str(d).split('.')[1] for d in FLOATS)}. Keep a "
+            "complex one as torch.view_as_real of it, or leave it out of this optimizer and step it by one of torch's"
         )
     if not param.is_leaf:
         raise BadInputError(f"{name} is not a leaf tensor: pass the parameter itself, not something computed from it")

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from baoc.errors import BadInputError, DivergedError, unknown_name
+from baoc.errors import DivergedError, unknown_name
 from baoc.kernels.usable import LIMIT, usable
 from baoc.optim.backends.base import Backend, StepUnit
+from baoc.optim.wrappers import refuse_sparse
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
@@ -198,7 +199,7 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
         grad = param.grad
         assert grad is not None
         if grad.is_sparse:
-            raise BadInputError(f"{names[param]} has a sparse gradient: build its layer with sparse=False")
+            refuse_sparse([(names[param], param)])
         if grad.numel() and grad.device.type != "meta":
             by_device.setdefault(grad.device, []).append(grad)
     # Every device has a fast kernel for the Euclidean norm. It may reach the limit though no element does: False then

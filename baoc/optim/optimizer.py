@@ -307,13 +307,15 @@ class BlockwiseOptimizer(Optimizer):
         """
         registry = self.registry
         unit, sample = registry.unit, registry.sample_state
+        if unit is None:
+            self._warn_of_stalling(registry.live)  # weights may have been cast since
         if unit is None or registry.may_be_overwritten or not registry.placed:
             return registry.step_unit()
         if sample is not None and sample[0].get(sample[1]) is not sample[2]:
             return registry.step_unit()
         if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
             registry.drop_backends()
-            return registry.step_unit()
+            return self._current_unit()
         return unit
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:

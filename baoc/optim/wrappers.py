@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from baoc.errors import BadInputError
 from baoc.optim import weights
 from baoc.optim.shards import refuse_placement
 from baoc.optim.state import LiveBlock
@@ -33,6 +34,16 @@ def refuse_shard(param: Tensor, *, name: str) -> None:
     refuse_placement(param, name=name)
     if getattr(param, "_fsdp_flattened", False):
         raise refusal("fsdp1", name=name)
+
+
+def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises BadInputError if a parameter has a sparse gradient, by its name."""
+    for name, param in named:
+        if param.grad is not None and param.grad.is_sparse:
+            raise BadInputError(
+                f"{name} has a sparse gradient: build its layer with sparse=False, or leave it out of this optimizer "
+                "and step it by torch.optim.SparseAdam"
+            )
 
 
 def refuse_zero() -> None:

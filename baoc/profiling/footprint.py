@@ -233,10 +233,11 @@ def _measure_training(
             meter.allocator.record()
     first_peak = meter.peak_bytes
 
-    storages = [param.grad.untyped_storage() for param in params if param.grad is not None]
+    kept = [param.grad for param in params if param.grad is not None and not param.grad.is_sparse]
+    storages = [gradient.untyped_storage() for gradient in kept]
     bytes_by_storage = {storage._cdata: storage.nbytes() for storage in storages}
     gradients = [weakref.ref(storage) for storage in storages]
-    del storages  # a gradient that is referenced here would not be freed where training frees it
+    del kept, storages  # a gradient that is referenced here would not be freed where training frees it
     with Timeline(meter, named=named, gradients_alive=True) as timeline:
         runs_backward = _run_micro_batch(run, params, after_drop=timeline.dropped if accumulation == 1 else None)
         dropper.finish()

@@ -53,5 +53,7 @@ class GradientDropper:
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, a shared one once. Of sharded tensors, this rank's shard."""
-    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
+    sparse = [part for tensor in tensors if tensor.is_sparse for part in (tensor._indices(), tensor._values())]
+    dense = [local_shard(tensor) for tensor in tensors if not tensor.is_sparse]
+    storages = [part.untyped_storage() for part in (*sparse, *dense)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

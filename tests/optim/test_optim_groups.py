@@ -185,6 +185,20 @@ def test_16_bit_weights_are_warned_of_once_with_their_blocks(dtype: torch.dtype)
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_weights_that_are_cast_to_16_bits_later_are_warned_of_once(backend: str, steps: int) -> None:
+    params = make_params(SHAPES)
+    optimizer = build(params, "adamw_int8", backend=backend)
+    run_steps(optimizer, params, gradients=Gradients(params), steps=steps)
+    for param in params.values():
+        param.data, param.grad = param.data.bfloat16(), torch.ones_like(param, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"stand still\. Block\(s\): a, b, c\. Keep weights in fp32") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1
+
+
 @pytest.mark.filterwarnings("ignore:16-bit weights")
 @pytest.mark.parametrize("spec", ["adamw", "adamw_int8", "sign", "adafactor", "foam_l1"])
 def test_16_bit_weights_are_updated_in_fp32_and_rounded_once(spec: str) -> None:

@@ -109,6 +109,14 @@ def test_parameters_will_do_instead_of_a_module():
     assert by_params == by_module
 
 
+def test_a_table_with_sparse_gradients_beside_the_optimizer_is_counted():
+    net = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.Flatten(), nn.Linear(16, 2))
+    rows, layer = 10 * 8 + 10 * 16 * 4, (32 + 2) * 4  # the rows' indices and values
+    assert probe_footprint(net, run_micro_batch=lambda: net(torch.arange(10)).sum()).gradients_bytes == rows + layer
+    own = probe_footprint(net, run_micro_batch=lambda: net(torch.arange(10)).sum().backward())
+    assert own.gradients_bytes == 2 * rows + layer  # of two passes: rows of sparse gradients are not added up
+
+
 def test_validation_runs_in_evaluation_and_inference_mode_beside_the_gradients():
     net, x = Net(), data(256)
     seen = []

@@ -19,7 +19,7 @@ from baoc.optim.rules import Direction
 from baoc.optim.rules.base import RuleContext
 from baoc.optim.rules.matrix import RankSums, SummingRule
 from baoc.optim.shards import ShardGroup
-from baoc.optim.state import LiveBlock, Slot
+from baoc.optim.state import LiveBlock, Slot, State
 
 T = TypeVar("T")
 TINY = 1e-30
@@ -30,6 +30,11 @@ class EagerBackend(Backend):
     """Every spec on every device."""
 
     name = "eager"
+
+    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
+        super().__init__(blocks, state=state)
+        self._slots = [slot for block in self.blocks for slot in block.slots]
+        self._dtypes = [slot.param.dtype for slot in self._slots]
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
@@ -51,7 +56,7 @@ class EagerBackend(Backend):
 
     @property
     def moved(self) -> bool:
-        return any([has_changed(slot) for block in self.blocks for slot in block.slots])
+        return self._dtypes != [slot.param.dtype for slot in self._slots] or any(map(has_changed, self._slots))
 
 
 def has_changed(slot: Slot) -> bool:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from baoc.core.catalogue import NEAREST, STORAGES
-from baoc.errors import BadInputError
 from baoc.kernels import FAMILIES, Engine, FusedTable, Kind, Shape, available, fits
 from baoc.kernels.triton import muon_plan
 from baoc.kernels.triton.kinds import NUM_THRESHOLDS, kernel_thresholds
@@ -33,6 +32,7 @@ from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, local_shard, shard_of
 from baoc.optim.state import LiveBlock, Slot, State, unsharded_slot
 from baoc.optim.weights import rounding_seed
+from baoc.optim.wrappers import refuse_sparse
 from baoc.types import OptimizerSpec, StateKind
 
 _NOTHING = nullcontext()
@@ -314,7 +314,7 @@ class _Unit:
         try:
             self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
         except (RuntimeError, NotImplementedError):
-            self._refuse_sparse()
+            refuse_sparse(zip(self.names, self._params, strict=True))
             raise
         measure: list[FusedTable] = []
         if self._unmeasured and inputs.matching:
@@ -363,15 +363,10 @@ class _Unit:
         try:
             self.engine.mark(first=not self.marked)
         except (RuntimeError, NotImplementedError):
-            self._refuse_sparse()
+            refuse_sparse(zip(self.names, self._params, strict=True))
             raise
         grad = next((param.grad for param in self._params if param.grad is not None), None)
         self.mark_of = None if grad is None else TensorWeakRef(grad)
-
-    def _refuse_sparse(self) -> None:
-        for name, param in zip(self.names, self._params, strict=True):
-            if param.grad is not None and param.grad.is_sparse:
-                raise BadInputError(f"{name} has a sparse gradient: build its layer with sparse=False")
 
     @property
     def marked(self) -> bool:
