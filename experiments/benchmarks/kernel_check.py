@@ -2,7 +2,9 @@
 
 `python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first. `kernel_check.py
 matrices foam_l2 foam_l3` checks the rules that see a matrix whose names begin so, `kernel_check.py cuts adamw` the
-elementwise ones, each in the cut that it runs in and those that were swept.
+elementwise ones, each in the cut that it runs in and those that were swept. `kernel_check.py repeats` launches the same
+step many times, in WORKERS processes that take turns on the GPU, and compares bits: a race between a kernel's warps
+shows so, where one step rarely does.
 """
 
 import subprocess
@@ -18,9 +20,10 @@ from baoc.kernels import LaunchConfig  # noqa: E402
 from baoc.optim.codecs import lanes  # noqa: E402
 from tests.support.fused_step import launch, prepare  # noqa: E402
 from tests.support.kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
-from tests.support.matrix_cases import SHAPES, MatrixTwin, check_close, matrix_cases  # noqa: E402
+from tests.support.matrix_cases import SHAPES, MatrixCase, MatrixTwin, check_close, matrix_cases  # noqa: E402
 
 WORKERS = 8
+REPEATS = 200
 DEVICE = "cuda"
 CHECK_SIZES = (1, 7, 255, 256, 257, 0, 9991, 200_000)
 MATRICES = (*SHAPES, (768, 1024, False), (515, 1365, False), (300, 9000, False), (9000, 40, False), (1024, 130, True))
@@ -94,6 +97,26 @@ def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> N
         print(f"equal {case.name} {text_of(twin.table.config)} odd codes {max(odd):.1e}", flush=True)
 
 
+def check_repeats(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
+    """The same step from the same bits, REPEATS times: weights and states must have the same bits each time."""
+    cases = [*all_cases(DEVICE, sizes=CHECK_SIZES, config=None), *matrix_cases(DEVICE, shapes=MATRICES)]
+    for case in [case for case in cases if case.name.startswith(only)][part::parts]:
+        twin = MatrixTwin(case) if isinstance(case, MatrixCase) else Twin(case)
+        twin.new_gradients()
+        prepare(twin.table, options=twin.case.options, thresholds=lanes(1, torch.device("cpu")))
+        tensors = [p.detach() for p in twin.params] + [t for state in twin.states for t in state.values()]
+        before = [t.clone() for t in tensors]
+        first, odd = None, torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(REPEATS):
+            for tensor, saved in zip(tensors, before, strict=True):
+                tensor.copy_(saved)
+            launch(twin.table)
+            first = first or [t.clone() for t in tensors]
+            pairs = zip(tensors, first, strict=True)
+            odd += torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+        print(f"{'differs' if odd else 'equal'} {case.name} in {int(odd)} of {REPEATS}", flush=True)
+
+
 def check_graph() -> None:
     """A captured launch, replayed after each `prepare`, does what plain steps do, though gradients move."""
     plain, captured = (Twin(Case(rule="adamw", storage="int8", device=DEVICE, sizes=CHECK_SIZES)) for _ in range(2))
@@ -124,6 +147,8 @@ def check_in_parallel(*what: str) -> None:
         for part in range(WORKERS)
     ]
     outputs = [(process.communicate()[0], process.returncode) for process in running]
+    differing = [line for text, _ in outputs for line in text.splitlines() if line.startswith("differs")]
+    print(*differing, sep="\n")
     checked = [line for text, _ in outputs for line in text.splitlines() if line.startswith("equal")]
     for text, code in outputs:
         if code:
@@ -137,11 +162,11 @@ def check_in_parallel(*what: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["matrices"], ["cuts"]):
+    if sys.argv[1:2] in (["matrices"], ["cuts"], ["repeats"]):
         check_in_parallel(*sys.argv[1:])
     elif len(sys.argv) > 2:
         part, family, *names = sys.argv[1:]
-        checking = check_matrices if family == "matrices" else check_elementwise
+        checking = {"matrices": check_matrices, "cuts": check_elementwise, "repeats": check_repeats}[family]
         checking(*map(int, part.split("/")), only=tuple(names) or ("",))
     elif len(sys.argv) > 1:
         check(*map(int, sys.argv[1].split("/")))

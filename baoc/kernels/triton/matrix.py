@@ -204,18 +204,20 @@ def _line_factor(
 ):  # fmt: skip
     """Factor of a complete line's update: 1 / norm, or AdamW's from the line's v, which is updated here."""
     _decay, _size, _w1, w2, _b2, inv_bc2, eps = row
-    if NORM or MODE != "repair":
-        total, count = _line_sum(grad_addr, start, length, GRAD, MARKED, CHUNK, VEC)
     if NORM:
+        total, _ = _line_sum(grad_addr, start, length, GRAD, MARKED, CHUNK, VEC)
         factor = inverse_root(total)
     else:
         state = v_addr.to(tl.pointer_type(tl.float32)) + line
         v = tl.load(state)
         if MODE != "repair":
+            total, count = _line_sum(grad_addr, start, length, GRAD, MARKED, CHUNK, VEC)
             mean = total / tl.maximum(count, 1).to(tl.float32)
-            v = tl.where(count > 0, lerp(v, mean, w2), v)
+            new = tl.where(count > 0, lerp(v, mean, w2), v)
             if MODE == "step":
-                tl.store(state, v)
+                tl.debug_barrier()  # each warp loads v itself: none may find what another has stored
+                tl.store(state, new)
+            v = new
         factor = reciprocal(tl.sqrt(v) * inv_bc2 + eps)
     return factor
 
