@@ -6,6 +6,7 @@ The files and their order are those of dataset=pysource, one after the other wit
 was made by CPython 3.11.7; another version gives another text, which is refused unless OUT names another place.
 """
 
+import argparse
 import hashlib
 import lzma
 import os
@@ -36,12 +37,15 @@ def python_source() -> list[Path]:
 
 
 def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "baoc" / "data" / ASSET
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, metavar="OUT.txt.xz")
+    given = parser.parse_args().out
+    out = given or ROOT / "baoc" / "data" / ASSET
     files = python_source()
     text = b"".join(file.read_bytes() for file in files)
     found = hashlib.sha256(text).hexdigest()
     print(f"Python {sys.version.split()[0]}: {len(files)} files, {len(text)} bytes, sha256 {found}")
-    if found != SHA256 and len(sys.argv) < 2:
+    if found != SHA256 and given is None:
         sys.exit(f"the frozen text has sha256 {SHA256}: run this with CPython 3.11.7, or name another file to write")
     out.write_bytes(lzma.compress(text, format=lzma.FORMAT_XZ, check=lzma.CHECK_SHA256, preset=9 | lzma.PRESET_EXTREME))
     print(f"{out}: {out.stat().st_size} bytes")

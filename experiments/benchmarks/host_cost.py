@@ -2,13 +2,16 @@
 
 `python experiments/benchmarks/host_cost.py` on a machine with an NVIDIA GPU; tensors are small, so that the device is
 never what is waited for. `--stub` runs anywhere: uploads go to the CPU and nothing is launched, which leaves out what
-the copy, the events and the replay cost (about 20 us). Rows go to host_cost.csv in $OUT or experiments/benchmarks/
-results.
+the copy, the events and the replay cost (about 20 us). Rows go to host_cost.csv in $OUT or experiments/results.
+
+`--beside TREE` times the first case of this checkout and of another one by turns of TURN_STEPS steps, in two processes
+that live as long: on a shared host two runs, one after the other, differ by more than two versions do.
 """
 
 import argparse
 import csv
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from statistics import median
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(os.environ.get("BAOC_TREE") or Path(__file__).resolve().parents[2])  # of the checkout that is timed
 sys.path.insert(0, str(ROOT))
 
 from baoc.kernels import Engine  # noqa: E402
@@ -30,6 +33,7 @@ SPECS = (
     "adamw", "adamw_bf16", "adamw_int8", "adamw_int8_root", "rmsprop_int8", "lion_int8", "signum_int8", "sign",
 )  # fmt: skip
 STEPS = 300
+TURNS, TURN_STEPS = 60, 100
 
 
 def build(device: str, *, num_specs: int) -> tuple[list[nn.Parameter], BlockwiseOptimizer]:
@@ -49,10 +53,12 @@ def give(params: list[nn.Parameter]) -> None:
         param.grad = torch.ones_like(param)
 
 
-def step_us(optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, wait: Callable[[], object]) -> float:
+def step_us(
+    optimizer: BlockwiseOptimizer, before: Callable[[int], object], *, wait: Callable[[], object], steps: int = STEPS
+) -> float:
     """Median microseconds of `step`, with the device idle before it and a schedule that moves the learning rate."""
     times = []
-    for index in range(STEPS + 20):
+    for index in range(steps + 20):
         before(index)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 / (1 + index)
@@ -120,6 +126,51 @@ def rows(device: str) -> list[dict[str, object]]:
     return found
 
 
+def serve() -> None:
+    """Reads a number of specs a line, and prints what a step of so many takes."""
+    built = {}
+    for num_specs in (1, 8):
+        params, built[num_specs] = build("cuda", num_specs=num_specs)
+        give(params)
+    for line in sys.stdin:
+        optimizer = built[int(line)]
+        print(step_us(optimizer, lambda _: None, wait=torch.cuda.synchronize, steps=TURN_STEPS), flush=True)
+
+
+def beside(tree: str) -> list[dict[str, object]]:
+    trees = {"this": str(ROOT), "other": tree}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--serve"], env={**os.environ, "BAOC_TREE": folder}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for name, folder in trees.items()
+    }  # fmt: skip
+    found: list[dict[str, object]] = []
+    for num_specs in (1, 8):
+        times: dict[str, list[float]] = {name: [] for name in trees}
+        for turn in range(-2, TURNS):  # the first two are not counted
+            for name in list(trees) if turn % 2 else list(trees)[::-1]:
+                given, told = running[name].stdin, running[name].stdout
+                assert given is not None and told is not None
+                print(num_specs, file=given, flush=True)
+                host_us = float(told.readline())
+                if turn >= 0:
+                    times[name].append(host_us)
+                    found.append({"tree": name, "specs": num_specs, "turn": turn, "host_us": f"{host_us:.1f}"})
+        more = sorted(a - b for a, b in zip(times["this"], times["other"], strict=True))
+        # The interval of a median by ranks: 60 differences, of which the 23rd and the 38th bound it at 95 %.
+        low, high = more[TURNS // 2 - 8], more[TURNS // 2 + 7]
+        print(
+            f"{num_specs} spec(s): this {median(times['this']):.1f} us, other {median(times['other']):.1f} us; "
+            f"by turns {median(more):+.1f} us [{low:+.1f}, {high:+.1f}], n {TURNS}",
+            flush=True,
+        )
+    for process in running.values():
+        process.kill()
+    return found
+
+
 def stub() -> None:
     """Lets the fused backend take CPU tensors and launch nothing."""
     fused.available = lambda device: True
@@ -130,11 +181,15 @@ def stub() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stub", action="store_true")
+    parser.add_argument("--beside", metavar="TREE", help="another checkout")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        return serve()
     if args.stub:
         stub()
     device = "cpu" if args.stub else "cuda"
-    found = rows(device)
+    found = beside(args.beside) if args.beside else rows(device)
     where = "stub" if args.stub else torch.cuda.get_device_name()
     if not args.stub:
         folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")

@@ -57,6 +57,7 @@ def prepare(
     """Brings addresses and settings up to date, and counts the step."""
     lanes = None if thresholds is None else kernel_thresholds(torch.tensor([list(thresholds)]))[0].numpy().data
     engine_of(table).stage(options, thresholds=lanes, phase=phase)
+    engine_of(table).send()
 
 
 def launch(table: FusedTable, *, mode: Mode = "step", track: bool = False, **call: bool) -> Tensor | None:

@@ -7,20 +7,20 @@ The launch path of a fused step, in the order of calls:
    device buffers, and `_bind` gives each table its slices of them.
 2. `Engine.stage` prepares the step on the host. `Gradients.refresh` reads the address of each gradient. `Settings.fill`
    computes a row of settings (step size, decay, ...) for each parameter group, rule and step count, and copies it to
-   the tensors that share it. `Upload.send` copies both, and the rounding thresholds, to the device through a pinned
-   buffer. The host waits only if it is more than `SLOTS` uploads ahead of the device.
-3. `Engine.run` launches the kernels. `_step` calls `launch` for each table, which is `launch` of `elementwise`,
-   `matrix`, `foam` or `muon`. A program finds its tensor in `chunk_tensor`, reads the tensor's addresses and settings
-   from its rows, and steps one chunk of it.
-4. `_repair` runs only for tables whose updates are matched, that is scaled by target / RMS. Step 3 used the RMS of the
-   update before. `sum_kernel` adds up the squares of this update, `match_kernel` computes the factor that should have
-   been used, and the table's kernel runs again in mode "repair": it subtracts
+   the tensors that share it. Both, and the rounding thresholds, are written to a pinned slot of the `Upload`. The host
+   waits only if it is more than `SLOTS` uploads ahead of the device.
+3. `Engine.run` launches the kernels. `Upload.copy_up` copies the slot to the device. Then `_step` calls `launch` for
+   each table, which is `launch` of `elementwise`, `matrix`, `foam` or `muon`. A program finds its tensor in
+   `chunk_tensor`, reads the tensor's addresses and settings from its rows, and steps one chunk of it.
+4. Tables whose updates are matched, that is scaled by target / RMS, are repaired. Step 3 used the RMS of the update
+   before. `sum_kernel` adds up the squares of this update, `match_kernel` computes the factor that should have been
+   used, and the table's kernel runs again in mode "repair": it subtracts
    size x (right factor - used factor) x update. Where tensors are sharded, `all_reduce_sums` comes before it.
-5. `Graphs.run` wraps steps 3 and 4. The first step of a variant (dtypes and alignment of gradients, matched, marked,
+5. `Upload.receive` copies counters back to the host: non-finite gradient elements, which the kernels leave out. The
+   host reads them at a later step, without waiting.
+6. `Graphs.run` wraps steps 3 to 5. The first step of a variant (dtypes and alignment of gradients, matched, marked,
    address of the workspace) launches each kernel, the second is captured as a CUDA graph, later ones replay that. This
    is why kernels read everything from buffers that never move.
-6. `Upload.receive` starts the copy of counters back to the host: non-finite gradient elements, which the kernels leave
-   out. The host reads them at a later step, without waiting.
 """
 
 import ctypes
@@ -103,6 +103,7 @@ class Engine:
         self._settings = uploaded[self._settings_at : self._thresholds_at].view(torch.float32).view(size, WIDTH)
         self._thresholds = uploaded[self._thresholds_at :].view(torch.float32)
         self._slots = [self._slot_views(slot) for slot in self._upload.slots]
+        self._staged = False  # a slot is filled and not sent yet
         self._slot_versions = [-1] * len(self._slots)  # `Gradients.version` of the addresses in each slot
         self._device_version = -1  # and on the device
         self.ptrs = self._at_places([row for table in self.tables for row in table.addresses], width=WIDTH)
@@ -173,7 +174,7 @@ class Engine:
     # -- the host's part ------------------------------------------------------------------------------------------
 
     def stage(self, options: Sequence[Options], *, thresholds: memoryview | None = None, phase: int = 0) -> None:
-        """Sends gradient addresses and settings of the coming step to the device, and counts the step.
+        """Prepares gradient addresses and settings of the coming step, which `run` sends, and counts the step.
 
         Args:
             options: the settings of each parameter group.
@@ -189,8 +190,7 @@ class Engine:
         if self._needs_thresholds and thresholds is not None:
             slot.thresholds[:NUM_THRESHOLDS] = thresholds
             struct.pack_into("I", slot.thresholds, 4 * NUM_THRESHOLDS, phase * _PER_PHASE % 2**32)
-        self._upload.send()
-        self._device_version = self.gradients.version
+        self._staged = True
         self.settings.advance()
 
     def _fill_addresses(self) -> int:
@@ -211,7 +211,9 @@ class Engine:
         measure: Sequence[FusedTable] = (),
         other_ranks_measure: bool = False,
     ) -> None:
-        """Launches the kernels of the staged step, by a graph where there is one.
+        """Sends the staged step and launches its kernels, by a graph where there is one.
+
+        If nothing was staged since the last call, the same step is launched again.
 
         Args:
             matched: scale updates of matched blocks to their target RMS.
@@ -221,20 +223,23 @@ class Engine:
         """
         workspace = self._take_workspace()
         if matched and (measure or other_ranks_measure):
+            self.send()
             for table in measure:
                 launch(table, Call(mode="measure", track=True, marked=marked))
             self._sum_over_ranks()
             self._match(measure=True)
         # The workspace is allocated anew in each step, mostly at the same address.
         address = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
-        variant = (self.gradients.variant_number, matched, marked, *address)
+        staged = self._staged
+        variant = (staged, self.gradients.variant_number, matched, marked, *address)
         if matched and self.all_reduce_sums is not None:
-            self.graphs.run((0, variant), lambda: self._step(matched=True, marked=marked))
+            self.graphs.run((0, variant), lambda: self._step(staged=staged, matched=True, marked=marked))
             self._sum_over_ranks()  # not captured
-            self.graphs.run((1, variant), lambda: self._repair(marked=marked))
+            self.graphs.run((1, variant), lambda: self._finish(matched=True, marked=marked))
         else:
-            self.graphs.run((0, variant), lambda: self._step_and_repair(matched=matched, marked=marked))
-        self._upload.receive()
+            self.graphs.run((0, variant), lambda: self._whole_step(staged=staged, matched=matched, marked=marked))
+        if staged:
+            self._sent()
         for table in self._workspace_tables:
             table.workspace = None
 
@@ -260,18 +265,31 @@ class Engine:
             table.workspace = workspace
         return workspace
 
-    def _step_and_repair(self, *, matched: bool, marked: bool) -> None:
-        self._step(matched=matched, marked=marked)
+    def send(self) -> None:
+        """Copies what was staged to the device, for launches without `run`, which does it itself."""
+        if self._staged:
+            self._upload.copy_up()
+            self._sent()
+
+    def _sent(self) -> None:
+        self._upload.sent()
+        self._device_version = self.gradients.version
+        self._staged = False
+
+    def _whole_step(self, *, staged: bool, matched: bool, marked: bool) -> None:
+        self._step(staged=staged, matched=matched, marked=marked)
         if matched and self._matched_tables():
             self.sum_squares()
-            self._repair(marked=marked)
+        self._finish(matched=matched, marked=marked)
 
-    def _step(self, *, matched: bool, marked: bool) -> None:
-        """Steps each table by one launch, one after the other.
+    def _step(self, *, staged: bool, matched: bool, marked: bool) -> None:
+        """Copies what was staged to the device and steps each table by one launch, one after the other.
 
         A graph of launches in sequence is the fastest to replay. Parallel streams would fill the gaps between tables
         and cost more than that: 30 us of a step of 800.
         """
+        if staged:
+            self._upload.copy_up()
         for table in self.tables:
             scaled = matched and table.matches[0] is not None
             launch(table, Call(matched=scaled, track=scaled, marked=marked))
@@ -279,13 +297,15 @@ class Engine:
     def _matched_tables(self) -> list[FusedTable]:
         return [table for table in self.tables if table.matches[0] is not None]
 
-    def _repair(self, *, marked: bool) -> None:
-        """Corrects matched updates that were scaled by too large a factor; `sums` are those of this step."""
-        tables = self._matched_tables()
+    def _finish(self, *, matched: bool, marked: bool) -> None:
+        """Corrects matched updates that were scaled by too large a factor, where `sums` are those of this step, and
+        copies the counts of non-finite elements to the host."""
+        tables = self._matched_tables() if matched else []
         if tables:
             self._match(measure=False)
         for table in tables:
             launch(table, Call(mode="repair", matched=True, marked=marked))
+        self._upload.receive()
 
     def sum_squares(self) -> None:
         """Adds up the squares of the update: from one number per program to one per tensor (`sums`)."""

@@ -6,8 +6,10 @@ to the tensors. Per tensor it reads the gradient's address and nothing else, as 
 
 import ctypes
 import struct
+import weakref
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain
 from operator import attrgetter, or_
@@ -266,26 +268,35 @@ class Upload:
     """A small device buffer that the host refills every step, without waiting for the device or racing with it.
 
     `slot()` names one of SLOTS pinned slots for the host to fill, and `send()` copies it to `device` (uint8 [nbytes]),
-    whose address never changes. An event after the copy tells when the slot is free again. `receive()` copies `back`
-    (int64 [num_back] on the device) to `received` on the CPU.
+    whose address never changes. `receive()` copies `back` (int64 [num_back] on the device) to `received` on the CPU.
+
+    Kernels move both, because torch's copies take the host 10 us each, and a kernel in a CUDA graph nearly nothing.
+    `copy_up` and `receive` are what a graph may hold: the device counts the uploads itself, so that one graph serves
+    all slots. After a launch or replay of `copy_up`, call `sent()`: an event tells when the slot is free again.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
+        if nbytes % 8:
+            raise ValueError(f"{nbytes} bytes are no whole number of 8-byte words, which is what the kernel copies")
         self.on_cuda = device.type == "cuda"
         self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.back = torch.zeros(num_back, dtype=torch.int64, device=device)
-        self.slots = [self._pinned(nbytes) for _ in range(SLOTS if self.on_cuda else 1)]
+        self._num_copied = torch.zeros(1, dtype=torch.int64, device=device)
+        self._slots = self._pinned(SLOTS, -(-nbytes // 16) * 16)
+        self.slots = [slot[:nbytes] for slot in self._slots]
         self._received = self._pinned(8 * num_back)
         self.received = memory_of(self._received)
         self.events = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
         self._next = 0
+        # torch would give the pinned memory to others while the device reads it, because it knows of no kernel's reads.
+        weakref.finalize(self, _wait_for, self.events).atexit = False
 
     @property
     def nbytes(self) -> int:
-        return self.device.nbytes + self.back.nbytes
+        return self.device.nbytes + self.back.nbytes + self._num_copied.nbytes
 
-    def _pinned(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
+    def _pinned(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
 
     def slot(self) -> int:
         """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
@@ -295,14 +306,38 @@ class Upload:
 
     def send(self, nbytes: int | None = None) -> None:
         """Copies the slot, or its first `nbytes`, to the device on the current stream, and moves to the next slot."""
-        self.device[:nbytes].copy_(self.slots[self._next][:nbytes], non_blocking=True)
+        self.copy_up(nbytes)
+        self.sent()
+
+    def copy_up(self, nbytes: int | None = None) -> None:
+        """Launches the copy of the next slot to the device: the one after that of the last launch or replay."""
+        from baoc.kernels.triton.copies import COPY_BLOCK_SIZE, copy_slot_kernel
+
+        words = (self.device.nbytes if nbytes is None else nbytes) // 8
+        slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
+        copy_slot_kernel[(1,)](slots, uploaded, self._num_copied, words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE)
+
+    def sent(self) -> None:
+        """Moves to the next slot. The one that `copy_up` copies is free when the event recorded here has passed."""
         if self.on_cuda:
             self.events[self._next].record()
-        self._next = (self._next + 1) % len(self.slots)
+        self._next = (self._next + 1) % SLOTS
 
     def receive(self, *, wait: bool = False) -> None:
         """Copies `back` to the host: asynchronously, or before this returns with `wait`."""
-        self._received.copy_(self.back.view(torch.uint8), non_blocking=not wait)
+        from baoc.kernels.triton.copies import COPY_BLOCK_SIZE, copy_kernel
+
+        received = self._received.view(torch.int64)
+        if wait:
+            received.copy_(self.back)
+        else:
+            copy_kernel[(1,)](self.back, received, len(received), COPY_BLOCK_SIZE)
+
+
+def _wait_for(events: list[torch.cuda.Event]) -> None:
+    with suppress(RuntimeError):  # the device failed: it reads nothing any more
+        for event in events:
+            event.synchronize()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
