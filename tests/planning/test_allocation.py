@@ -213,6 +213,7 @@ def test_effort_is_what_moves_leave_where_the_solver_has_nothing_better(monkeypa
         return found
 
     monkeypatch.setattr(exact, "minimise", minimise)
+    monkeypatch.setattr(exact, "approximate", lambda _: pytest.fail("no risk is proven by itself"))
     found, bound = exact.prove(problem)
     assert found.tolist() == reduce_effort(problem, free).tolist() != free.tolist() and bound == 0
 
@@ -358,7 +359,8 @@ def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatc
         patch.setattr(feasible, "minimise", never)
         moved = feasible.search(apart)
         assert moved is not None and apart.feasible(moved) and sorted(moved.tolist()) == [0, 1]
-        found = feasible.search(mixed)
+        patch.setattr(feasible, "repair", lambda problem, choice: choice if problem.feasible(choice) else None)
+        found = feasible.search(mixed)  # of shares of the limits, which are bytes and millionths of a second
         assert found is not None and found.tolist() == [2, 2]
         patch.setattr(feasible, "repair", never)
         assert feasible.search(make_problem(MIDDLE, limits=Limits(state_bytes=3, step_s=8e-6))) is None
@@ -369,11 +371,23 @@ def test_a_start_is_found_by_the_least_a_mixture_moves_or_the_program(monkeypatc
     assert solved is not None and sorted(solved.tolist()) == [0, 1]
 
 
-def test_limits_that_are_the_least_to_the_byte_are_met_and_counted():
+def test_limits_that_are_the_least_to_the_byte_are_met_and_counted(monkeypatch: pytest.MonkeyPatch):
     """The least bytes are those of a choice that is not the quickest, nor the safest of them."""
-    options = candidates([(0.0, 2, 3.0), (1.0, 2, 1.0)], [(0.0, 2, 3.0), (0.0, 9, 1.0)])
-    found = feasible.search(make_problem(options, limits=Limits(state_bytes=4, step_s=4.0)))
-    assert found is not None and found.tolist() == [1, 0]
+    options = candidates([(0.0, 2, 3.0), (1.0, 2, 1.0), (0.5, 2, 1.0)], [(0.0, 2, 3.0), (0.0, 9, 1.0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(feasible, "repair", lambda *_: pytest.fail("what is least is there at once"))
+        for limits, chosen in (
+            (Limits(state_bytes=4, step_s=4.0), [2, 0]),
+            (Limits(state_bytes=11, step_s=2.0), [2, 1]),
+        ):
+            found = feasible.search(make_problem(options, limits=limits))
+            assert found is not None and found.tolist() == chosen
+    hosted = {
+        b: [replace(c, cost=replace(c.cost, host_bytes=host)) for c, host in zip(row, (3, 1, 2), strict=True)]
+        for b, row in candidates([(0.0, 2, 1.0), (0.0, 2, 3.0), (0.0, 2, 2.0)]).items()
+    }
+    between = feasible.search(make_problem(hosted, limits=Limits(state_bytes=2, step_s=2.0, host_bytes=2)))
+    assert between is not None and between.tolist() == [2]
     error = program.no_feasible(make_problem(options, limits=Limits(state_bytes=4, step_s=3.9)))
     assert (error.least_state_bytes, error.least_step_s) == (11, 4.0)
 

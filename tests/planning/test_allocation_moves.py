@@ -1,24 +1,25 @@
 """Moves, prices and refusals of allocators against plain loops, a linear program and all combinations."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 from scipy import optimize
 
-from baoc.planning.allocators import lagrangian
+from baoc.planning.allocators import lagrangian, moves
 from baoc.planning.allocators.base import Floats, Problem, least_risk, make_problem, weighted
 from baoc.planning.allocators.feasible import find_feasible
 from baoc.planning.allocators.lagrangian import maximise
 from baoc.planning.allocators.moves import SWAP_MOVES, SWAP_ROUNDS, fill, reduce_effort, repair, swap
 from baoc.planning.allocators.program import minimise, no_feasible
 from baoc.types import Limits
-from tests.support.decision import extremes, placed, random_candidates, share_of
+from tests.support.decision import candidates, extremes, placed, random_candidates, share_of
 
 Choice = list[int]
 
 
-def problems(count: int, *, blocks: tuple[int, ...] = (1, 3, 20, 40)) -> list[Problem]:
+def problems(count: int, *, blocks: tuple[int, ...] = (1, 3, 20, 33)) -> list[Problem]:
     """Of two limits, with and without ties, and of four."""
     made: list[Problem] = []
     for seed in range(count):
@@ -130,10 +131,70 @@ def test_repair_fill_and_swap_make_the_moves_that_they_describe():
     assert min(made) > 8, "problems in which something moves"
 
 
+@pytest.mark.parametrize("price", [1e-9, 1e-10])
+def test_a_swap_may_meet_its_limit_and_takes_moves_that_change_something(monkeypatch: pytest.MonkeyPatch, price: float):
+    """One move of each kind is paired; staying (at the first price) or adding risk for nothing (at the second) would
+    rank before it. Risks are tiny, and the limit is met to the byte before and after."""
+    monkeypatch.setattr(moves, "SWAP_MOVES", 1)
+    options = candidates([(0.0, 10, 0.0), (5e-9, 4, 0.0)], [(0.0, 10, 0.0), (1e-9, 4, 0.0), (2e-10, 10, 0.0)])
+    problem = make_problem(options, limits=Limits(state_bytes=14))
+    assert swap(problem, np.array([1, 0]), prices=np.array([price, 0.0])).tolist() == [0, 1]
+
+
+def test_one_block_is_not_swapped_with_itself():
+    problem = make_problem(candidates([(5.0, 12, 0.0), (0.0, 22, 0.0), (6.0, 0, 0.0)]), limits=Limits(state_bytes=12))
+    assert swap(problem, np.array([0]), prices=np.zeros(2)).tolist() == [0]
+
+
+def test_one_byte_of_a_billion_too_many_is_repaired():
+    options = candidates([(0.0, 10**9, 0.0), (1.0, 10**8, 0.0)], [(0.0, 5, 0.0), (0.1, 4, 0.0)])
+    found = repair(make_problem(options, limits=Limits(state_bytes=10**9 + 4)), np.array([0, 0]))
+    assert found is not None and found.tolist() == [0, 1]
+
+
+def test_what_all_candidates_of_a_block_take_alike_changes_no_price():
+    for seed in range(8):
+        options = random_candidates(seed, blocks=12, specs=6)
+        least, most, *_ = extremes(options)
+        raised = {
+            b: [replace(c, cost=replace(c.cost, state_bytes=c.cost.state_bytes + 3000 * (b == "b7"))) for c in row]
+            for b, row in options.items()
+        }
+        one, other = (
+            make_problem(given, limits=Limits(state_bytes=(least + most) // 2 + more))
+            for given, more in ((options, 0), (raised, 3000))
+        )
+        start = one.least(one.spent[0])
+        assert (
+            maximise(one, start=start, most_prices=100).prices == maximise(other, start=start, most_prices=100).prices
+        ).all()
+
+
+def test_prices_are_tried_until_their_bound_is_reached(monkeypatch: pytest.MonkeyPatch):
+    tried: list[Floats] = []
+
+    def counted(prices: Floats, spent: Floats) -> Floats:
+        tried.append(prices)
+        return weighted(prices, spent)
+
+    monkeypatch.setattr(lagrangian, "weighted", counted)
+    for problem in problems(16):
+        maximise(problem, start=problem.least(problem.spent[0]), most_prices=100)
+        assert 0 < len(tried) < 20
+        tried.clear()
+    free = make_problem(candidates([(0.0, 2, 0.0), (0.0, 1, 0.0)], [(0.0, 2, 0.0)]), limits=Limits(state_bytes=3))
+    monkeypatch.setattr(lagrangian, "MAX_SMALL", 0)
+    for name in ("swap", "least_risk"):
+        monkeypatch.setattr(lagrangian, name, lambda *_, **__: pytest.fail("no more milliseconds in a large problem"))
+    found, bound = lagrangian.approximate(free)
+    assert (free.total_risk(found), bound, len(tried)) == (0.0, 0.0, 1)
+
+
 def test_the_answer_is_the_best_of_what_the_moves_make(monkeypatch: pytest.MonkeyPatch):
     """Of large problems, as `SMALL` has it, the best start alone is improved, where its gap is open."""
     told = [0, 0, 0, 0]
-    for problem, small in product(problems(24), (True, False)):
+    *_, repaired_best = problems(36)  # by what is made of the choice of least risk
+    for problem, small in product([*problems(24), repaired_best], (True, False)):
         if minimise(problem, objective=problem.spent[0]) is None or problem.feasible(least_risk(problem)):
             continue
         monkeypatch.setattr(lagrangian, "MAX_SMALL", problem.risk.size - (not small))

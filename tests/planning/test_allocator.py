@@ -106,6 +106,8 @@ class TestAllocator:
         limits = within(allocator)
         first, second = (allocator(pool(allocator), limits=limits, seed=3) for _ in range(2))
         assert first == second
+        first, second = (allocator(pool(allocator), limits=limits, **given) for given in ({}, {"seed": 0}))
+        assert first == second
 
     def test_one_block_with_one_candidate(self, allocator: Allocator):
         only = named(candidates([(0.5, 10, 0.0)]), allocator=allocator)

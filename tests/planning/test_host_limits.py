@@ -70,6 +70,19 @@ def test_of_equal_risks_the_one_with_least_work_beside_the_device_is_taken():
     assert other.risk == 0 and least * (1 - 1e-9) <= other.link_s <= 2 * least
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_of_no_more_risk_in_any_block_takes_fewer_seconds_of_the_link(seed: int):
+    options = placed(seed)
+    limits = share_of(options, np.random.default_rng(seed).uniform(0.1, 0.7, 3).tolist())
+    if best(options, limits) is None:
+        return
+    found = ALLOCATORS["exact"](options, limits=limits)
+    risk = {b: next(c.risk.total for c in row if c.spec == found.choices[b]) for b, row in options.items()}
+    no_riskier = {b: [c for c in row if c.risk.total <= risk[b]] for b, row in options.items()}
+    least = min(used(c)[3] for c in product(*no_riskier.values()) if within(c, limits))
+    assert found.link_s == pytest.approx(least)
+
+
 def test_a_refusal_names_what_would_do_of_each():
     options = placed(5)
     limits = Limits(state_bytes=200, host_bytes=10, link_s=1.0)

@@ -86,6 +86,27 @@ def test_no_answer_in_time_says_what_the_solver_says(monkeypatch: pytest.MonkeyP
         program.solve(problem(), classes(), problem().risk)
 
 
+def test_a_refusal_out_of_time_has_the_least_of_each_total_alone(monkeypatch: pytest.MonkeyPatch):
+    """Within 5 s it takes 26 bytes, and within 9 bytes 7 s; either alone could be 5."""
+    refused = program.no_feasible(problem(Limits(state_bytes=9, step_s=5.0)))
+    assert (refused.least_state_bytes, refused.least_step_s) == (26, 7.0)
+
+    def late(*_: Any) -> Any:
+        raise program.Undecided("time limit reached")
+
+    monkeypatch.setattr(program, "solve", late)
+    refused = program.no_feasible(problem(Limits(state_bytes=9, step_s=5.0)))
+    assert (refused.least_state_bytes, refused.least_step_s) == (5, 5.0)
+
+
+def test_candidates_of_equal_bytes_are_taken_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    rows = [(float(index), 4 + index % 2, 0.0) for index in range(40)]
+    found = make_problem(candidates(*[rows] * 40), limits=Limits())
+    answers(monkeypatch, [[1] * 40])
+    solved = program.minimise(found, objective=found.risk)
+    assert solved is not None and solved[0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
+
+
 def answers(monkeypatch: pytest.MonkeyPatch, *counts: list[list[int]]) -> list[list[float]]:
     """The limits of each call of `solve`, which gives these answers, the last one again and again, bounds 1, 2, ..."""
     limits: list[list[float]] = []

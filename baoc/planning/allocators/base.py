@@ -65,7 +65,7 @@ class Allocator(Protocol):
     def traits(self) -> AllocatorTraits: ...
 
     def __call__(
-        self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0
+        self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = ...
     ) -> Allocation: ...
 
 
@@ -133,7 +133,7 @@ class Problem:
 
 def weighted(prices: Floats, spent: Floats) -> Floats:
     """[...]: `spent` [limits, ...] times `prices` [limits], added up in the same order on every machine."""
-    return (prices.reshape(-1, *[1] * (spent.ndim - 1)) * spent).sum(axis=0)
+    return (prices * spent.T).T.sum(axis=0)
 
 
 def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -> Problem:
@@ -145,8 +145,8 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
 
     def table(value_of: Callable[[Candidate], float], missing: float = 0.0) -> Floats:
         values = np.full((len(blocks), max(map(len, blocks.values()), default=1)), missing)
-        for row, options in zip(values, blocks.values(), strict=True):
-            row[: len(options)] = [value_of(candidate) for candidate in options]
+        for row, options in enumerate(blocks.values()):
+            values[row, : len(options)] = [value_of(candidate) for candidate in options]
         return values
 
     costs: dict[str, Callable[[Candidate], float]] = {
@@ -167,7 +167,7 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
         candidates=tuple(blocks.values()),
         risk=table(lambda c: c.risk.total, missing=np.inf),
         spent=np.stack([table(costs[kind]) for kind in kinds]),
-        limits=np.array([np.inf if (bound := bounds[kind]) is None else bound for kind in kinds], dtype=np.float64),
+        limits=np.array([np.inf if (bound := bounds[kind]) is None else bound for kind in kinds]),
         effort=table(costs["link_s"]),
         kinds=kinds,
         offset=offset,
@@ -176,7 +176,7 @@ def make_problem(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limit
 
 def infeasible(problem: Problem, least: Sequence[float] | Floats) -> NoFeasibleAllocation:
     """The error with the `least` totals [limits] that are possible."""
-    totals = dict(zip(problem.kinds, map(float, least), strict=True))
+    totals = {kind: float(least[index]) for index, kind in enumerate(problem.kinds)}
     return NoFeasibleAllocation(
         least_state_bytes=round(totals["state_bytes"]) - problem.offset,
         least_step_s=totals["step_s"],

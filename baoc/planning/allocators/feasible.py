@@ -28,9 +28,8 @@ def possible(candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits) -
 def search(problem: Problem) -> Ints | None:
     """A choice that meets the limits; None if there is none. With one limit the least choice decides. With several, the
     least choices in mixtures of two limits are repaired first, then the exact program is solved."""
-    for kind, spent in enumerate(problem.spent):
-        others = [values for other, values in enumerate(problem.spent) if other != kind]
-        choice = problem.least(spent, *others, problem.risk)
+    for spent in problem.spent:
+        choice = problem.least(spent, *problem.spent, problem.risk)
         if problem.feasible(choice):
             return choice
     if (problem.least_totals > problem.limits).any():

@@ -6,6 +6,7 @@ limit. The choices on the way are repaired into the limits, filled up and improv
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -41,20 +42,20 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
     limit of at most 0. Its dual variables are the prices; the choice that is best at those prices enters the basis.
     """
     limited = np.isfinite(problem.limits)
-    units = np.array([1.0, *(_span(problem, values) for values in problem.spent)])
+    units = np.array([_span(problem, values) for values in problem.spent])
     unit_risk = _span(problem, problem.risk)
-    offsets = np.where(limited, problem.limits, 0.0)
     size = 1 + len(problem.limits)
 
     def column(choice: Ints) -> tuple[Floats, float]:
-        excess = np.where(limited, problem.used(choice) - offsets, 0.0)
-        return np.array([1.0, *excess]) / units, problem.total_risk(choice) / unit_risk
+        excess = np.where(limited, problem.used(choice) - problem.limits, 0.0)
+        return np.array([1.0, *excess / units]), problem.total_risk(choice) / unit_risk
 
     basis = np.eye(size)
     basis[:, 0], first_cost = column(start)
-    costs = np.array([first_cost, *[0.0] * (size - 1)])
-    in_basis: list[Ints | None] = [start, *[None] * (size - 1)]
-    bound, prices, last = -np.inf, np.zeros(size - 1), start
+    right: Floats = np.eye(size)[0]  # weights add up to 1, with slacks excesses to 0
+    costs = first_cost * right
+    in_basis: list[Ints | None] = [None] * size  # `start` and slacks are none
+    tried: list[tuple[float, Floats, Ints]] = []
     for _ in range(most_prices):
         value, *duals = np.linalg.solve(basis.T, costs)
         trial = -np.array(duals)
@@ -62,24 +63,20 @@ def maximise(problem: Problem, *, start: Ints, most_prices: int) -> Dual:
             entering, cost, choice = np.eye(size)[1 + int(trial.argmin())], 0.0, None
         else:
             trial = np.maximum(trial, 0.0)
-            choice = (problem.risk + weighted(trial * unit_risk / units[1:], problem.spent)).argmin(axis=1)
+            choice = (problem.risk + weighted(trial * unit_risk / units, problem.spent)).argmin(axis=1)
             entering, cost = column(choice)
             lower = cost + float(trial @ entering[1:])
-            if lower > bound:
-                bound, prices, last = lower, trial, choice
-            if lower >= value - 1e-9 * max(abs(value), 1e-9):
+            tried.append((lower, trial, choice))
+            if lower >= value - 1e-9 * abs(value):
                 break
         direction = np.linalg.solve(basis, entering)
-        weights: Floats = np.asarray(np.linalg.solve(basis, np.eye(size)[0]), dtype=np.float64)
-        ratio = np.where(
-            direction > 1e-12, np.maximum(weights, 0.0) / np.where(direction > 1e-12, direction, 1.0), np.inf
-        )
-        leaving = int(ratio.argmin())
-        if not np.isfinite(ratio[leaving]):
-            break
+        weights = np.linalg.solve(basis, right)
+        leaves = np.flatnonzero(direction > 1e-12)  # some do, as the weights of choices add up to 1
+        leaving = int(leaves[(np.maximum(weights[leaves], 0.0) / direction[leaves]).argmin()])
         basis[:, leaving], costs[leaving], in_basis[leaving] = entering, cost, choice
+    bound, prices, last = max(tried, key=itemgetter(0))
     choices = (last, *(choice for choice in in_basis if choice is not None))
-    return Dual(bound=bound * unit_risk, prices=prices * unit_risk / units[1:], choices=choices)
+    return Dual(bound=bound * unit_risk, prices=prices * unit_risk / units, choices=choices)
 
 
 def _span(problem: Problem, values: Floats) -> float:
@@ -107,7 +104,7 @@ def _round(problem: Problem, dual: Dual, *, start: Ints) -> Ints:
     if not small and least - dual.bound <= CLOSED_GAP * least:
         return filled[0]
     swapped = [swap(problem, choice, prices=prices) for choice in (filled if small else filled[:1])]
-    return fill(problem, min(swapped, key=problem.total_risk), prices=prices)
+    return fill(problem, min(swapped, key=problem.total_risk))
 
 
 LAGRANGIAN = OptimizingAllocator(

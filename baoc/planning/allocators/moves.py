@@ -28,21 +28,17 @@ def repair(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> I
         risk_change, spent_change = _deltas(problem, choice)
         gain = excess - _violation((used[:, None, None] + spent_change).T, limits, units).T
         added = risk_change if prices is None else risk_change + weighted(prices, spent_change)
-        helps = (gain > 1e-12 * excess) & np.isfinite(added)
-        ratio = np.where(helps, added, np.inf) / np.where(helps, gain, 1.0)
+        ratio = np.divide(added, gain, out=np.full_like(added, np.inf), where=gain > 1e-12 * excess)
         columns = ratio.argmin(axis=1)
-        order = np.argsort(ratio[blocks, columns], kind="stable")[: len(choice) // 16 + 1]
-        moved = False
-        order = order[np.isfinite(ratio[order, columns[order]])]
+        order = np.argsort(ratio[blocks, columns], stable=True)[: len(choice) // 16 + 1]
+        before, order = excess, order[np.isfinite(ratio[order, columns[order]])]
         for block in order:
             after = used + spent_change[:, block, columns[block]]
             remaining = _violation(after, limits, units)
             if remaining < excess:
-                used, excess, moved = after, remaining, True
+                used, excess = after, remaining
                 choice[block] = columns[block]
-            if excess <= 0:
-                break
-        if not moved:
+        if excess == before:
             return None
     return choice
 
@@ -61,20 +57,19 @@ def fill(problem: Problem, choice: Ints, *, prices: Floats | None = None) -> Int
     while True:
         slack = limits - problem.used(choice)
         risk_change, spent_change = _deltas(problem, choice)
-        fits = (risk_change < 0) & (spent_change <= slack[:, None, None]).all(axis=0)
+        fits = (spent_change <= slack[:, None, None]).all(axis=0)
         score = np.where(fits, -risk_change, 0.0) / (weighted(weights, np.maximum(spent_change, 0.0)) + 1e-300)
         columns = score.argmax(axis=1)
         best = score[blocks, columns]
-        order = np.argsort(-best, kind="stable")
-        moved = False
-        for block in order[best[order] > 0]:
+        order = np.argsort(-best, stable=True)
+        order = order[best[order] > 0]
+        if not len(order):
+            return choice
+        for block in order:
             step = spent_change[:, block, columns[block]]
             if (step <= slack).all():
                 slack = slack - step
                 choice[block] = columns[block]
-                moved = True
-        if not moved:
-            return choice
 
 
 def _deltas(problem: Problem, choice: Ints) -> tuple[Floats, Floats]:
@@ -97,7 +92,7 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
     for _ in range(SWAP_ROUNDS):
         slack = problem.safe_limits - problem.used(choice)
         risk_change, spent_change = _deltas(problem, choice)
-        risk_change, spent_change = risk_change.ravel(), spent_change.reshape(len(spent_change), -1)
+        risk_change, spent_change = risk_change.ravel(), spent_change.reshape(len(spent_change), risk_change.size)
         reduced = risk_change + weighted(prices, spent_change)
         up = _least(reduced, where=risk_change < 0, most=SWAP_MOVES)
         down = _least(reduced, where=(risk_change > 0) & (spent_change < 0).any(axis=0), most=SWAP_MOVES)
@@ -111,7 +106,7 @@ def swap(problem: Problem, choice: Ints, *, prices: Floats) -> Ints:
         if not len(pairs):
             return choice
         touched: set[int] = set()
-        for pair in pairs[np.argsort(gain.ravel()[pairs], kind="stable")[:SWAP_PAIRS]].tolist():
+        for pair in pairs[np.argsort(gain.ravel()[pairs], stable=True)[:SWAP_PAIRS]].tolist():
             moves = (int(up[pair // len(down)]), int(down[pair % len(down)]))
             blocks = {move // columns for move in moves}
             slack_after = slack - (spent_change[:, moves[0]] + spent_change[:, moves[1]])
@@ -144,4 +139,4 @@ def _least(values: Floats, *, where: np.ndarray, most: int) -> Ints:
     indices = np.flatnonzero(where & np.isfinite(values))
     if len(indices) > most:
         indices = indices[np.argpartition(values[indices], most)[:most]]
-    return indices[np.argsort(values[indices], kind="stable")]
+    return indices[np.argsort(values[indices], stable=True)]

@@ -76,9 +76,9 @@ def minimise(problem: Problem, *, objective: Floats) -> tuple[Ints, float] | Non
 
 def _classes(problem: Problem, objective: Floats) -> list[Ints]:
     """Indices of blocks with equal rows in every array, by class, in order of first appearance."""
-    classes: dict[bytes, list[int]] = {}
+    classes: dict[tuple[bytes, ...], list[int]] = {}
     for index in range(len(problem.names)):
-        key = b"".join(a[index].tobytes() for a in (objective, problem.risk, *problem.spent, problem.effort))
+        key = tuple(a[index].tobytes() for a in (objective, problem.risk, *problem.spent, problem.effort))
         classes.setdefault(key, []).append(index)
     return [np.array(blocks) for blocks in classes.values()]
 
@@ -89,17 +89,16 @@ def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Int
     scipy: Any = importlib.import_module("scipy")  # imported late: its modules take .3 s
     optimize, sparse = scipy.optimize, scipy.sparse
     first = np.array([blocks[0] for blocks in classes])
-    sizes = np.array([len(blocks) for blocks in classes], dtype=float)
+    sizes = np.array([len(blocks) for blocks in classes])
     row, column = np.nonzero(problem.valid[first])
     costs = objective[first][row, column]
     cost_unit = (float(np.ptp(costs)) or 1.0) / _COST_UNITS
-    one_each = sparse.csr_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(classes), len(row)))
+    one_each = sparse.csr_array((np.ones(len(row)), (row, np.arange(len(row)))))
     constraints = [optimize.LinearConstraint(one_each, sizes, sizes)]
-    for values, limit in zip(problem.spent, problem.limits.tolist(), strict=True):
-        if np.isfinite(limit):
-            unit = (abs(limit) or 1.0) / _LIMIT_UNITS
-            weights = sparse.csr_array(values[first][row, column][None] / unit)
-            constraints.append(optimize.LinearConstraint(weights, -np.inf, limit / unit))
+    for kind in np.flatnonzero(np.isfinite(problem.limits)):
+        unit = problem.units[kind] / _LIMIT_UNITS
+        weights = sparse.csr_array(problem.spent[kind][first][row, column][None] / unit)
+        constraints.append(optimize.LinearConstraint(weights, -np.inf, problem.limits[kind] / unit))
     with _quiet():
         result = optimize.milp(
             costs / cost_unit,
@@ -113,7 +112,7 @@ def solve(problem: Problem, classes: list[Ints], objective: Floats) -> tuple[Int
             return None, np.inf
         raise Undecided(result.message)
     counts = np.zeros((len(classes), problem.risk.shape[1]), dtype=np.int64)
-    counts[row, column] = np.rint(result.x).astype(np.int64)
+    counts[row, column] = np.rint(result.x)
     bound = result.mip_dual_bound
     return counts, float(result.fun if bound is None else bound) * cost_unit
 
@@ -141,7 +140,7 @@ def _quiet() -> Generator[None]:
 def _spread(problem: Problem, classes: list[Ints], counts: Ints) -> Ints:
     """The choice by block: within a class the candidates of more bytes go to the earlier blocks."""
     choice = np.zeros(len(problem.names), dtype=np.int64)
-    for blocks, count in zip(classes, counts, strict=True):
-        order = np.argsort(-problem.spent[0, blocks[0]], kind="stable")
-        choice[blocks] = np.repeat(order, count[order])
+    for index, blocks in enumerate(classes):
+        order = np.argsort(-problem.spent[0, blocks[0]], stable=True)
+        choice[blocks] = np.repeat(order, counts[index, order])
     return choice

@@ -25,26 +25,26 @@ class RandomAllocator:
     def __call__(self, candidates: Mapping[str, Sequence[Candidate]], *, limits: Limits, seed: int = 0) -> Allocation:
         problem = make_problem(candidates, limits=limits)
         rng = np.random.default_rng(seed)
-        choice, moved = _round(problem, find_feasible(problem), rng=rng, larger=False)
-        while moved:
-            choice, moved = _round(problem, choice, rng=rng, larger=True)
-        return make_allocation(problem, choice, allocator=self.name)
+        choice = _round(problem, find_feasible(problem), rng=rng, more_than=-np.inf)
+        while True:
+            larger = _round(problem, choice, rng=rng, more_than=0)
+            if (larger == choice).all():
+                return make_allocation(problem, choice, allocator=self.name)
+            choice = larger
 
 
-def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, larger: bool) -> tuple[Ints, bool]:
-    """(choice after each block took a random candidate that fits, in random order; whether one did). `larger`: only
-    candidates of more bytes than the block's."""
+def _round(problem: Problem, choice: Ints, *, rng: np.random.Generator, more_than: float) -> Ints:
+    """The choice after each block, in random order, took a random candidate that fits, of over `more_than` bytes more
+    than its own."""
     choice = choice.copy()
     used = problem.used(choice)
     limits = problem.safe_limits
-    moved = False
     for block in rng.permutation(len(choice)):
         more = problem.spent[:, block] - problem.spent[:, block, choice[block]][:, None]
         fits = (used[:, None] + more <= limits[:, None]).all(axis=0)
-        fits &= problem.valid[block] & (more[0] > 0 if larger else True)
+        fits &= problem.valid[block] & (more[0] > more_than)
         fitting = np.flatnonzero(fits)
         if len(fitting):
             choice[block] = rng.choice(fitting)
             used = used + more[:, choice[block]]
-            moved = True
-    return choice, moved
+    return choice
