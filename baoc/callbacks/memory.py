@@ -40,7 +40,7 @@ class MemoryMonitor(L.Callback):
     whole run. Nothing is slowed.
 
     With `enforce`, a peak above `budget`'s memory limit ends the run with BudgetBreachedError (exit code 4). `peaks`
-    has the peak of each phase, `peak_phase` names the phase that used most. Of several ranks the largest peak counts;
+    has the peak of each phase. Of several ranks the largest peak counts;
     `peak_by_rank` is the largest of each rank in this attempt, as of their last comparison, and empty without ranks.
 
     Place this callback after StepMonitor, so that its own work is not timed.
@@ -88,12 +88,6 @@ class MemoryMonitor(L.Callback):
     def tracked(self) -> bool:
         """True if memory was tracked since the batch began, which slowed it: do not use its time."""
         return self._slowed
-
-    @property
-    def peak_phase(self) -> str:
-        """Name of the phase with the largest peak; "" before anything was measured, and on CUDA, where phases are not
-        told apart."""
-        return max(reversed(self.peaks), key=self.peaks.__getitem__, default="")  # of equal peaks the inner phase
 
     @property
     def peak_bytes(self) -> int:

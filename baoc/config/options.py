@@ -6,27 +6,13 @@ checked against the entry. A new option changes its entry and its file in conf/ 
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from baoc.config.schema import DatasetConfig, ModelConfig, RunConfig, TaskConfig
 from baoc.config.validate import plain_text, unknown_key, validate_value
 from baoc.core import own_code
 from baoc.errors import BadInputError
 from baoc.types import to_plain
-
-
-class RegistryEntry(Protocol):
-    """An entry of MODELS, TASKS or DATASETS: defaults of its options, and the types that these do not show."""
-
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-
-    @property
-    def option_types(self) -> Mapping[str, Any]: ...
-
-    @property
-    def is_own(self) -> bool: ...
-
 
 GROUPS: Mapping[str, Any] = {"task": TaskConfig, "model": ModelConfig, "dataset": DatasetConfig}
 
@@ -71,7 +57,7 @@ def flatten_options(config: TaskConfig | ModelConfig | DatasetConfig) -> dict[st
     return {**{key: value for key, value in plain.items() if key != "options"}, **plain["options"]}
 
 
-def option_type(entry: RegistryEntry, key: str) -> Any:
+def option_type(entry: own_code.Entry, key: str) -> Any:
     """The type of an option: the declared one, else that of its default. A default of null means text or null."""
     if key in entry.option_types:
         return entry.option_types[key]
@@ -81,7 +67,7 @@ def option_type(entry: RegistryEntry, key: str) -> Any:
     return tuple[str, ...] if isinstance(default, tuple | list) else type(default)
 
 
-def registry_entry(group: str, name: str) -> RegistryEntry:
+def registry_entry(group: str, name: str) -> own_code.Entry:
     """The entry of a registered name or of the user's own code. Raises BadInputError for an unknown name."""
     from baoc.data import dataset_info
     from baoc.models import family_of
@@ -108,7 +94,7 @@ def hash_own_code(config: RunConfig) -> dict[str, str]:
         if name in registry(group):
             continue
         # Other names stand for objects that a program passed in: they have no file to hash.
-        if own_code.names_own_code(name) or name in own_code.entry_points_of(f"baoc.{group}s"):
+        if own_code.is_own_code(name, group=group):
             hashes[f"{group}={name}"] = own_code.source_sha256(name, key=group)
     return hashes
 

@@ -105,10 +105,6 @@ class Family:
     def recipe(self, name: str) -> MeasuredRecipe:
         return next(measured for measured in self.recipes if measured.name == name)
 
-    def change_for(self, keys: Sequence[str], spec: str) -> Change | None:
-        """The change by `spec` in a role, of the first of `keys` in which it was measured; None if in none."""
-        return next((self.roles[key][spec] for key in keys if spec in self.roles.get(key, {})), None)
-
 
 def faded_rate(rate: float, *, num_params: int, measured: int) -> float:
     """A measured multiple of the learning rate at another network size than the `measured` one.

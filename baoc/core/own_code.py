@@ -13,15 +13,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from baoc.errors import BadInputError, BaocError, exception_chain
+from baoc.errors import BadInputError, BaocError, exception_chain, unknown_name
 from baoc.types import RuleInfo
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,48 @@ class OwnRule:
     arithmetic: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Base of the entries of MODELS, TASKS and DATASETS.
+
+    Args:
+        module: where its class or builder is; it is imported when it is used.
+        options: name -> default.
+        option_types: types of options whose default does not show them; a default of None means text or null.
+        is_own: the user's code; its options are its arguments, and are checked when it is called.
+    """
+
+    name: str
+    description: str
+    module: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    option_types: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_own: bool = False
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
 def names_own_code(name: str) -> bool:
     """Whether a name has the form of a file's or a module's."""
     return _FILE.fullmatch(name) is not None or _DOTTED.fullmatch(name) is not None
+
+
+def is_own_code(name: str, *, group: str) -> bool:
+    """Whether a name of a group of CONFIG_GROUPS is not of its registry but of the user's code."""
+    return names_own_code(name) or name in entry_points_of(f"baoc.{group}s")
+
+
+def find_entry(name: str, *, group: str, registry: Mapping[str, EntryT], own: Callable[..., EntryT]) -> EntryT:
+    """The entry of a name, or one that `own` makes for the user's own code. Raises BadInputError for any other name."""
+    if name in registry:
+        return registry[name]
+    if is_own_code(name, group=group):
+        return own(name=name, description="your own code", is_own=True)
+    raise unknown_name(name, what=group, allowed=[*registry, *entry_points_of(f"baoc.{group}s"), NAME_FORMATS])
 
 
 def file_of(name: str) -> Path | None:

@@ -4,14 +4,13 @@ To add one: write a file with a DataModule that has `.spec`, and add a `Dataset`
 of importing it, so that listing them imports nothing.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from baoc.core import own_code
-from baoc.errors import BadInputError, unknown_name
+from baoc.errors import BadInputError
 
 if TYPE_CHECKING:
     from baoc.data.base import DataModule
@@ -20,31 +19,21 @@ __all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
+class Dataset(own_code.Entry):
     """An entry of DATASETS.
 
     Args:
         tasks: names of the tasks that the data serve; empty for any task.
-        module: where `builder` is.
         builder: makes the DataModule from batch_size, seed, accumulate and the options.
         path_dataset: name of the entry that reads a user's `dataset.path`. None: this entry, which works without a path
             too. An entry that names itself requires a path.
-        options: name -> default.
-        option_types: types of options whose default does not show them; a default of None means text or null.
         takes_path: False for generated data.
-        is_own: the user's code; its options are its arguments, and are checked when it is called.
     """
 
-    name: str
-    description: str
-    tasks: tuple[str, ...]
-    module: str
-    builder: str
+    tasks: tuple[str, ...] = ()
+    builder: str = ""
     path_dataset: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    option_types: Mapping[str, Any] = field(default_factory=dict)
     takes_path: bool = True
-    is_own: bool = False
 
 
 MODEL_TOKENIZER = "model"  # value of the option `tokenizer`: the tokenizer in the folder of model.pretrained
@@ -218,8 +207,7 @@ def require_task(name: str, *, task: str) -> None:
     Own data and own tasks are not checked here: the task checks the batches.
     """
     serves = dataset_info(name).tasks
-    is_own_task = own_code.names_own_code(task) or task in own_code.entry_points_of("baoc.tasks")
-    if serves and task not in serves and not is_own_task:
+    if serves and task not in serves and not own_code.is_own_code(task, group="task"):
         fitting = [other.name for other in DATASETS.values() if task in other.tasks]
         raise BadInputError(
             f"dataset {name} serves {' and '.join(serves)}, not {task}; "
@@ -229,9 +217,4 @@ def require_task(name: str, *, task: str) -> None:
 
 def dataset_info(name: str) -> Dataset:
     """Returns the entry `name` of DATASETS, or one for the user's own code. Raises BadInputError for other names."""
-    if name in DATASETS:
-        return DATASETS[name]
-    if name in own_code.entry_points_of("baoc.datasets") or own_code.names_own_code(name):
-        return Dataset(name=name, description="your own code", tasks=(), module="", builder="", is_own=True)
-    allowed = [*DATASETS, *own_code.entry_points_of("baoc.datasets"), own_code.NAME_FORMATS]
-    raise unknown_name(name, what="dataset", allowed=allowed)
+    return own_code.find_entry(name, group="dataset", registry=DATASETS, own=Dataset)

@@ -70,7 +70,8 @@ class VisionDataModule(MapStyleDataModule):
             num_train=len(self.train_rows),
             num_val=len(self.val_rows),
         )
-        self.workers = _num_workers(workers, encoded=isinstance(images.train, EncodedImages))
+        decoders = max(1, min(8, (os.cpu_count() or 1) - 1)) if isinstance(images.train, EncodedImages) else 0
+        self.workers = require_workers(workers, default=decoders)
         self.transform = (unit_range if task == "diffusion" else standardise)(self.train_source, rows=self.train_rows)
 
     def resize_to(self, image_size: int) -> None:
@@ -91,11 +92,6 @@ def require_two_classes(labels: Tensor, *, name: str, task: str) -> None:
             f"every label of {name} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
             "images has one folder per class, such as cats/1.png and dogs/2.png"
         )
-
-
-def _num_workers(setting: int | None, *, encoded: bool) -> int:
-    default = max(1, min(8, (os.cpu_count() or 1) - 1)) if encoded else 0
-    return require_workers(setting, default=default)
 
 
 def require_workers(setting: int | None, *, default: int) -> int:

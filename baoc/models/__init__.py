@@ -6,7 +6,8 @@ code need no entry (`baoc.core.own_code`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,29 +43,21 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFamily:
-    """An entry of MODELS: the task it is trained for, its sizes by name, and its options with their defaults.
+class ModelFamily(own_code.Entry):
+    """An entry of MODELS: the task it is trained for, and its sizes by name.
 
     Args:
         auto: device type -> the size that `model.size=auto` takes.
-        option_types: types of options whose default does not show them; a default of None means text or null.
         imports: library modules that building it imports; a fork server imports them in advance.
         task: None supports any.
-        is_own: the user's code; its options are its arguments, and are checked when it is called.
         other_tasks: tasks that it also supports.
         needs_pretrained: it is built from `model.pretrained` alone, and has its weights from the start.
     """
 
-    name: str
-    description: str
     task: str | None
-    module: str
     sizes: Mapping[str, ModelSize]
     auto: Mapping[str, str]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    option_types: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
-    is_own: bool = False
     other_tasks: tuple[str, ...] = ()
     needs_pretrained: bool = False
 
@@ -231,18 +224,6 @@ def build_model(
 
 def family_of(name: str) -> ModelFamily:
     """The entry of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
-    if name in MODELS:
-        return MODELS[name]
-    if name in own_code.entry_points_of("baoc.models") or own_code.names_own_code(name):
-        size = ModelSize(name=OWN_SIZE, description="as its arguments say", settings={}, lr=OWN_LR)
-        return ModelFamily(
-            name=name,
-            description="your own code",
-            task=None,
-            module="",
-            sizes={OWN_SIZE: size},
-            auto={"cpu": OWN_SIZE, "cuda": OWN_SIZE},
-            is_own=True,
-        )
-    allowed = [*MODELS, *own_code.entry_points_of("baoc.models"), own_code.NAME_FORMATS]
-    raise unknown_name(name, what="model", allowed=allowed)
+    size = ModelSize(name=OWN_SIZE, description="as its arguments say", settings={}, lr=OWN_LR)
+    own = partial(ModelFamily, task=None, sizes={OWN_SIZE: size}, auto={"cpu": OWN_SIZE, "cuda": OWN_SIZE})
+    return own_code.find_entry(name, group="model", registry=MODELS, own=own)

@@ -19,9 +19,7 @@ from baoc.core.catalogue import (
     CODECS,
     SPECS,
     STORAGES,
-    WEIGHT_DTYPES,
     WEIGHTS,
-    base_name,
     removal_message,
     unknown_spec_error,
 )
@@ -31,7 +29,7 @@ from baoc.optim.rules.matrix import SummingRule
 from baoc.optim.shards import with_sharding
 from baoc.optim.wrappers import refuse_shard, refuse_zero
 from baoc.parallel import unwrapped
-from baoc.planning.candidates import sums_columns, why_unshardable
+from baoc.planning.candidates import sums_columns, why_unsteppable
 from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Role
 
 log = logging.getLogger(__name__)
@@ -300,22 +298,11 @@ def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:
 
 def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
     """Raises BadInputError if the spec cannot run on a parameter of the block."""
-    info = RULES[spec.rule].info
-    for param in block.params:
-        if spec.weights != "native" and param.dtype not in WEIGHT_DTYPES:
-            raise BadInputError(
-                f"block {block.name} cannot run {spec.name}: {param.name} is {param.dtype}, and {spec.weights} weights "
-                f"are made of {' or '.join(WEIGHT_DTYPES)}. Give the block {base_name(spec.name)}"
-            )
-        if info.needs_matrix and param.matrix_shape is None:
-            raise BadInputError(
-                f"block {block.name} cannot run {spec.name}: {param.name} of shape {param.shape} is no matrix. Give "
-                "the block another spec, such as adamw or sign"
-            )
-    if why := why_unshardable(block, spec=spec, rule=info) or _unsummed(block, rule=RULES[spec.rule]):
-        raise BadInputError(f"block {block.name} cannot run {spec.name}: {why}")
-    if info.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
-        raise BadInputError(f"block {block.name} cannot run {spec.name}: it is for hidden layers, not the {block.role}")
+    rule = RULES[spec.rule]
+    if why := why_unsteppable(block, spec=spec, rule=rule.info) or _unsummed(block, rule=rule):
+        raise BadInputError(
+            f"block {block.name} cannot run {spec.name}: {why}. Give the block another spec: adamw runs on every one"
+        )
 
 
 def _unsummed(block: Block, *, rule: UpdateRule) -> str:
@@ -325,7 +312,7 @@ def _unsummed(block: Block, *, rule: UpdateRule) -> str:
         return ""
     return (
         f"fully_shard cuts {sharded}, and {type(rule).__name__} takes sums over its columns without asking other ranks "
-        "for theirs. Derive it from baoc.optim.rules.matrix.SummingRule, or choose a spec by element or along rows"
+        "for theirs: derive it from baoc.optim.rules.matrix.SummingRule"
     )
 
 

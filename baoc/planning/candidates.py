@@ -38,11 +38,16 @@ _COLUMNS = ("state_bytes", "weight_bytes", "saved_bytes", "host_bytes", "transfe
 def why_inapplicable(
     block: Block, *, spec: OptimizerSpec, rule: RuleInfo, keep_fp32_roles: Collection[Role | str] = ()
 ) -> str | None:
-    """Why `spec` may not run on `block`, as a clause for messages; None if it may."""
-    if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
-        return f"{rule.name} is for hidden matrices, not for the {block.role}"
+    """Why a plan may not run `spec` on `block`, as a clause for messages; None if it may."""
     if block.role in keep_fp32_roles and (spec.storage != "fp32" or spec.weights != "native"):
         return f"{block.role} blocks keep fp32 storage and native weights (catalogue.keep_fp32_roles)"
+    return why_unsteppable(block, spec=spec, rule=rule) or _fold_reason(block, rule=rule)
+
+
+def why_unsteppable(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str | None:
+    """Why an optimizer cannot run `spec` on `block`, as a clause for messages; None if it can."""
+    if rule.hidden_only and block.role in (Role.EMBEDDING, Role.HEAD):
+        return f"{rule.name} is for hidden matrices, not for the {block.role}"
     if spec.weights != "native":
         for param in block.params:
             if param.dtype not in WEIGHT_DTYPES:
@@ -53,7 +58,7 @@ def why_inapplicable(
         for param in block.params:
             if param.matrix_shape is None:
                 return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
-    return _fold_reason(block, rule=rule)
+    return None
 
 
 def is_stand_in(spec: OptimizerSpec, *, rule: RuleInfo) -> bool:

@@ -295,7 +295,8 @@ def measured_change(block: Block, spec: str, *, family: Family) -> Change | None
     """The change by `spec` in the role of a block, against the family's base; 0 if the base runs it there."""
     if family.base is not None and family.recipe(family.base).recipe.preferred_spec(block)[1] == spec:
         return Change(mean=0.0, sd=0.0, n=0)
-    return family.change_for([key for key in recipe_keys(block) if key != FIRST], spec)
+    by_spec = [family.roles.get(key, {}) for key in recipe_keys(block) if key != FIRST]
+    return next((changes[spec] for changes in by_spec if spec in changes), None)  # None: measured in none of its roles
 
 
 def measured_risk(blocks: tuple[Block, ...], *, family: Family | None, kappa: float) -> MeasuredRisk:

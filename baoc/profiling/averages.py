@@ -4,8 +4,7 @@ Statistics of elements are made of sums over all pieces of a block. Statistics o
 weighted by numbers of parameters.
 """
 
-from collections.abc import Mapping
-from math import nan
+from math import isnan, nan
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ from baoc.profiling.statistics import (
     signal_to_noise,
     spread_of,
 )
-from baoc.types import Axis, Block, GradientStats
+from baoc.types import GradientStats
 
 # float64 numbers per piece. Average with decay beta1: energy ||g||^2. Sums over samples: descent <g, u>, fold_total
 # ||g||^2. Sums over pairs of consecutive steps: signal, noise.
 SUMS = ("energy", "descent", "signal", "noise", "fold_total")
 NUM_BUFFERS = 2  # of the size of the slices: the averages of g and of g^2
-# With one sum more, which earlier versions had: the pieces stay the same, so that their checkpoints are continued.
+# With the sums that earlier versions had more: the pieces stay the same, so that their checkpoints are continued.
 BYTES_PER_PIECE = 8 * (len(SUMS) + 1 + 2 * len(FOLD_LEVELS))
 
 
@@ -40,7 +39,7 @@ class Averages:
         self._slices, self._betas, self._eps = slices, betas, eps
         num_pieces = len(slices.pieces)
         self.tensors = {name: torch.zeros(num_pieces, dtype=torch.float64, device=device) for name in SUMS}
-        self.tensors["folds"] = torch.zeros((num_pieces, 2 * len(FOLD_LEVELS)), dtype=torch.float64, device=device)
+        self.tensors["folds"] = torch.zeros((num_pieces, len(FOLD_LEVELS)), dtype=torch.float64, device=device)
         self.tensors |= {"m": slices.new(device), "v": slices.new(device)}
         self.count = {"samples": 0}
 
@@ -60,8 +59,7 @@ class Averages:
             matrices = batch.view(grad)
             pieces = slice(batch.first, batch.first + batch.count)
             sums["fold_total"][pieces] += energies(matrices)
-            folds = (fold_residuals(matrices), fold_residuals(matrices.transpose(1, 2)))
-            sums["folds"][pieces] += torch.cat(folds, dim=1)
+            sums["folds"][pieces] += fold_residuals(matrices)
 
     def add_pair(self, a: Tensor, b: Tensor) -> None:
         """Adds gradients of two consecutive steps: E <a, b> = ||E g||^2, E ||a - b||^2 / 2 = tr Cov(g)."""
@@ -70,44 +68,32 @@ class Averages:
 
     def statistics(self) -> dict[str, GradientStats]:
         """GradientStats by block name; empty before two samples."""
-        if self.count["samples"] < 2:
+        sums, slices, samples = self.tensors, self._slices, self.count["samples"]
+        if samples < 2:
             return {}
-        return summarise(self._slices, sums=self.tensors, count=self.count, betas=self._betas)
-
-
-def summarise(
-    slices: Slices,
-    *,
-    sums: Mapping[str, Tensor],
-    count: Mapping[str, int],
-    betas: tuple[float, float],
-) -> dict[str, GradientStats]:
-    """Statistics by block name after `count["samples"]` >= 2 samples, from the tensors of `Averages`."""
-    m, v = sums["m"], sums["v"]  # v without bias correction, as its statistics do not depend on its scale
-    samples = count["samples"]
-    by_block = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
-    anisotropy, spread = _log_statistics(slices, v)
-    columns = {
-        "coherence": coherence(
-            slices.block_sums(slices.dots(m, m)), by_block["energy"], beta=betas[0], samples=samples
-        ),
-        "noise": noise_ratio(by_block["noise"], by_block["signal"]),
-        "anisotropy": anisotropy,
-        "spread": spread,
-        **_matrix_statistics(slices, v),
-    }
-    values = {name: column.tolist() for name, column in columns.items()}
-    shares = _descent_shares(slices, sums["descent"])
-    folds = _fold_residuals(slices, total=by_block["fold_total"], folds=by_block["folds"])
-    return {
-        block.name: GradientStats(
-            num_samples=samples,
-            descent_share=shares[index],
-            fold_residual=folds[index],
-            **{name: column[index] for name, column in values.items()},
-        )
-        for index, block in enumerate(slices.blocks)
-    }
+        m, v = sums["m"], sums["v"]  # v without bias correction, as its statistics do not depend on its scale
+        by_block = {name: slices.block_sums(values) for name, values in sums.items() if name not in ("m", "v")}
+        anisotropy, spread = _log_statistics(slices, v)
+        energy_of_mean = slices.block_sums(slices.dots(m, m))
+        columns = {
+            "coherence": coherence(energy_of_mean, by_block["energy"], beta=self._betas[0], samples=samples),
+            "noise": noise_ratio(by_block["noise"], by_block["signal"]),
+            "anisotropy": anisotropy,
+            "spread": spread,
+            **_matrix_statistics(slices, v),
+        }
+        values = {name: column.tolist() for name, column in columns.items()}
+        shares = _descent_shares(slices, sums["descent"])
+        folds = _fold_residuals(slices, total=by_block["fold_total"], folds=by_block["folds"])
+        return {
+            block.name: GradientStats(
+                num_samples=samples,
+                descent_share=shares[index],
+                fold_residual=folds[index],
+                **{name: column[index] for name, column in values.items()},
+            )
+            for index, block in enumerate(slices.blocks)
+        }
 
 
 def _per_piece(slices: Slices, values: list[int] | list[float], *, like: Tensor) -> Tensor:
@@ -154,20 +140,10 @@ def _descent_shares(slices: Slices, descent: Tensor) -> list[float]:
 
 
 def _fold_residuals(slices: Slices, *, total: Tensor, folds: Tensor) -> list[dict[str, float]]:
-    """Per block, "axis:level" -> ||R||^2 / ||G||^2, for the levels whose folds fit on the axis of all its matrices."""
-    keys = [(axis, level) for axis in (Axis.FAN_IN, Axis.FAN_OUT) for level in FOLD_LEVELS]
-    ratios = (folds / total.unsqueeze(1)).tolist()
-    return [
-        {
-            f"{axis}:{level}": ratios[index][k]
-            for k, (axis, level) in enumerate(keys)
-            if 2**level <= _shortest(block, axis) and ratios[index][k] == ratios[index][k]
-        }
-        for index, block in enumerate(slices.blocks)
-    ]
-
-
-def _shortest(block: Block, axis: Axis) -> float:
-    """Length of the shortest axis of that kind among the block's matrices; 0 without matrices."""
-    lengths = [p.matrix_shape[axis is Axis.FAN_IN] for p in block.params if p.matrix_shape is not None]
-    return min(lengths, default=0)
+    """Per block, "fan_in:level" -> ||R||^2 / ||G||^2, for the levels whose folds fit on fan-in of all its matrices."""
+    residuals: list[dict[str, float]] = []
+    for block, ratios in zip(slices.blocks, (folds / total.unsqueeze(1)).tolist(), strict=True):
+        shortest = min((p.matrix_shape[1] for p in block.params if p.matrix_shape is not None), default=0)
+        levels = zip(FOLD_LEVELS, ratios, strict=True)
+        residuals.append({f"fan_in:{level}": r for level, r in levels if 2**level <= shortest and not isnan(r)})
+    return residuals

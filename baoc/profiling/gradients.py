@@ -18,6 +18,7 @@ from baoc.profiling.averages import BYTES_PER_PIECE, NUM_BUFFERS, Averages
 from baoc.profiling.moments import RowColSecondMoments
 from baoc.profiling.schedule import LARGE_PARAMS, MAX_SHARE, SamplingAction, SamplingSchedule, SavedSchedule
 from baoc.profiling.slices import Buffer, Slices
+from baoc.profiling.statistics import FOLD_LEVELS
 from baoc.profiling.tracker import PeakMeter
 from baoc.types import Block, GradientStats, Moments, ParamInfo, Profile, read_plain, to_plain
 from baoc.units import MIB
@@ -319,9 +320,10 @@ class GradientProfiler:
             saved = read_plain(_Saved, state)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint's gradient profile is damaged: {error}") from error
-        pairs: list[tuple[Tensor, Any]] = [
-            (tensor, saved.tensors.get(name)) for name, tensor in self._tensors().items()
-        ]
+        tensors = dict(saved.tensors)
+        if isinstance(folds := tensors.get("folds"), Tensor) and folds.ndim == 2:
+            tensors["folds"] = folds[:, : len(FOLD_LEVELS)]  # earlier versions had those along fan-out after these
+        pairs: list[tuple[Tensor, Any]] = [(tensor, tensors.get(name)) for name, tensor in self._tensors().items()]
         pairs.append((self._moments.average, saved.moments.average))
         same_layout = list(saved.layout) == self._layout() and saved.count.keys() == self._averages.count.keys()
         if not same_layout or not all(_is_loadable(value, tensor) for tensor, value in pairs):

@@ -81,7 +81,9 @@ class SamplingSchedule:
         if self.large:
             if self._gathered_before:
                 return SamplingAction.SAMPLE
-            return SamplingAction.GATHER if self._affords_sample() else SamplingAction.SKIP
+            once_more_s = self._cost("gather") + self._cost("sample")
+            affords = self.spent_s + once_more_s <= self._share * self.elapsed_s
+            return SamplingAction.GATHER if affords else SamplingAction.SKIP
         if self._processor_s > MAX_S:
             return SamplingAction.SKIP
         stride = 2 ** (self._num_steps // STEPS_AT_FULL_RATE).bit_length()
@@ -92,10 +94,6 @@ class SamplingSchedule:
     def advance(self, action: SamplingAction) -> None:
         self._num_steps += 1
         self._gathered_before = action is SamplingAction.GATHER
-
-    def _affords_sample(self) -> bool:
-        """Whether gathering and sampling once more fits into the share."""
-        return self.spent_s + self._cost("gather") + self._cost("sample") <= self._share * self.elapsed_s
 
     def _cost(self, kind: str) -> float:
         """Seconds that the next one of this kind is expected to take at most."""

@@ -125,7 +125,8 @@ class Slices:
             pieces += [_piece(param, block=index, fraction=fraction, device=device) for param in params]
         pieces.sort(key=lambda piece: (not piece.is_matrix, piece.shape, piece.sampled.transposed))  # stable
         self.blocks = tuple(blocks)
-        self.pieces, self.numel = _placed(pieces)
+        *offsets, self.numel = [0, *accumulate(piece.padded for piece in pieces)]
+        self.pieces = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
         self._chunk = max(MIN_CHUNK, self.numel // MAX_CHUNKS // GROUP * GROUP)  # elements summed at a time
         self.batches = _batches(self.pieces)
         self.local_rows = [_local_rows(piece, span=None) for piece in self.pieces]
@@ -265,7 +266,7 @@ def _piece(param: ParamInfo, *, block: int, fraction: float, device: torch.devic
     """The piece that samples about `fraction` of the elements of `param`."""
     if param.matrix_shape is None:
         shape: tuple[int, ...] = (min(param.numel, max(GROUP, int(fraction * param.numel))),)
-        return Piece(param=param, sampled=_reshaped(param, shape), block=block, rows=None)
+        return Piece(param=param, sampled=replace(param, shape=shape, dtype="float32"), block=block, rows=None)
     rows, cols = stored_shape(param)
     numel = int(fraction * rows * cols)
     if fraction >= 1 or numel >= MIN_ROWS * cols:
@@ -277,13 +278,8 @@ def _piece(param: ParamInfo, *, block: int, fraction: float, device: torch.devic
     if num_rows < rows:
         row_indices = torch.tensor(_row_bands(rows, count=num_rows), device=device)
         num_rows = len(row_indices)
-    return Piece(param=param, sampled=_reshaped(param, (num_rows, num_cols)), block=block, rows=row_indices)
-
-
-def _reshaped(param: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
-    return ParamInfo(
-        name=param.name, shape=shape, dtype="float32", role=param.role, depth=param.depth, transposed=param.transposed
-    )
+    sampled = replace(param, shape=(num_rows, num_cols), dtype="float32")
+    return Piece(param=param, sampled=sampled, block=block, rows=row_indices)
 
 
 def _row_bands(rows: int, *, count: int) -> list[int]:
@@ -299,12 +295,6 @@ def _row_bands(rows: int, *, count: int) -> list[int]:
     height = count // bands // MIN_ROWS * MIN_ROWS
     starts = [i * (rows - height) // (bands - 1) // MIN_ROWS * MIN_ROWS for i in range(bands)]
     return [row for start in starts for row in range(start, start + height)]
-
-
-def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], int]:
-    """The pieces with their offsets, and the buffer's size."""
-    ends = [0, *accumulate(piece.padded for piece in pieces)]
-    return tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, ends, strict=False)), ends[-1]
 
 
 def _batches(pieces: Sequence[Piece]) -> tuple[MatrixBatch, ...]:

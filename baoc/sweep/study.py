@@ -85,7 +85,8 @@ def run_study(
     config = add_overrides(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
         study = open_study(config, folder=folder)
-    preload(_model_overrides(config), code=code)
+    searched = [f"model={value}" for param in config.space if param.key == "model" for value in param.choices]
+    preload([*searched, *chain(config.fixed, *config.baselines, *config.repeats)], code=code)  # by any may a model be
     worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)
     with explain_storage_errors(config.storage, folder=folder), worker.signals.installed():
         try:
@@ -155,12 +156,6 @@ def add_overrides(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
             + (f"'++{where}.{key}={{choices: [...]}}'" if part == "space" else where)
         )
     return replace(config, fixed=(*config.fixed, *own))
-
-
-def _model_overrides(config: StudyConfig) -> list[str]:
-    """All overrides by which a trial may choose a network, among others."""
-    searched = [f"model={value}" for param in config.space if param.key == "model" for value in param.choices]
-    return [*searched, *chain(config.fixed, *config.baselines, *config.repeats)]
 
 
 @dataclass(slots=True, kw_only=True)

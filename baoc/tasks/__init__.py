@@ -3,13 +3,11 @@
 To add a task: a file with a subclass of `baoc.tasks.base.Task`, and an entry in TASKS.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from baoc.core import own_code
-from baoc.errors import unknown_name
 from baoc.tasks.settings import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -21,24 +19,11 @@ __all__ = ["TASKS", "OptimizerSettings", "TaskInfo", "build_task", "task_info"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskInfo:
-    """An entry of TASKS: class `cls` of `module`.
+class TaskInfo(own_code.Entry):
+    """An entry of TASKS: class `cls` of `module`. `seeded`: the option that takes the run's seed if it is null."""
 
-    Args:
-        options: names and defaults of the task's settings beside the optimizer's.
-        option_types: types of options whose default does not show them; a default of None means text or null.
-        seeded: the option that takes the run's seed if it is null.
-        is_own: the user's code; its options are its arguments, and are checked when it is called.
-    """
-
-    name: str
-    description: str
-    module: str
-    cls: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    option_types: Mapping[str, Any] = field(default_factory=dict)
+    cls: str = ""
     seeded: str | None = None
-    is_own: bool = False
 
 
 TASKS: dict[str, TaskInfo] = {
@@ -117,10 +102,4 @@ def build_task(
 
 def task_info(name: str) -> TaskInfo:
     """The entry of a name, or one for the user's own code. Raises BadInputError for a name that is neither."""
-    if name in TASKS:
-        return TASKS[name]
-    if name in own_code.entry_points_of("baoc.tasks") or own_code.names_own_code(name):
-        return TaskInfo(name=name, description="your own code", module="", cls="", is_own=True)
-    raise unknown_name(
-        name, what="task", allowed=[*TASKS, *own_code.entry_points_of("baoc.tasks"), own_code.NAME_FORMATS]
-    )
+    return own_code.find_entry(name, group="task", registry=TASKS, own=TaskInfo)

@@ -27,7 +27,7 @@ from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
-from baoc.planning.reallocation.conversion import has_all_blocks, restore_plan
+from baoc.planning.reallocation.conversion import restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
@@ -543,7 +543,7 @@ class Reallocator:
         saved = _read(state)
         profile, profile_dropped = saved.profile, False
         notes: list[str] = []
-        if profile is not None and not has_all_blocks(profile, planner=self.planner):
+        if profile is not None and any(block.name not in profile.stats for block in self.planner.blocks):
             profile, profile_dropped = None, True
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
         footprint = self.planner.footprint

@@ -38,7 +38,6 @@ from baoc.types.option import Option
 from baoc.types.outcome import RESULT_SCHEMA, BlockMove, FailedRun, FrontierPoint, Quality, Reallocation, RunResult
 from baoc.types.plain import read_plain, to_plain
 from baoc.types.specs import (
-    Axis,
     CodecInfo,
     OptimizerSpec,
     Placement,

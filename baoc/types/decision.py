@@ -20,7 +20,7 @@ class GradientStats:
 
     Each is a ratio without a unit. `snr_fan_in` is the SNR along fan-in (v shared per row), `snr_fan_out` along
     fan-out. `fold_residual` maps "fan_in:2" (axis:level) to ||R||^2 / ||G||^2. A value that the block cannot have is
-    NaN. Checkpoints of earlier versions have `grad_rms` and `update_rms` too.
+    NaN. Checkpoints of earlier versions have `grad_rms`, `update_rms` and folds along fan-out too.
     """
 
     num_samples: int

@@ -25,11 +25,6 @@ class StateLayout(StrEnum):
     FOLDED = "folded"  # mean of 2^level neighbours along fan-in
 
 
-class Axis(StrEnum):
-    FAN_IN = "fan_in"  # along the columns of a (fan_out, fan_in) matrix
-    FAN_OUT = "fan_out"  # along its rows
-
-
 class Scaling(StrEnum):
     """Tag of a rule: how it equalises its update, in place of v."""
 

@@ -141,7 +141,7 @@ def test_unknown_specs_rules_and_storages() -> None:
 
 
 def test_a_spec_that_does_not_apply() -> None:
-    with pytest.raises(BadInputError, match=r"block b cannot run foam_l2: b of shape \(8,\) is no matrix"):
+    with pytest.raises(BadInputError, match=r"b cannot run foam_l2: foam_l2 needs matrices, b has shape \(8,\)\. Give"):
         build(make_params(SHAPES), "foam_l2")
 
 
@@ -179,7 +179,7 @@ def test_a_rule_for_hidden_layers_only() -> None:
     try:
         spec = OptimizerSpec(name="hidden", description="", rule="hidden")
         head = type(one_block("x", []))(name="head", params=(info("w", (4, 8)),), role=Role.HEAD)
-        with pytest.raises(BadInputError, match="it is for hidden layers, not the head"):
+        with pytest.raises(BadInputError, match="hidden is for hidden matrices, not for the head"):
             groups.check_applies(spec, block=head)
     finally:
         del RULES["hidden"]

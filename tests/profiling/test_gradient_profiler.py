@@ -237,13 +237,14 @@ def test_resumed_profiling_is_the_same_bit_for_bit(split: int, tmp_path):
     assert all(torch.equal(mine[name].row, theirs[name].row) for name in theirs)
 
 
-def test_state_of_an_earlier_version_that_kept_one_sum_more_is_continued():
+def test_state_of_an_earlier_version_that_kept_more_sums_is_continued():
     blocks = [make_block("w", (16, 16))]
     stream, resumed = Stream(blocks), Stream(blocks)
     for step in range(4):
         stream.feed({"w.0": normal(16, 16, seed=step)})
     state = stream.profiler.state_dict()
     state["tensors"]["update"] = torch.ones(len(state["tensors"]["energy"]), dtype=torch.float64)
+    state["tensors"]["folds"] = state["tensors"]["folds"].repeat(1, 2) + torch.tensor([0.0] * 4 + [1.0] * 4)
     resumed.profiler.load_state_dict(state)
     stats = to_plain(resumed.profile().stats)
     assert stats == to_plain(stream.profile().stats)

@@ -7,7 +7,6 @@ import numpy as np
 
 from baoc.core.blocks import role_of
 from baoc.types import (
-    Axis,
     Candidate,
     Cost,
     GradientStats,
@@ -49,7 +48,7 @@ def stats(**changes: float | Mapping[str, float]) -> GradientStats:
         "factor_residual": 0.3,
         "spread": 0.8,
         "descent_share": 0.1,
-        "fold_residual": {f"{axis}:{level}": 1 - 2.0**-level for axis in Axis for level in (1, 2, 3, 8)},
+        "fold_residual": {f"fan_in:{level}": 1 - 2.0**-level for level in (1, 2, 3, 8)},
     }
     return GradientStats(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 

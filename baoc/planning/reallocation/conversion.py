@@ -9,11 +9,6 @@ from baoc.types import Budget, Plan, Profile
 AUTO = "auto"
 
 
-def has_all_blocks(profile: Profile | None, *, planner: Planner) -> bool:
-    """Whether a saved profile has statistics of every block of the planner."""
-    return profile is not None and all(block.name in profile.stats for block in planner.blocks)
-
-
 def restore_plan(
     planner: Planner,
     choices: Mapping[str, str],

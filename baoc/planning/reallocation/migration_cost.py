@@ -13,12 +13,6 @@ from baoc.types import Cost, Plan
 CONVERSION_FLOATS = 8
 
 
-def changed_specs(current: Plan, target: Plan) -> dict[str, tuple[str, str]]:
-    """Block -> (current spec, target spec), of the blocks whose spec changes."""
-    specs = current.allocation.choices
-    return {block: (specs[block], spec) for block, spec in target.allocation.choices.items() if specs[block] != spec}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPeak:
     """Predicted peak of device bytes during a migration, with gradients and without them."""
@@ -56,7 +50,9 @@ def migration_peak(planner: Planner, *, current: Plan, target: Plan) -> Migratio
         saved = savings_of_choices(choices, blocks=planner.blocks, specs=SPECS)
         live_bytes = sum(state_bytes_of(block, spec) for block, spec in choices.items()) - copies * sum(saved.values())
         migrations = []
-        for block, (old_spec, new_spec) in changed_specs(current, target).items():
+        for block, new_spec in target.allocation.choices.items():
+            if (old_spec := choices[block]) == new_spec:
+                continue
             new_bytes = state_bytes(blocks[block], spec=SPECS[new_spec], rule=planner.rules[SPECS[new_spec].rule])
             largest = max((param.numel for param in blocks[block].params), default=0)
             old_total = total_bytes_of(block, old_spec, copies=copies)

@@ -75,11 +75,6 @@ class MicroBatchRunner:
         self._validation_cache: dict[tuple[int, bool, bool], Footprint] = {}
 
     @property
-    def _ddp_keeps_gradients(self) -> bool:
-        """True if training will keep gradients in DistributedDataParallel's buckets."""
-        return ranks() is not SINGLE_PROCESS and self.ranks is SINGLE_PROCESS
-
-    @property
     def batches(self) -> tuple[Any, Any]:
         """The batches of training and validation as they came; one sample if a BatchFactory makes batches."""
         return resize_batch(self._batch, 1) if isinstance(self._batch, BatchFactory) else self._batch, self._val_batch
@@ -107,6 +102,8 @@ class MicroBatchRunner:
         """
 
         def measure() -> tuple[Footprint, float]:
+            # in DistributedDataParallel's buckets
+            keeps_gradients = ranks() is not SINGLE_PROCESS and self.ranks is SINGLE_PROCESS
             batch, cache_key = self._fresh_batch(micro_batch), (micro_batch, not released, bool(bf16_savings))
             validation = self._validation_cache.get(cache_key)
             validates = self._val_batch is not None and validation is None
@@ -117,7 +114,7 @@ class MicroBatchRunner:
                     run_micro_batch=lambda: self._loss(batch) / accumulation,
                     run_validation_batch=None if val_batch is None else lambda: self._validate(val_batch),
                     micro_batch=micro_batch,
-                    accumulation=max(accumulation, 2) if self._ddp_keeps_gradients else accumulation,
+                    accumulation=max(accumulation, 2) if keeps_gradients else accumulation,
                     context_bytes=context_bytes,
                     warm=not self._emulate_cuda,
                     allocator=CachingAllocator() if self._emulate_cuda else None,
