@@ -14,7 +14,7 @@ from baoc.planning.allocators.recipe import recipe_bytes, recipes_within
 from baoc.planning.attempts import Attempt
 from baoc.planning.budgeted import BudgetedBlocks
 from baoc.planning.transfer import pinned_bytes
-from baoc.types import Allocation, Budget, Candidate, Footprint, LatencyTable, Limits, Reason
+from baoc.types import Allocation, Budget, Candidate, Limits, Reason
 from baoc.units import format_bytes
 
 # The search for the least step time starts at 10 microseconds and multiplies by 1.05, up to about a second.
@@ -58,16 +58,7 @@ def refusal(
     if allowed is None or (host_needed is not None and least_bytes <= allowed):
         assert host_needed is not None
         return too_small_host(budget, needed_bytes=host_needed, least_bytes=least_bytes)
-    return too_small(
-        budget,
-        allowed_bytes=allowed,
-        least_bytes=least_bytes,
-        state_bytes_adamw=planner.state_bytes_adamw,
-        allocator=planner.settings.allocator,
-        footprint=planner.footprint,
-        specs=planner.specs,
-        host_needed=host_needed,
-    )
+    return too_small(planner, allowed_bytes=allowed, least_bytes=least_bytes, host_needed=host_needed)
 
 
 def nearest_refusal(
@@ -85,14 +76,8 @@ def nearest_refusal(
     host_fits = limits.host_bytes is None or error.least_host_bytes <= limits.host_bytes
     if limits.step_s is None or not bytes_fit or not host_fits:
         return refusal(planner, limits, least_bytes=least_bytes, refused=refused)
-    assert planner.latency is not None
-    return too_slow(
-        planner.budget,
-        latency=planner.latency,
-        least_step_s=error.least_step_s if not planner.may_use_host else _fastest_s(refused),
-        allowed_bytes=limits.state_bytes,
-        least_bytes=least_bytes,
-    )
+    least_step_s = error.least_step_s if not planner.may_use_host else _fastest_s(refused)
+    return too_slow(planner, least_step_s=least_step_s, allowed_bytes=limits.state_bytes, least_bytes=least_bytes)
 
 
 def _fastest_s(refused: Sequence[tuple[NoFeasibleAllocation, Attempt]]) -> float:
@@ -164,9 +149,11 @@ def too_small_host(budget: Budget, *, needed_bytes: int, least_bytes: int) -> In
 
 
 def too_slow(
-    budget: Budget, *, latency: LatencyTable, least_step_s: float, allowed_bytes: int | None, least_bytes: int
+    planner: BudgetedBlocks, *, least_step_s: float, allowed_bytes: int | None, least_bytes: int
 ) -> InfeasibleBudgetError:
     """The refusal if no allocation that fits the memory is as fast as step_time asks."""
+    budget, latency = planner.budget, planner.latency
+    assert latency is not None
     whole_s = latency.base_step_s + latency.step_s + least_step_s
     ratio = whole_s / max(latency.reference_step_s, 1e-12)
     return InfeasibleBudgetError(
@@ -182,20 +169,13 @@ def too_slow(
 
 
 def too_small(
-    budget: Budget,
-    *,
-    allowed_bytes: int,
-    least_bytes: int,
-    state_bytes_adamw: int,
-    allocator: str,
-    footprint: Footprint | None,
-    specs: Collection[str] = (),
-    host_needed: int | None = None,
+    planner: BudgetedBlocks, *, allowed_bytes: int, least_bytes: int, host_needed: int | None = None
 ) -> InfeasibleBudgetError:
     """The refusal if not even the allocation of fewest bytes fits. `host_needed`: bytes of host memory with which it
-    would fit. `footprint` gives the bytes of the CUDA context."""
+    would fit."""
+    budget, footprint = planner.budget, planner.footprint
     memory = budget.memory_bytes is not None
-    advice = (*ADVICE_MEMORY, f"{more_specs(specs)} (state)") if memory else ADVICE_STATE
+    advice = (*ADVICE_MEMORY, f"{more_specs(planner.specs)} (state)") if memory else ADVICE_STATE
     has_host = footprint is not None and not footprint.device.startswith("cpu")
     advice = (*advice, HOST_ADVICE) if memory and has_host and budget.host_memory_bytes is None else advice
     host = ""
@@ -205,13 +185,13 @@ def too_small(
             f"{format_bytes(host_needed)} of host memory it could be met (budget.host_memory={host_needed}b)"
         )
     unit = "of device memory" if memory else "of optimizer state"
-    fraction = "" if memory else f" (state_fraction={least_bytes / max(state_bytes_adamw, 1):.4f})"
+    fraction = "" if memory else f" (state_fraction={least_bytes / max(planner.state_bytes_adamw, 1):.4f})"
     context = footprint.context_bytes if footprint is not None and memory else 0
     context_text = f"; the CUDA context alone takes {format_bytes(context)}" if context else ""
     return InfeasibleBudgetError(
         f"budget {budget.name} cannot be met: it allows {format_bytes(allowed_bytes)} {unit} ({allowed_bytes} bytes), "
         f"and the least feasible is {format_bytes(least_bytes)} ({least_bytes} bytes){fraction} with "
-        f"allocator={allocator}{host}{context_text}. What would lower it: {'; '.join(advice)}",
+        f"allocator={planner.settings.allocator}{host}{context_text}. What would lower it: {'; '.join(advice)}",
         budget_bytes=allowed_bytes,
         least_feasible_bytes=least_bytes,
         advice=advice,

@@ -256,15 +256,7 @@ class Session:
             cap_device(self.device, budget=budget)
         if least is None:
             return refusal
-        return too_small(
-            budget,
-            allowed_bytes=refusal.budget_bytes,
-            least_bytes=least,
-            state_bytes_adamw=self.planner.state_bytes_adamw,
-            allocator=self.planner.settings.allocator,
-            footprint=self.planner.footprint,
-            specs=self.planner.specs,
-        )
+        return too_small(self.planner, allowed_bytes=refusal.budget_bytes, least_bytes=least)
 
     def search_resharding(self, replan: Callable[[], None], resharding: Resharding) -> None:
         """Plans with reshard_after_forward; without it if a memory budget then holds a plan as good, with no more
@@ -588,7 +580,7 @@ class Session:
         The chosen specs are timed if their seconds were assumed so far; under a limit on time it then plans again.
         """
         planner = self.planner_for(footprint, budget=budget)
-        profiler = _profiler_with_room(planner, self.params, settings=self.settings, betas=self.betas, ranks=self.ranks)
+        profiler = self._profiler_with_room(planner)
         plan = self.ranks.broadcast_result(planner.propose)
         for _ in range(MAX_RETIMINGS):
             chosen = set(map(device_spec_name, plan.allocation.choices.values()))
@@ -603,6 +595,20 @@ class Session:
         if plan.host_bytes:
             check_host_memory(plan.host_bytes * self.ranks.size, what="states on the host")
         self.planner, self.profiler, self.plan = planner, profiler, plan
+
+    def _profiler_with_room(self, planner: Planner) -> GradientProfiler | None:
+        """The profiler. If the device has no room for it, raises InfeasibleBudgetError with the profiler's bytes
+        counted, or OutOfMemoryError if a plan would fit by calculation."""
+        make = partial(make_profiler, planner, self.params, settings=self.settings, betas=self.betas)
+        with suppress(torch.OutOfMemoryError):
+            return self.ranks.run_or_raise_on_all(lambda: make(ranks=self.ranks))
+        clear_cache(self.device)
+        with uncapped(self.device, budget=planner.budget):
+            make()  # for its bytes in planner.footprint
+        planner.propose()  # raises if nothing fits with these bytes
+        raise torch.OutOfMemoryError(
+            "there is no room for statistics of gradients, which reallocation=off does without"
+        )
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -791,28 +797,6 @@ def make_profiler(
     if planner.footprint is not None:
         planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())
     return profiler
-
-
-def _profiler_with_room(
-    planner: Planner,
-    params: Mapping[str, Tensor],
-    *,
-    settings: SessionSettings,
-    betas: tuple[float, float],
-    ranks: Ranks,
-) -> GradientProfiler | None:
-    """The profiler. If the device has no room for it, raises InfeasibleBudgetError with the profiler's bytes counted,
-    or OutOfMemoryError if a plan would fit by calculation."""
-    with suppress(torch.OutOfMemoryError):
-        return ranks.run_or_raise_on_all(
-            lambda: make_profiler(planner, params, settings=settings, betas=betas, ranks=ranks)
-        )
-    device = next(iter(params.values())).device
-    clear_cache(device)
-    with uncapped(device, budget=planner.budget):
-        make_profiler(planner, params, settings=settings, betas=betas)  # for its bytes in planner.footprint
-    planner.propose()  # raises if nothing fits with these bytes
-    raise torch.OutOfMemoryError("there is no room for statistics of gradients, which reallocation=off does without")
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
