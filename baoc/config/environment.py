@@ -1,6 +1,6 @@
 """The environment of a run for `env.json` and `result.json`: versions, commit, device, threads, arguments.
 
-Contains nothing that identifies the machine or its user.
+Beside the arguments, contains nothing that identifies the machine or its user.
 """
 
 import json
@@ -18,11 +18,11 @@ from baoc.config import assets
 
 SCHEMA = 1
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core", "optuna", "wandb", "triton")
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 
 
 def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str], device: str) -> None:
-    """Writes `env.json`. `baoc`: version of this package; `device`: the configured one."""
+    """Writes `env.json`. `baoc`: version of this package; `command` repeats the run; `device`: the configured one."""
     content = {
         "schema": SCHEMA,
         "baoc": baoc,
@@ -31,7 +31,7 @@ def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": package_versions(),
         "device": {"asked": device, **_devices()},
-        "variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "command": command,
         "argv": list(argv),  # of the command line; empty in a process of a launcher
     }

@@ -25,7 +25,7 @@ from baoc.config.validate import plain_text
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
-from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_yaml_file, recipe_node
+from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_recipe_file, recipe_node
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.types import Budget
@@ -192,7 +192,7 @@ def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
 
 def recipe_option(recipe: str) -> str:
     """The option's name for a recipe: Hydra would look for the path of a file among the folders of conf/."""
-    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_yaml_file(recipe) else recipe
+    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_recipe_file(recipe) else recipe
 
 
 def with_option_names(argv: Sequence[str]) -> list[str]:

@@ -6,15 +6,15 @@ learning rate.
 
 from dataclasses import dataclass, replace
 
+from baoc.core.recipes import FALLBACK, OUTER_ROLES
 from baoc.types import Role
 
-FALLBACK = "adamw"  # spec of blocks to which the baseline's spec does not apply
-_OUTER = frozenset({Role.EMBEDDING, Role.HEAD, Role.NORM})
+_OUTER = frozenset(OUTER_ROLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformBaseline:
-    """`spec` on every block to which it applies, fp32 AdamW on the others and on `adamw_roles`."""
+    """`spec` on every block to which it applies, FALLBACK on the others and on `adamw_roles`."""
 
     name: str
     spec: str

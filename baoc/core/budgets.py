@@ -35,8 +35,8 @@ MIN_TEXT_BYTES = MIB  # a smaller whole number given as text, such as a shell va
 _SHARE = re.compile(r"0?\.\d+|1\.0*")
 _STATE = re.compile(r"state_(\d+(?:\.\d+)?)")
 _MEMORY_KEYS = ("memory", "memory_bytes")
-_LIMITS = (*_MEMORY_KEYS, "state_fraction")
-_KEYS = ("name", *_LIMITS, "step_time", "host_memory")
+_NAMED_LIMITS = (*_MEMORY_KEYS, "state_fraction")  # those that a name can spell
+_KEYS = ("name", *_NAMED_LIMITS, "step_time", "host_memory")
 
 
 def parse_budget(spelling: str | int | float | Budget | Mapping[str, Any]) -> Budget:
@@ -112,7 +112,7 @@ def _parse_mapping(mapping: object) -> Budget:
         step_time=_number(node, "step_time"),
         host_memory_bytes=None if host is None else _size(host, key="host_memory"),
     )
-    return replace(_checked(budget), name=_name(budget, limited=any(key in node for key in _LIMITS)))
+    return replace(_checked(budget), name=_name(budget, limited=any(key in node for key in _NAMED_LIMITS)))
 
 
 def _size(value: object, *, key: str) -> int:
@@ -146,8 +146,8 @@ def _number(node: Mapping[str, Any], key: str) -> float | None:
 
 
 def _name(budget: Budget, *, limited: bool) -> str:
-    """The budget's name. A name that spells another limit than the budget has is replaced by the limit's own. Raises
-    BadInputError if it spells a limit and the mapping sets none (`limited`)."""
+    """The budget's name, replaced by its limit's own if it spells another limit. Raises BadInputError if it spells a
+    limit and the mapping sets none of _NAMED_LIMITS (`limited`)."""
     if not budget.name:
         return _derived_name(budget)
     try:

@@ -19,7 +19,7 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, did_you_mean
 from baoc.types import Block, Part, Plan, Role
 
-FALLBACK = "adamw"  # runs anywhere
+FALLBACK = "adamw"  # the spec that applies to every block
 HIDDEN = "hidden"  # recipe key of every matrix that is neither embedding nor head
 FIRST = "first"  # recipe key of hidden matrices of the first layer
 OUTER_ROLES = (Role.EMBEDDING, Role.HEAD, Role.NORM)
@@ -186,9 +186,10 @@ RULE_PREFIXES: tuple[str, ...] = tuple(
 )
 
 
+_KEYS = tuple(item.name for item in fields(Recipe) if item.name not in ("specs", "share"))  # in a file, beside roles
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
-
-
 def _check(recipe: Recipe) -> None:
     if not recipe.name or "\n" in recipe.name:
         raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
@@ -239,10 +240,6 @@ def _unknown_in(group: str, key: str, *, allowed: tuple[str, ...]) -> BadInputEr
 
 
 # -- as plain values --------------------------------------------------------------------------------------------------
-
-_KEYS = tuple(item.name for item in fields(Recipe) if item.name not in ("specs", "share"))
-
-
 def recipe_node(recipe: Recipe) -> dict[str, Any]:
     """A recipe as the content of a file: roles beside its other keys."""
     return {
@@ -323,7 +320,7 @@ def find_recipe(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     name = str(recipe)
     if name in RECIPES:
         return RECIPES[name]
-    if names_yaml_file(name):
+    if names_recipe_file(name):
         return read_recipe(Path(name))
     if (point := own_code.entry_points_of("baoc.recipes").get(name)) is not None:
         with own_code.faults("recipe", name):
@@ -338,7 +335,7 @@ def find_recipe(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     )
 
 
-def names_yaml_file(text: str) -> bool:
+def names_recipe_file(text: str) -> bool:
     """Whether `text` ends in .yaml, .yml or .json. The file need not exist."""
     return text.endswith(_SUFFIXES)
 
@@ -370,7 +367,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _non_empty_mapping(node: object, *, recipe: object) -> Mapping[str, Any]:
-    """The node itself. Raises BadInputError, which names the `recipe`, if it is no mapping or has no key."""
+    """Returns the node. Raises BadInputError, which names the `recipe`, if it is no mapping or has no key."""
     if not isinstance(node, Mapping) or not node:
         raise BadInputError(f"recipe={recipe} must hold roles and specs, such as `hidden: muon_int8`")
     return cast("Mapping[str, Any]", node)
@@ -408,7 +405,7 @@ _LION_BETAS: dict[str, Any] = {"betas": {"lion": (0.9, 0.99)}}
 
 
 RECIPES: dict[str, Recipe] = {}
-# name, state on Llama 130M as a share of fp32 AdamW's, source, specs by role, description, and what else a recipe has
+# name, state on Llama 130M as a share of fp32 AdamW's, source, specs by role, description, other fields of Recipe
 _ROWS: tuple[tuple[str, float, str, dict[str, str], str, dict[str, Any]], ...] = (
     ("adamw", 1.0000, _ADAMW, _by_role("adamw"), "fp32 AdamW everywhere", {}),
     ("adamw8", 0.2657, _ADAMW8, _by_role("adamw_int8", embedding="adamw_int8"), "8-bit AdamW, norms in fp32", {}),

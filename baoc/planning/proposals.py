@@ -11,15 +11,14 @@ import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, families, with_rate
-from baoc.core.recipes import HIDDEN, RECIPES, Recipe, Tuning, tuning_of
+from baoc.core.recipes import HIDDEN, OUTER_ROLES, RECIPES, Recipe, Tuning, tuning_of
 from baoc.planning.measured import ADAMW, best_rate, plan_recipe, ranked_recipes, with_streamed_states
 from baoc.planning.planner import Planner
-from baoc.types import Block, Plan, Role
+from baoc.types import Block, Plan
 
 MAX_PROPOSALS = 14
 MAX_UNPUBLISHED = 3  # recipes of the measured table that are not in RECIPES
 PERMUTED = "permuted"
-_OUTER = (Role.EMBEDDING, Role.HEAD, Role.NORM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ def proposals(
         InfeasibleBudgetError: The planner's own plan does not fit.
     """
     plan = planner.propose()
-    hidden = {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in _OUTER}
+    hidden = {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in OUTER_ROLES}
     mixed = Proposal(name="plan", plan=plan, tuning=tuning_of(plan), uniform=len(hidden) <= 1)
     family = planner.family or families()["language"]  # for kinds of networks without a nearest family
     if recipes is None:
@@ -97,7 +96,7 @@ def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal |
     if fitting is None:
         return None
     recipe, plan = fitting
-    hidden = {recipe.preferred_spec(block)[1] for block in plan.blocks if block.role not in _OUTER}
+    hidden = {recipe.preferred_spec(block)[1] for block in plan.blocks if block.role not in OUTER_ROLES}
     return Proposal(
         name=recipe.name,
         plan=plan,
@@ -172,7 +171,7 @@ def permute_specs(blocks: Iterable[Block], choices: Mapping[str, str], *, seed: 
     roles (embedding, head, norm) and hidden ones are permuted apart, as rules such as Muon run on one of them only."""
     groups: dict[object, list[str]] = {}
     for block in blocks:
-        key = (block.role in _OUTER, tuple(sorted(param.shape for param in block.params)))
+        key = (block.role in OUTER_ROLES, tuple(sorted(param.shape for param in block.params)))
         groups.setdefault(key, []).append(block.name)
     rng = np.random.default_rng(seed)
     permuted = dict(choices)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.catalogue import with_placement
+from baoc.core.recipes import FALLBACK
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer, GradientRelease, groups
 from baoc.optim.backends import proxy_backend
@@ -18,7 +19,6 @@ from baoc.planning.cost import grouped_bytes
 from baoc.types import Block, OptimizerSpec, Placement, Role
 
 SIDE = 16  # elements of a corner per dimension at most: all corners of a large network take a few MiB
-FALLBACK = "adamw"  # spec of a corner to which its block's spec does not apply
 
 
 class ProxyBlocks:

@@ -13,6 +13,7 @@ from baoc.callbacks.generators import RngState, check_rng
 from baoc.callbacks.sources import changed_sources
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
+from baoc.frontier.runs import RESULT
 from baoc.tracking import console, files
 from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
@@ -20,7 +21,7 @@ from baoc.types import LatencyTable, Option, read_plain
 
 DECISION = "decision.json"
 LATENCY = "latency.json"
-RESULT, LAST = "result.json", "frontier.csv"  # of a finished run; frontier.csv is written last
+FRONTIER = "frontier.csv"  # a run writes it last
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -33,15 +34,15 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     if config.resume is None:
         return None
     above = run_dir.resolve().parents
-    days = next((folder for folder in above[1::-1] if folder != Path(folder.anchor)), run_dir)
+    runs_dir = next((folder for folder in above[1::-1] if folder != Path(folder.anchor)), run_dir)
     match, check = {"name": config.name, "seed": config.seed}, check_contents
     checkpoint = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
     if config.resume != "auto" or (checkpoint is None and not (run_dir / METRICS_FILE).is_file()):
-        checkpoint = resolve_resume(config.resume, run_root=days, match=match, check=check)
+        checkpoint = resolve_resume(config.resume, run_root=runs_dir, match=match, check=check)
     if checkpoint is None and config.mode == "eval":
         raise CheckpointError(
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
-            f"{days}: train first, or give resume=PATH"
+            f"{runs_dir}: train first, or give resume=PATH"
         )
     console.say(
         "resume=auto found nothing to resume: starting anew" if checkpoint is None else f"resuming from {checkpoint}"
@@ -117,7 +118,7 @@ def check_resume(
     """
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
-    has_ended = all((run_dir / name).is_file() for name in (RESULT, LAST))
+    has_ended = all((run_dir / name).is_file() for name in (RESULT, FRONTIER))
     if 0 < end == step and run_dir.resolve() in checkpoint.resolve().parents and not has_ended:
         console.say(f"all {end} steps are done: only the result is still to be made")
     elif 0 < end <= step:
@@ -138,22 +139,22 @@ def check_resume(
 # -- decisions --------------------------------------------------------------------------------------------------
 
 
-def decision_of(made: Option | RunConfig) -> dict[str, Any]:
-    """The content of decision.json, of an option or of a configuration without open values."""
-    if isinstance(made, Option):
-        some = 0 < made.recomputed < made.num_layers
+def decision_of(source: Option | RunConfig) -> dict[str, Any]:
+    """The content of decision.json for an option, or for a configuration without open values."""
+    if isinstance(source, Option):
+        some = 0 < source.recomputed < source.num_layers
         return {
-            "micro_batch": made.micro_batch,
-            "checkpointing": made.recomputed if some else bool(made.recomputed),
-            "num_layers": made.num_layers,
-            "release": made.release,
-            "compile": made.compiled,
+            "micro_batch": source.micro_batch,
+            "checkpointing": source.recomputed if some else bool(source.recomputed),
+            "num_layers": source.num_layers,
+            "release": source.release,
+            "compile": source.compiled,
         }
     return {
-        "micro_batch": made.micro_batch_size,
-        "checkpointing": made.model.checkpointing or False,
-        "release": bool(made.optim.release_gradients),
-        "compile": made.model.compile is True,
+        "micro_batch": source.micro_batch_size,
+        "checkpointing": source.model.checkpointing or False,
+        "release": bool(source.optim.release_gradients),
+        "compile": source.model.compile is True,
     }
 
 
@@ -166,69 +167,68 @@ def saved_decision(config: RunConfig, *, checkpoint: Path | None) -> dict[str, A
     if checkpoint is None:
         return {}
     path = checkpoint.parent.parent / DECISION
-    choice: dict[str, Any] = files.read_json(path) if path.is_file() else {}
-    if path.is_file() and not _is_choice(choice):
+    decision: dict[str, Any] = files.read_json(path) if path.is_file() else {}
+    if path.is_file() and not _is_decision(decision):
         raise BadInputError(
-            f"{path} is no decision of a run ({choice}): it was damaged; remove it to have it decided anew"
+            f"{path} is no decision of a run ({decision}): it was damaged; remove it to have it decided anew"
         )
-    against = conflicts(choice, config=config)
-    if against:
-        console.say(f"the resumed run had decided {'; '.join(against)}: it is decided anew")
+    if clauses := conflicts(decision, config=config):
+        console.say(f"the resumed run had decided {'; '.join(clauses)}: it is decided anew")
         return {}
-    return choice
+    return decision
 
 
-def _is_choice(made: object) -> bool:
+def _is_decision(content: object) -> bool:
     return (
-        isinstance(made, Mapping)
-        and type(made.get("micro_batch")) is int
-        and made["micro_batch"] > 0
-        and (type(recomputes := made.get("checkpointing")) is bool or (type(recomputes) is int and recomputes > 0))
-        and type(made.get("num_layers", 0)) is int
-        and type(made.get("release", False)) is bool
-        and type(made.get("compile", False)) is bool
+        isinstance(content, Mapping)
+        and type(content.get("micro_batch")) is int
+        and content["micro_batch"] > 0
+        and (type(recomputes := content.get("checkpointing")) is bool or (type(recomputes) is int and recomputes > 0))
+        and type(content.get("num_layers", 0)) is int
+        and type(content.get("release", False)) is bool
+        and type(content.get("compile", False)) is bool
     )
 
 
-def conflicts(choice: Mapping[str, Any], *, config: RunConfig) -> list[str]:
+def conflicts(decision: Mapping[str, Any], *, config: RunConfig) -> list[str]:
     """Values of a decision that contradict `config`, as clauses of a message."""
-    pins = {
+    asked = {
         "micro_batch": config.micro_batch if isinstance(config.micro_batch, int) else None,
         "checkpointing": None if config.model.checkpointing == "auto" else config.model.checkpointing,
         "release": config.optim.release_gradients,
         "compile": None if config.model.compile == "auto" else config.model.compile,
     }
+
+    def numbered(value: Any) -> Any:
+        """`checkpointing=true` is the same as the number of all layers, which earlier decisions lack."""
+        return (decision.get("num_layers") or math.inf) if value is True else value
+
     clauses = [
-        f"{key}={choice[key]}, and {key}={pin} is asked for now"
-        for key, pin in pins.items()
-        if pin is not None and _comparable(choice.get(key, pin), choice=choice) != _comparable(pin, choice=choice)
+        f"{key}={decision[key]}, and {key}={value} is asked for now"
+        for key, value in asked.items()
+        if value is not None and numbered(decision.get(key, value)) != numbered(value)
     ]
-    size = choice.get("micro_batch", 1)
+    size = decision.get("micro_batch", 1)
     devices = config.trainer.devices
     if not clauses and config.batch_size % (size * devices):
-        of = f" on each of {devices} devices" if devices > 1 else ""
-        clauses.append(f"micro_batch={size}{of}, which does not divide batch_size={config.batch_size}")
-    if not clauses and choice.get("release") and size * devices != config.batch_size:
+        on_each = f" on each of {devices} devices" if devices > 1 else ""
+        clauses.append(f"micro_batch={size}{on_each}, which does not divide batch_size={config.batch_size}")
+    if not clauses and decision.get("release") and size * devices != config.batch_size:
         clauses.append(
             f"released gradients of {size} samples at once, and batch_size={config.batch_size} is asked for now"
         )
     return clauses
 
 
-def _comparable(value: Any, *, choice: Mapping[str, Any]) -> Any:
-    """The value; of `checkpointing=true` the number of all layers, which is the same, if `choice` has it."""
-    return (choice.get("num_layers") or math.inf) if value is True else value
+def write_decision(decision: Mapping[str, Any], *, run_dir: Path) -> None:
+    files.write_json(run_dir / DECISION, decision)
 
 
-def write_decision(choice: Mapping[str, Any], *, run_dir: Path) -> None:
-    files.write_json(run_dir / DECISION, choice)
-
-
-def with_decision(config: RunConfig, *, choice: Mapping[str, Any]) -> RunConfig:
-    compiled = choice.get("compile", config.model.compile is True)
-    model = replace(config.model, checkpointing=choice["checkpointing"], compile=compiled)
-    optim = replace(config.optim, release_gradients=bool(choice.get("release")))
-    return replace(config, micro_batch=choice["micro_batch"], model=model, optim=optim)
+def with_decision(config: RunConfig, *, decision: Mapping[str, Any]) -> RunConfig:
+    compiled = decision.get("compile", config.model.compile is True)
+    model = replace(config.model, checkpointing=decision["checkpointing"], compile=compiled)
+    optim = replace(config.optim, release_gradients=bool(decision.get("release")))
+    return replace(config, micro_batch=decision["micro_batch"], model=model, optim=optim)
 
 
 def saved_latency(config: RunConfig, *, checkpoint: Path | None) -> LatencyTable | None:

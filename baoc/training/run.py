@@ -73,15 +73,15 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         # long. Of this thread and of those that it starts.
         torch.set_flush_denormal(True)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    choice = group.broadcast_result(lambda: saved_decision(config, checkpoint=checkpoint))
-    latency = group.broadcast_result(lambda: saved_latency(config, checkpoint=checkpoint)) if choice else None
-    resolved = resolve(with_decision(config, choice=choice) if choice else config, device=device)
+    decision = group.broadcast_result(lambda: saved_decision(config, checkpoint=checkpoint))
+    latency = group.broadcast_result(lambda: saved_latency(config, checkpoint=checkpoint)) if decision else None
+    resolved = resolve(with_decision(config, decision=decision) if decision else config, device=device)
     task, data = build(resolved, run_dir=run_dir, device=device)
     config = resolved.config
     settings = without_scratch_measurements(session_settings(config), network=task, pretrained=None)
     decided = None
-    if choice:
-        write_decision(choice, run_dir=run_dir)
+    if decision:
+        write_decision(decision, run_dir=run_dir)
     elif resolved.needs_microbatch_search:
         decided = decide_together(
             config, task=task, data=data, device=device, settings=settings, group=group, run_dir=run_dir

@@ -39,10 +39,10 @@ def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
     assert saved_decision(config, checkpoint=tmp_path / "checkpoints" / "step_4") == {}
     choice = saved_decision(config, checkpoint=folder(tmp_path))
     assert choice == CHOICE
-    made = with_decision(config, choice=choice)
+    made = with_decision(config, decision=choice)
     assert (made.micro_batch, made.model.checkpointing, made.optim.release_gradients) == (16, True, False)
     earlier = {"micro_batch": 16, "checkpointing": True}  # of a version without release
-    assert with_decision(config, choice=earlier) == made and conflicts(earlier, config=config) == []
+    assert with_decision(config, decision=earlier) == made and conflicts(earlier, config=config) == []
     choices = [decision_of(option(8, rate=1, risk=0.0, recomputed=number)) for number in (0, 3, 4)]
     assert choices == [
         {"micro_batch": 8, "checkpointing": number, "num_layers": 4, "release": False, "compile": False}
@@ -72,7 +72,7 @@ def test_a_number_of_recomputed_layers_is_kept_unless_another_is_asked_for(decid
     choice = {"micro_batch": 16, "checkpointing": decided, "num_layers": 4, "release": False}
     config = RunConfig(batch_size=16, model=ModelConfig(checkpointing=asked))
     assert (conflicts(choice, config=config) == []) is held
-    made = with_decision(config, choice=choice).model.checkpointing
+    made = with_decision(config, decision=choice).model.checkpointing
     assert made is decided or made == decided == 3
 
 

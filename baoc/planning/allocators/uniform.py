@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baoc.core.baselines import FALLBACK, UNIFORM_BASELINES, UniformBaseline
+from baoc.core.baselines import UNIFORM_BASELINES, UniformBaseline
+from baoc.core.recipes import FALLBACK
 from baoc.errors import BadInputError
 from baoc.planning.allocators.base import AllocatorTraits, allocate_first_wanted
 from baoc.types import Allocation, Candidate, Limits

@@ -152,7 +152,7 @@ def plan_for(
         f"planned for {card.name} ({card.description}), which is not here: bytes are counted from shapes, risks are "
         "priors by role, rates are approximate"
     )
-    config = with_decision(config, choice=decision_of(chosen))
+    config = with_decision(config, decision=decision_of(chosen))
     write_plan_line(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
 
 

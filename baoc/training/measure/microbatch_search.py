@@ -208,7 +208,7 @@ def decide(
             "optim.release_gradients=false rules this out"
         )
     return SearchResult(
-        config=replace(with_decision(config, choice=decision_of(chosen)), budget=budget),
+        config=replace(with_decision(config, decision=decision_of(chosen)), budget=budget),
         latency=entry.latency,
         option=chosen,
         footprint=entry.footprint,
