@@ -264,9 +264,9 @@ class BudgetedStrategy(Strategy):
         session.resharding = self._resharding
         unsharded = [tensor for tensor in (*named.values(), *module.buffers()) if not is_sharded(tensor)]
         self.ranks.broadcast_tensors(unsharded)  # states start from them, and some hold their last bits
-        with ExitStack() as visit:
+        with ExitStack() as stack:
             if self._weights_on_host:
-                visit.enter_context(
+                stack.enter_context(
                     on_device_as_bf16(
                         module,
                         bf16_params=session.bf16_params,
@@ -287,7 +287,7 @@ class BudgetedStrategy(Strategy):
             except UnmeasuredStepError as error:
                 self._plan_unmeasured(session, why=str(error))
             self.context_bytes, self.layers_summary = session.context_bytes, session.layers_summary
-            visit.close()
+            stack.close()
             device = self.root_device if self._weights_on_host else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
                 leave(session.bf16_params)

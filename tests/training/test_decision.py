@@ -408,7 +408,7 @@ def test_what_was_looked_at_outside_of_the_cap_is_no_room_until_it_was_tried(mon
     measurements, freed = Measurements(config(), device=torch.device("cpu"), axes=axes, **given), (32, False, True)
     found = MicroBatchMeasurement(micro_batch=32, footprint=footprint(32))
     measurements.small, measurements.out_of_memory = {False: [found]}, {(32, False, False)}
-    monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
+    monkeypatch.setattr(measurements, "set_layers", lambda *_, **__: None)
     monkeypatch.setattr(measurements, "measure_bytes", lambda *_, **__: found)
     assert (
         measurements.measure_outside_cap(freed, blocks=[])
@@ -550,14 +550,14 @@ def test_what_was_not_timed_is_planned_and_keeps_the_seconds_of_before(monkeypat
     measurements, way = Measurements(config(), **given), (8, 0, False)
     measurements.small = {0: [MicroBatchMeasurement(micro_batch=8, footprint=footprint(8), seconds=2.0)]}
     untimed = MicroBatchMeasurement(micro_batch=8, footprint=footprint(8))
-    monkeypatch.setattr(measurements, "switch", lambda *_, **__: None)
+    monkeypatch.setattr(measurements, "set_layers", lambda *_, **__: None)
     monkeypatch.setattr(measurements, "measure_bytes", lambda *_, **__: untimed)
     assert measurements.measure_outside_cap(way, blocks=[]) and measurements.seconds(way) == 4 * 2.0
     measurements.small = {0: [untimed]}
     decision: Any = SimpleNamespace(measurements=measurements, budget=measurements.budget)
     decision.config = config(objective="throughput")
     fast: Any = SimpleNamespace(fits=True, step_s=1.0)
-    assert MicroBatchSearch.too_slow(decision, way, than=[fast]) is None
+    assert MicroBatchSearch.option_if_too_slow(decision, way, than=[fast]) is None
 
 
 def test_a_plan_of_before_is_taken_again_only_where_the_context_has_grown():

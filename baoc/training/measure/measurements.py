@@ -100,7 +100,7 @@ class Measurements:
         # Seconds of compiling, by (micro-batch, bf16 weights, recomputed layers).
         self._compile_s: dict[tuple[int, bool, bool], float] = {}
 
-    def switch(self, recomputed: int, *, compiled: bool = False) -> None:
+    def set_layers(self, recomputed: int, *, compiled: bool = False) -> None:
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         set_compiled(self.task.model, compiled)
 
@@ -122,8 +122,8 @@ class Measurements:
 
     def remaining_compile_seconds(self, size: int) -> float:
         """About how long compiling takes before this micro-batch can be measured as training runs it."""
-        is_compiled = not self.compiled or size in {kind[0] for kind in self._compile_s}
-        return 0.0 if is_compiled else 2 * max(self._compile_s.values(), default=0.0)  # kept layers and recomputed ones
+        nothing_left = not self.compiled or size in {kind[0] for kind in self._compile_s}
+        return 0.0 if nothing_left else 2 * max(self._compile_s.values(), default=0.0)  # kept and recomputed layers
 
     # -- bytes and seconds -----------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Measurements:
         `measured`: also use numbers that were measured exactly for this micro-batch.
         """
         size, recomputed, _ = key
-        exact = {number for of, number in self.exact if of == size and measured}
+        exact = {number for other_size, number in self.exact if other_size == size and measured}
         numbers = sorted({*self.small, *exact}) or [recomputed]
         fewer = max((number for number in numbers if number <= recomputed), default=numbers[0])
         more = min((number for number in numbers if number >= recomputed), default=numbers[-1])
@@ -201,18 +201,19 @@ class Measurements:
         if key in self.rehearsed_s:
             return self.rehearsed_s[key]
         if key in self.compared_s:
-            return self.compared_s[key] * self._loop_share(release=key[2])
-        gains = [self.rehearsed_s[other] / self._line_seconds(other) for other in self.rehearsed_s if self.compiled]
-        return self._line_seconds(key) * (median(gains) if gains else 1.0)
+            return self.compared_s[key] * self._loop_factor(release=key[2])
+        factors = [self.rehearsed_s[other] / self._line_seconds(other) for other in self.rehearsed_s if self.compiled]
+        return self._line_seconds(key) * (median(factors) if factors else 1.0)
 
     def _line_seconds(self, key: OptionKey) -> float:
+        """Seconds of a step by the line through the next measured numbers of recomputed layers."""
         size, _, release = key
         fewer, more, share = self._neighbours(key, measured=not self.compiled)
         ends = [self._micro_batch_seconds((size, number, release)) for number in (fewer, more)]
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
     def _micro_batch_seconds(self, key: OptionKey) -> float:
-        """Seconds by the line through small measurements.
+        """Seconds of one micro-batch by the line through small measurements.
 
         The line through small sizes, at which the device waits for the host, is too low for large ones: kept layers
         then count with KEPT_SHARE of the seconds with all layers recomputed.
@@ -226,28 +227,24 @@ class Measurements:
             seconds = max(seconds, KEPT_SHARE * seconds_at(self.small[most], micro_batch=size))
         return seconds
 
-    def _loop_share(self, *, release: bool) -> float:
-        """Seconds in the training loop over seconds as compared; 1 if unknown."""
-        shares = [self.rehearsed_s[key] / self.compared_s[key] for key in self.rehearsed_s if key in self.compared_s]
-        return median(shares) if shares and not release else 1.0
+    def _loop_factor(self, *, release: bool) -> float:
+        """Seconds in the training loop over seconds as compared; 1 if unknown, or under gradient release."""
+        factors = [self.rehearsed_s[key] / self.compared_s[key] for key in self.rehearsed_s if key in self.compared_s]
+        return median(factors) if factors and not release else 1.0
 
     @property
     def any_room(self) -> bool:
-        keys = {
-            (measurement.micro_batch, kind, False)
-            for kind, measurements in self.small.items()
-            for measurement in measurements
-        }
+        keys = {(measured.micro_batch, number, False) for number, sizes in self.small.items() for measured in sizes}
         keys |= {(size, number, False) for size, number in self.exact}
-        keys |= {(measurement.micro_batch, kind, True) for kind, measurement in self.with_release.items()}
+        keys |= {(measurement.micro_batch, number, True) for number, measurement in self.with_release.items()}
         return bool(keys - self.out_of_memory - self.measured_outside_cap)
 
     def has_room(self, key: OptionKey) -> bool:
         """False if the option, or one that takes less, ran out of memory."""
         size, recomputed, release = key
         return not any(
-            other <= size and number >= recomputed and (released or not release)
-            for other, number, released in self.out_of_memory
+            other_size <= size and number >= recomputed and (released or not release)
+            for other_size, number, released in self.out_of_memory
         )
 
     # -- measuring ------------------------------------------------------------------------------------------------
@@ -264,13 +261,14 @@ class Measurements:
             self.measured_in_bf16 |= {recomputed} if in_bf16 else set()
             self._add_small(recomputed, measurements)
             return
-        self.switch(recomputed)
+        self.set_layers(recomputed)
         sizes, measure_size = list(self.axes.micro_batches), partial(self._measure_size, recomputed)
         if not self.capped:
             self.out_of_memory |= {(size, recomputed, release) for size in sizes for release in self.axes.release}
             self.small[recomputed] = [measure_size(sizes[0])]
             return
-        # Compiled layers that are kept take less than these: the largest that fits says nothing.
+
+        # Without seconds the largest size that fits is not measured: compiled, its layers would take less.
         max_s = EXPLORING_S if self._needs_seconds(recomputed) else 0.0
         measure_all = partial(measure_sizes, measure_size, sizes=sizes, max_s=max_s, fits=self._may_fit)
         with suppress(_NoRoomForNativeWeights, torch.OutOfMemoryError):
@@ -295,14 +293,14 @@ class Measurements:
         """Repeats small measurements of native weights with bf16 ones; False if there is nothing to repeat."""
         if not (self.bf16_params and self.capped):
             return False
-        kinds = [kind for kind in self.small if kind not in self.measured_in_bf16]
-        self.measured_in_bf16 |= set(kinds)
-        for kind in kinds:
-            self.switch(kind)
-            sizes, measure_size = list(self.axes.micro_batches), partial(self._measure_size, kind)
+        numbers = [number for number in self.small if number not in self.measured_in_bf16]
+        self.measured_in_bf16 |= set(numbers)
+        for number in numbers:
+            self.set_layers(number)
+            sizes, measure_size = list(self.axes.micro_batches), partial(self._measure_size, number)
             with suppress(torch.OutOfMemoryError), cast_to_bf16(self.bf16_params, module=self.task):
-                self._add_small(kind, measure_sizes(measure_size, sizes=sizes, max_s=EXPLORING_S, fits=self._may_fit))
-        return bool(kinds)
+                self._add_small(number, measure_sizes(measure_size, sizes=sizes, max_s=EXPLORING_S, fits=self._may_fit))
+        return bool(numbers)
 
     def _add_small(self, recomputed: int, measurements: list[MicroBatchMeasurement]) -> None:
         self._explored_before[recomputed] = measurements, recomputed in self.measured_in_bf16
@@ -349,14 +347,14 @@ class Measurements:
         max_s: float | None = None,
     ) -> float:
         """Seconds of a step as training will run it. Raises torch.OutOfMemoryError."""
-        trainer = self.config.trainer
+        (size, _, release), trainer = key, self.config.trainer
         return self.runner.time_training_step(
-            key[0],
-            per_step=self.config.batch_size // key[0],
+            size,
+            per_step=self.config.batch_size // size,
             clip=(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
             blocks=blocks,
-            specs=specs if key[2] or self.device.type == "cuda" else (),  # on a CPU they are in the table
-            release=key[2],
+            specs=specs if release or self.device.type == "cuda" else (),  # on a CPU they are in the table
+            release=release,
             max_s=max_s,
         )
 
@@ -367,14 +365,14 @@ class Measurements:
         loop."""
         size, _, release = key
 
-        def compared(_: bool) -> None:
+        def time_steps(_: bool) -> None:
             if release:
                 self.compared_s[key] = self.rehearse(key, blocks=blocks, specs=specs, max_s=0.0)
             else:
                 count = self.config.batch_size // size
                 self.compared_s[key] = count * self.runner.time_micro_batch(size, per_step=count)
 
-        self._try_within_cap(key, compared)
+        self._try_within_cap(key, time_steps)
 
     def try_out(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
@@ -384,7 +382,7 @@ class Measurements:
         `blocks`: the parameters of each block; `specs` step them.
         """
 
-        def tried(in_bf16: bool) -> None:
+        def measure(in_bf16: bool) -> None:
             measurement = self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16)
             if self._may_fit(measurement.footprint):  # else its seconds are nobody's
                 self.rehearsed_s[key] = self.rehearse(key, blocks=blocks, specs=specs)
@@ -392,7 +390,7 @@ class Measurements:
             self._record(key, measurement)
             self.measured_outside_cap.discard(key)
 
-        self._try_within_cap(key, tried)
+        self._try_within_cap(key, measure)
 
     def measure_within_cap(self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]]) -> MicroBatchMeasurement | None:
         """The bytes of this option as training would run it; None if it has no room."""
@@ -410,15 +408,15 @@ class Measurements:
         If neither fits, the option joins `out_of_memory`.
         """
         _, recomputed, _ = key
-        self.switch(recomputed, compiled=self.compiled)
+        self.set_layers(recomputed, compiled=self.compiled)
         already_in_bf16 = self._is_in_bf16(recomputed) or key in self.fits_only_in_bf16
         # bf16 weights would be compiled separately, while more layers can be recomputed without that.
         more = self.compiled and recomputed < max(self.small, default=0)
         for in_bf16 in (True,) if already_in_bf16 else (False, True):
             if in_bf16 and not (self.bf16_savings and (already_in_bf16 or not more)):
                 break
-            measure_size = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
-            with suppress(torch.OutOfMemoryError), measure_size:
+            cast = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
+            with suppress(torch.OutOfMemoryError), cast:
                 self.compile(key, in_bf16=in_bf16)
                 measure(in_bf16)
                 self.fits_only_in_bf16 |= {key} if in_bf16 else set()
@@ -428,16 +426,15 @@ class Measurements:
 
     def _is_in_bf16(self, recomputed: int) -> bool:
         """True if small measurements have bf16 weights; between none and all layers as with all, which takes least."""
-        return (
-            recomputed if recomputed in self.small else max(self.small, default=recomputed)
-        ) in self.measured_in_bf16
+        number = recomputed if recomputed in self.small else max(self.small, default=recomputed)
+        return number in self.measured_in_bf16
 
     def measure_outside_cap(self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]]) -> bool:
         """Measures the bytes of this option without the cap; False if the device has no room for it."""
-        self.switch(key[1], compiled=self.compiled)
+        self.set_layers(key[1], compiled=self.compiled)
         in_bf16 = bool(self.bf16_savings)
-        measure_size = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
-        with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget), measure_size:
+        cast = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
+        with suppress(torch.OutOfMemoryError), uncapped(self.device, budget=self.budget), cast:
             self._record(key, self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
             self.measured_outside_cap.add(key)
             return True

@@ -79,7 +79,7 @@ from baoc.units import format_bytes
 DECIDING_S = 12.0  # that a decision may take
 LIMITED_S = 5.0  # that a latency table may take if a step_time limit needs it
 FUSED_S = 0.5  # that one may take with fused AdamW alone, whose seconds per byte stand for all specs
-COMPARING_S, LOOKING_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
+COMPARING_S, BYTES_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
 # Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step.
 SIZE_INDEPENDENT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
 MAX_VERIFIED = 6  # options that are measured for a refusal
@@ -149,12 +149,12 @@ def decide(
             found to fit within that memory budget, if any was.
     """
     phases = PhaseTimer()
-    with _restored(config, task=task, device=device) as visit:
-        tell = visit.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
+    with _restored(config, task=task, device=device) as stack:
+        tell = stack.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
         search = MicroBatchSearch(
-            config, task=task, data=data, device=device, settings=settings, visit=visit, phases=phases
+            config, task=task, data=data, device=device, settings=settings, stack=stack, phases=phases
         )
         with phases("the key"):
             cache_key = search.cache_key()
@@ -183,17 +183,17 @@ def decide(
                 no_option_fits, options, budget=search.budget, axes=search.axes, specs=search.planner.specs
             )
             refusal = refuse()
-            where = search.device
-            if not needs_confirmation(where, refusal):
+            searched = search.device
+            if not needs_confirmation(searched, refusal):
                 raise refusal
             del search
-            visit.close()  # the device is as it was before
+            stack.close()  # the device is as it was before
             named = format_bytes(refusal.least_feasible_bytes)
             console.say(f"no option fits budget {config.budget.name}: budgets around {named} are tried for the least")
             least = least_confirmed_bytes(
                 refusal,
                 plan_at=partial(_least_peak, config, task=task, data=data, device=device, settings=settings),
-                page_start=partial(least_budget_with_same_pages, where),
+                page_start=partial(least_budget_with_same_pages, searched),
             )
             raise refusal if least is None else refuse(least_bytes=least)
         budget = search.budget
@@ -217,15 +217,15 @@ def decide(
 
 @contextmanager
 def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitStack]:
-    """Restores the network's layers, random numbers and the device's cache, and what the stack is given."""
-    with ExitStack() as visit:  # closes in reverse: weights that were moved for measuring are restored first
-        visit.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
-        visit.callback(set_compiled, task.model, is_compiled(task.model))
-        visit.callback(restore_rng, capture_rng())
-        visit.callback(gc.unfreeze)
+    """Restores layers, random numbers and the device's cache when the stack closes, beside what callers add to it."""
+    with ExitStack() as stack:  # closes in reverse: weights that were moved for measuring are restored first
+        stack.callback(set_recomputed, task.model, count_recomputed_layers(task.model), name=config.model.name)
+        stack.callback(set_compiled, task.model, is_compiled(task.model))
+        stack.callback(restore_rng, capture_rng())
+        stack.callback(gc.unfreeze)
         gc.freeze()  # else each emptying of caches walks all objects that were there before, .2 s each time
-        visit.callback(clear_cache, torch.device(device))
-        yield visit
+        stack.callback(clear_cache, torch.device(device))
+        yield stack
 
 
 def _least_peak(
@@ -236,9 +236,9 @@ def _least_peak(
     Options are measured until one fits, not for the fastest. Raises InfeasibleBudgetError if none fits.
     """
     config = replace(config, budget=replace(config.budget, memory_bytes=memory_bytes))
-    with _restored(config, task=task, device=device) as visit, redirect_stdout(io.StringIO()):
+    with _restored(config, task=task, device=device) as stack, redirect_stdout(io.StringIO()):
         search = MicroBatchSearch(
-            config, task=task, data=data, device=device, settings=settings, visit=visit, phases=PhaseTimer(), max_s=0.0
+            config, task=task, data=data, device=device, settings=settings, stack=stack, phases=PhaseTimer(), max_s=0.0
         )
         choice = search.search(began=monotonic(), tell=lambda _: None)
         refusal, least = None, 0
@@ -266,7 +266,7 @@ def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> N
 
 
 class MicroBatchSearch:
-    """The measurements and planned options of one run. The task is on the device until `visit` closes.
+    """The measurements and planned options of one run. The task is on the device until `stack` closes.
 
     Under fully_shard all ranks search together: they share measurements and rank 0's clock. `max_s`: seconds for
     measuring which option is fastest, by default DECIDING_S; with 0, the first option that fits is enough, and layers
@@ -281,7 +281,7 @@ class MicroBatchSearch:
         data: DataModule,
         device: str,
         settings: SessionSettings,
-        visit: ExitStack,
+        stack: ExitStack,
         phases: PhaseTimer,
         max_s: float | None = None,
     ):
@@ -310,7 +310,7 @@ class MicroBatchSearch:
                 ranks=self.ranks,
             )
         with phases("device and weights"):
-            capped, waits = self._move_task_to_device(self.session.bf16_params, visit=visit)
+            capped, waits = self._move_task_to_device(self.session.bf16_params, stack=stack)
         self._new_measurements = partial(
             Measurements,
             config,
@@ -412,22 +412,22 @@ class MicroBatchSearch:
         return own_s + min(COMPILING_SHARE * run_s, MAX_COMPILING_S)
 
     def explore(self) -> None:
-        """Measures a few micro-batches of each kind, and everything else that options are planned from."""
+        """Measures a few micro-batches with none and with all layers recomputed, and what else plans need."""
         self.measurements.fits_only_in_bf16.clear()  # of a cached decision
-        kinds, most = self.axes.recomputed, self.axes.num_layers
-        if self.measurements.compiled and kinds != (most,):  # both ends: compiled layers lie between them
+        numbers, most = self.axes.recomputed, self.axes.num_layers
+        if self.measurements.compiled and numbers != (most,):  # both ends: compiled layers lie between them
             for end in (most, 0):
-                with nullcontext() if end in kinds else suppress(Exception):  # a number that the user set stays
+                with nullcontext() if end in numbers else suppress(Exception):  # a number that the user set stays
                     self.measurements.explore(end)
-            kinds = tuple(number for number in kinds if not self.measurements.covers(number))
-        for recomputed in kinds:
+            numbers = tuple(number for number in numbers if not self.measurements.covers(number))
+        for recomputed in numbers:
             if self.measurements.compiled or not (recomputed and self._fits_with_adamw()):
                 self.measurements.explore(recomputed)
         self._plan_by(self.measurements.small[min(self.measurements.small)][0].footprint)
-        beyond = self.measurements.capped and not self.measurements.any_room
         if self.size_independent:
             return
-        with self.phases("the profiler"), uncapped(self.device, budget=self.budget) if beyond else nullcontext():
+        no_room = self.measurements.capped and not self.measurements.any_room
+        with self.phases("the profiler"), uncapped(self.device, budget=self.budget) if no_room else nullcontext():
             constant: dict[bool, dict[str, Any]] = {}
             for release in self.axes.release:
                 settings = replace(self.settings, release=release)
@@ -519,8 +519,8 @@ class MicroBatchSearch:
             phases=self.phases,
         )
 
-    def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, visit: ExitStack) -> tuple[bool, bool]:
-        """Moves the task to the device until `visit` closes. Returns whether a cap is set, and whether the weights came
+    def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, stack: ExitStack) -> tuple[bool, bool]:
+        """Moves the task to the device until `stack` closes. Returns whether a cap is set, and whether the weights came
         in bf16."""
         try:
             cap_device(self.device, budget=self.budget)
@@ -535,19 +535,18 @@ class MicroBatchSearch:
         there = on_device_as_bf16(
             self.task, bf16_params=given, device=self.device, budget=self.budget, context_bytes=context
         )
-        visit.enter_context(there)
+        stack.enter_context(there)
         return True, bool(given)
 
     def _fits_with_adamw(self) -> bool:
         """True if the whole batch fits at once with all activations and fp32 AdamW's states, so recomputing gains
-        nothing."""
-        key = (self.config.batch_size, 0, False)
-        measurements = self.measurements.small.get(0)
-        if measurements is None or 0 in self.measurements.measured_in_bf16 or key[0] not in self.axes.micro_batches:
+        nothing. The states take twice the bytes of fp32 weights; three times leaves a margin."""
+        size, measurements = self.config.batch_size, self.measurements.small.get(0)
+        if measurements is None or 0 in self.measurements.measured_in_bf16 or size not in self.axes.micro_batches:
             return False
         if self.budget.memory_bytes is None:
             return True
-        footprint = footprint_at(measurements, micro_batch=key[0])
+        footprint = footprint_at(measurements, micro_batch=size)
         return footprint.peak_bytes(state_bytes=3 * footprint.weights_bytes) <= self.budget.memory_bytes
 
     def _table(self) -> LatencyTable:
@@ -568,16 +567,12 @@ class MicroBatchSearch:
                 cache_dir=cache_folder(),
             )
         table = replace(self.ranks.broadcast(table), device=str(self.device))
-        by_recomputed = self.measurements.small.items()
-        measurements = [(measurement, kind) for kind, sizes in by_recomputed for measurement in sizes]
-        timed = [
-            (measurement, kind) for measurement, kind in measurements if not math.isnan(measurement.seconds)
-        ] or measurements
+        pairs = [(measured, number) for number, sizes in self.measurements.small.items() for measured in sizes]
+        timed = [pair for pair in pairs if not math.isnan(pair[0].seconds)] or pairs
         measurement, recomputed = min(timed, key=lambda pair: pair[0].seconds / pair[0].micro_batch)
         key = measurement.micro_batch, recomputed, False
-        if (
-            limited and key not in self.measurements.out_of_memory
-        ):  # options are held against it, so it is timed as they are
+        # Options are held against this step, so it is timed as they are.
+        if limited and key not in self.measurements.out_of_memory:
             self.measurements.try_out(key, blocks=self.blocks, specs=[SPECS["adamw"]] * len(self.blocks))
         return replace(table, reference_step_s=table.reference_step_s + self.measurements.seconds(key))
 
@@ -592,9 +587,8 @@ class MicroBatchSearch:
         return options
 
     def plan_options(self) -> list[Option]:
-        self.context = int(
-            self.ranks.all_reduce_max(context_bytes(self.device))[0]
-        )  # has grown by the kernels of what was tried since
+        # It has grown by the kernels of what was tried since.
+        self.context = int(self.ranks.all_reduce_max(context_bytes(self.device))[0])
         keys = [
             key for key in self.axes.option_keys(batch_size=self.config.batch_size) if self.measurements.covers(key[1])
         ]
@@ -603,7 +597,7 @@ class MicroBatchSearch:
                 self.planner.budget = replace(self.budget, step_time=None)
             ends: dict[OptionKey, Option] = {}
             for key in sorted(keys, key=self.measurements.seconds):
-                option = self.too_slow(key, than=ends.values()) or self._option(key)
+                option = self.option_if_too_slow(key, than=ends.values()) or self._option(key)
                 ends |= {} if option is None else {key: option}
             partly = [self._option(key) for key in self._between_ends(ends)]
         options = [*ends.values(), *(option for option in partly if option is not None)]
@@ -648,25 +642,26 @@ class MicroBatchSearch:
         context = max(footprint.context_bytes, self.context)
         return replace(footprint, context_bytes=context, **self.size_independent[key[2]])
 
-    def too_slow(self, key: OptionKey, *, than: Collection[Option]) -> Option | None:
+    def option_if_too_slow(self, key: OptionKey, *, than: Collection[Option]) -> Option | None:
         """The option without a plan, if the rate alone counts and it cannot be the best within EXTRAPOLATED_ERROR's
         error; else None."""
         seconds = self.measurements.seconds(key)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
-        counts = self.config.objective != "throughput" or self.budget.step_time is not None  # more than its rate
+        rate_alone_counts = self.config.objective == "throughput" and self.budget.step_time is None
         least_s, most_fitting_s = (1 - EXTRAPOLATED_ERROR) * seconds, (1 + EXTRAPOLATED_ERROR) * fitting_s
         slow = least_s > most_fitting_s  # False if seconds are unknown
-        if counts or key in self.measurements.rehearsed_s or not slow:
+        if not rate_alone_counts or key in self.measurements.rehearsed_s or not slow:
             return None
         return self._unplanned(key, why="not planned: too slow by its promise", seconds=seconds)
 
     def _unplanned(self, key: OptionKey, *, why: str, seconds: float = math.nan) -> Option:
+        size, recomputed, release = key
         return Option(
-            micro_batch=key[0],
-            accumulation=self.config.batch_size // key[0],
-            recomputed=key[1],
+            micro_batch=size,
+            accumulation=self.config.batch_size // size,
+            recomputed=recomputed,
             num_layers=self.axes.num_layers,
-            release=key[2],
+            release=release,
             samples_per_s=self.config.batch_size / seconds,
             step_s=seconds,
             why=why,
@@ -783,11 +778,11 @@ class MicroBatchSearch:
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
         if not tried and not option.compiled:
             return COMPARING_S + (2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s))
-        looks_s = 0.0 if self.measurements.is_measured(option.key) else LOOKING_S + 3 * micro_s
+        bytes_s = 0.0 if self.measurements.is_measured(option.key) else BYTES_S + 3 * micro_s
         step_s = micro_s * min(option.accumulation, FEW)
         warm_s = (WARM_RELEASED if option.release else WARM) * step_s
         rehearsed_s = COMPARING_S + warm_s + max(REHEARSED_S[self.device.type], step_s)
-        return self.measurements.remaining_compile_seconds(option.micro_batch) + looks_s + rehearsed_s
+        return self.measurements.remaining_compile_seconds(option.micro_batch) + bytes_s + rehearsed_s
 
 
 def run_seconds(config: RunConfig, rate: float) -> float:
