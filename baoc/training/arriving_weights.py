@@ -3,7 +3,7 @@
 1. `must_wait` says whether they stay there. Weights that the budget holds go to the device at once.
 2. Measurements before the plan run with bf16 in their place (`on_device_as_bf16`).
 3. The optimizer moves them to the device block by block, in their final format (`BlockwiseOptimizer`'s `device`), so
-   the full weights are never there together. `needs_room` says whether weights on the device first go back (`leave`).
+   the full weights are never there together. `needs_room` says whether those on the device go back (`move_to_host`).
 4. `ArrivedWeights` serves a resume under another plan. `WeightsBetweenFits` restores weights between fits.
 """
 
@@ -104,8 +104,8 @@ def needs_room(plan: Plan, *, footprint: Footprint | None) -> bool:
     return footprint.weights_bytes + plan.allocation.state_bytes + fixed > memory
 
 
-def leave(params: Mapping[str, Tensor]) -> None:
-    """Moves parameters to the CPU in their present types and drops their gradients."""
+def move_to_host(params: Mapping[str, Tensor]) -> None:
+    """Moves parameters to the host in their present types and drops their gradients."""
     for param in params.values():
         param.grad = None
         param.data = param.detach().cpu()
@@ -116,7 +116,7 @@ class ArrivedWeights:
 
     They serve a resume whose checkpoint has another plan, under which some of these are native again. The copies are
     what the module and callbacks left in the model between loading and training, which may differ from the file (weight
-    averages swap places with current weights). Call `narrowed` when the optimizer has been built.
+    averages swap places with current weights). Call `note_versions` when the optimizer has been built.
     """
 
     def __init__(self, session: Session):
@@ -132,11 +132,11 @@ class ArrivedWeights:
         self._native = {name: param.detach().to("cpu", copy=True) for name, param in self._params.items()}
         self._versions: dict[str, int] = {}
 
-    def narrowed(self) -> None:
+    def note_versions(self) -> None:
         self._versions = {name: param._version for name, param in self._params.items()}
 
     def untouched(self) -> dict[str, Tensor]:
-        """Parameter name -> native weights, of the parameters that were not written to since `narrowed`."""
+        """Parameter name -> native weights, of the parameters that were not written to since `note_versions`."""
         return {
             name: self._native[name] for name, param in self._params.items() if param._version == self._versions[name]
         }
@@ -145,22 +145,22 @@ class ArrivedWeights:
 class WeightsBetweenFits:
     """Restores weights between fits.
 
-    A fit leaves weights in the formats of its specs, with corrections in the optimizer's states. `leave` and `resume`
-    restore their exact values in native types for the next fit. For a pass without training, `narrow` converts weights
-    to bf16 that lose nothing by it, such as split weights from a checkpoint, and `widen` undoes it.
+    A fit leaves weights in the formats of its specs, with corrections in the optimizer's states. `end_fit` and
+    `begin_fit` restore their exact values in native types for the next fit. For a pass without training, `narrow`
+    converts weights to bf16 that lose nothing by it, such as split weights from a checkpoint, and `widen` undoes it.
     """
 
     def __init__(self) -> None:
         self._dtypes: dict[Tensor, torch.dtype] = {}
         self._ended: list[tuple[BlockwiseOptimizer, dict[Tensor, int]]] = []
 
-    def leave(self, optimizer: BlockwiseOptimizer) -> None:
+    def end_fit(self, optimizer: BlockwiseOptimizer) -> None:
         """Ends a fit: keeps its optimizer and the versions of its parameters."""
         slots = [slot for live in optimizer.registry.live.values() for slot in live.slots]
         self._ended.append((optimizer, {slot.param: slot.param._version for slot in slots}))
 
     @torch.no_grad()
-    def resume(self, module: nn.Module) -> None:
+    def begin_fit(self, module: nn.Module) -> None:
         """Begins another fit. Weights written to since the last one, as by a checkpoint, keep their values."""
         ended, self._ended = self._ended, []
         own = set(module.parameters())

@@ -37,7 +37,7 @@ from baoc.training.arriving_weights import (
     MIXED,
     ArrivedWeights,
     WeightsBetweenFits,
-    leave,
+    move_to_host,
     must_wait,
     needs_room,
     no_room,
@@ -177,7 +177,7 @@ class BudgetedStrategy(Strategy):
         assert module is not None
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits:
-            self._weights_between_fits.resume(module)
+            self._weights_between_fits.begin_fit(module)
         exceeds = partial(
             must_wait, module, device=self.root_device, budget=self.budget, context_bytes=self.context_bytes
         )
@@ -290,7 +290,7 @@ class BudgetedStrategy(Strategy):
             stack.close()
             device = self.root_device if self._weights_on_host else None
             if device is None and needs_room(session.plan, footprint=session.planner.footprint):
-                leave(session.bf16_params)
+                move_to_host(session.bf16_params)
                 device = self.root_device
             if trainer._checkpoint_connector._loaded_checkpoint:
                 self._arrived_weights = ArrivedWeights(session)
@@ -298,7 +298,7 @@ class BudgetedStrategy(Strategy):
                 named_groups(optimizer, module), defaults=hyperparameters(optimizer), device=device
             )
             if self._arrived_weights is not None:
-                self._arrived_weights.narrowed()
+                self._arrived_weights.note_versions()
         if self._unmeasured_step is not None:
             self._unmeasured_step.begin(reallocator, owner=reallocator.optimizer)
         return reallocator
@@ -396,7 +396,7 @@ class BudgetedStrategy(Strategy):
             self._unmeasured_step = None
         for optimizer in (reallocator.optimizer for reallocator in self.reallocators):
             optimizer.registry.refresh(optimizer.param_groups)
-            self._weights_between_fits.leave(optimizer)
+            self._weights_between_fits.end_fit(optimizer)
         super().teardown()
         self._weights_between_fits.widen()
         if self.reallocator is not None and self.reallocator.optimizer.releaser is not None:
@@ -688,7 +688,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         self.reallocator.around_migration = self._rewrap_around_migration
         self._wrap()
         if self._arrived_weights is not None:
-            self._arrived_weights.narrowed()  # again: DistributedDataParallel wrote the same numbers to the weights
+            self._arrived_weights.note_versions()  # again: DistributedDataParallel wrote them, unchanged
 
     def _wrap(self) -> None:
         super().configure_ddp()

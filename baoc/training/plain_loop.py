@@ -1,6 +1,6 @@
 """BaocOptimizer: a budgeted optimizer for a plain PyTorch loop, built like any torch optimizer.
 
-The loop stays as it is; the optimizer plans when it is built, watches gradients inside `step()`, and reallocates there.
+The loop stays as it is; the optimizer plans when it is built, samples gradients inside `step()`, and reallocates there.
 """
 
 import gc
@@ -33,12 +33,12 @@ from baoc.optim.groups import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
 from baoc.optim.wrappers import has_averaged_copy, live_instances
-from baoc.parallel import SINGLE_PROCESS, ranks, refuse_several_processes, unwrapped
+from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.caller_probe import CallerProbe
 from baoc.tracking.console import say
-from baoc.training.arriving_weights import leave, needs_room
+from baoc.training.arriving_weights import move_to_host, needs_room
 from baoc.training.measure.first_step import FirstStep
 from baoc.training.narration import Narrator
 from baoc.training.own_words import in_own_words
@@ -117,11 +117,12 @@ class BaocOptimizer(BlockwiseOptimizer):
         **switches: bool | None,
     ):
         check_switches(switches, door=BaocOptimizer)
-        usual = SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
-        settings = usual if settings is None else settings
+        default = SessionSettings(reallocation=ReallocationConfig(warmup_steps=PLAIN_WARMUP_STEPS))
+        settings = default if settings is None else settings
         settings = with_recipe(settings, recipe=recipe, release=release, checkpointing=checkpointing)
-        group = ranks()
-        if group is SINGLE_PROCESS:
+        process_group = ranks()
+        averaged = process_group is not SINGLE_PROCESS  # gradients, by DistributedDataParallel
+        if not averaged:
             refuse_several_processes("optimizer")
         params = unwrapped(params)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -130,8 +131,8 @@ class BaocOptimizer(BlockwiseOptimizer):
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
         detach_other_releases([param for _, param in pairs])  # their hooks would step in the probe
-        group.broadcast_tensors(_not_sharded(pairs, device=device))  # states start from them; some hold their last bits
-        free = -int(group.all_reduce_max(-free_bytes(device))[0])
+        _broadcast_unsharded([param for _, param in pairs], group=process_group, device=device)
+        free = -int(process_group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups)
         settings = without_scratch_measurements(settings, network=module, pretrained=pretrained)
@@ -141,7 +142,7 @@ class BaocOptimizer(BlockwiseOptimizer):
                 f"budget.step_time={limit.step_time:g} needs seconds of a step before training: give probe=, a "
                 "callable that runs one forward and backward, or leave step_time out"
             )
-        unknown = limit.memory_bytes is not None and probe is None
+        plans_after_a_step = limit.memory_bytes is not None and probe is None
         in_bf16 = all(param.dtype == torch.bfloat16 for param in named.values())
         settings = widened(settings, device=device.type, budget=limit, precision="bf16-true" if in_bf16 else "32-true")
         if bf16_weight_specs(settings.planner) and has_averaged_copy(named):
@@ -154,9 +155,9 @@ class BaocOptimizer(BlockwiseOptimizer):
             betas=betas,
             device=device,
             module=module,
-            ranks=group,
+            ranks=process_group,
         )
-        first_step = FirstStep(session) if unknown else None
+        first_step = FirstStep(session) if plans_after_a_step else None
         if first_step is None:
             cap_device(device, budget=limit)
         try:
@@ -165,11 +166,11 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                measure_in_bf16(session, CallerProbe(probe, source=source, averaged=group is not SINGLE_PROCESS))
-            arrives = needs_room(session.plan, footprint=session.planner.footprint)
-            if arrives:
-                leave(session.bf16_params)
-            super().__init__(groups, **session.arguments(), device=device if arrives else None, **options)
+                measure_and_plan(session, CallerProbe(probe, source=source, averaged=averaged))
+            from_host = needs_room(session.plan, footprint=session.planner.footprint)
+            if from_host:
+                move_to_host(session.bf16_params)
+            super().__init__(groups, **session.arguments(), device=device if from_host else None, **options)
             if module is not None:
                 watch_loads(module, self.registry)
                 self.network = weakref.ref(module)
@@ -188,9 +189,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         _warn_of_others(self, budget=limit)
         self.reallocator.attach()
         weakref.finalize(self, self.narrator.conclude)  # a plain loop does not say its end
-        self._counts_once = limit.memory_bytes is not None and probe is not None and group is not SINGLE_PROCESS
+        self._checks_copies = limit.memory_bytes is not None and probe is not None and averaged
         self.after_step.append(partial(_warn_of_copies, weakref.proxy(self)))
-        if unknown and verbose:
+        if plans_after_a_step and verbose:
             say(f"BaocOptimizer: budget {limit.name} is planned for after the first step, which measures its memory")
         else:
             self.narrator.begin()
@@ -252,10 +253,8 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     def _resume(self, state_dict: dict[str, Any]) -> None:
         """Adopts the saved allocation if it meets the budget; the states follow, converted where specs differ."""
-        online = state_dict.get("online")
-        if online is None:
-            return
-        self._changed = self.reallocator.load_state_dict(online)
+        if (online := state_dict.get("online")) is not None:
+            self._changed = self.reallocator.load_state_dict(online)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch does, and reports what was planned or converted anew for another budget or other
@@ -323,19 +322,19 @@ def _warn_of_others(new: Any, *, budget: Budget) -> None:
     _limited.optimizers.add(new)
 
 
-def _not_sharded(pairs: Sequence[tuple[str, Tensor]], *, device: torch.device) -> list[Tensor]:
-    """Parameters that are not sharded. If others are, their communicator is warmed up."""
-    unsharded = [param for _, param in pairs if not is_sharded(param)]
-    if len(unsharded) < len(pairs):
+def _broadcast_unsharded(params: Sequence[Tensor], *, group: Ranks, device: torch.device) -> None:
+    """Gives all ranks rank 0's values, from which states start and of which some hold the last bits."""
+    unsharded = [param for param in params if not is_sharded(param)]
+    if len(unsharded) < len(params):
         warm_up_communicator(device)
-    return unsharded
+    group.broadcast_tensors(unsharded)
 
 
 def _warn_of_copies(optimizer: Any) -> None:
     """After the first step: warns if DistributedDataParallel keeps gradients twice, which no plan counts."""
-    if not optimizer._counts_once:
+    if not optimizer._checks_copies:
         return
-    optimizer._counts_once = False
+    optimizer._checks_copies = False
     mine = {param for group in optimizer.param_groups for param in group["params"]}
     for wrapper in live_instances(DistributedDataParallel):
         if not wrapper.gradient_as_bucket_view and not mine.isdisjoint(wrapper.parameters()):
@@ -347,8 +346,8 @@ def _warn_of_copies(optimizer: Any) -> None:
             )
 
 
-def measure_in_bf16(session: Session, probe: CallerProbe) -> None:
-    """Measures and plans; if the plan keeps bf16 weights, runs the probe with them too.
+def measure_and_plan(session: Session, probe: CallerProbe) -> None:
+    """Measures and plans; if the plan keeps bf16 weights, runs the probe with them too, so that it fails now if it can.
 
     Layers accept bf16 weights under bf16 autocast only, which the probe has to enter; raises BadInputError if it does
     not.

@@ -150,7 +150,7 @@ class Reallocator:
         self._late_step: LateStep | None = None  # the measurement that is running
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the profiler, whose buffers are views of each other, without listeners, and without the
+        """For copies: without the profiler, whose buffers are views of each other, what belongs to the loop, and the
         optimizer, which whoever copies replaces by its copy."""
         left_out: dict[str, Any] = {"profiler": None, "optimizer": None, "network": None, "_late_step": None}
         left_out |= {"listeners": [], "peak_listeners": [], "siblings": ()}
@@ -189,13 +189,6 @@ class Reallocator:
                 # The plan charges the profiler's temporaries in place of gradients, which have to be gone.
                 self.optimizer.registry.pipelines.drain()
             self.profiler.end_step()
-
-    def _stop_observing(self) -> None:
-        if self.profiler is not None:
-            self.profiler.free()
-            self.profiler = None
-        if self.optimizer.releaser is not None:
-            self.optimizer.releaser.observer = None
 
     def after_step(self) -> None:
         """Counts the step and, once the warm-up is over, decides by its gradients."""
@@ -240,6 +233,13 @@ class Reallocator:
         self._stop_observing()
         self._notify(event)
         return event
+
+    def _stop_observing(self) -> None:
+        if self.profiler is not None:
+            self.profiler.free()
+            self.profiler = None
+        if self.optimizer.releaser is not None:
+            self.optimizer.releaser.observer = None
 
     def _decide_by_profile(self) -> _Decision:
         """Proposes from the profile. Accepts a proposal of lower risk whose migration fits; changes nothing yet."""
@@ -384,6 +384,7 @@ class Reallocator:
         return tuple(replace(move, why=reasons.get(move.block, "")) for move in moves)
 
     def _migrate_blocks(self, choices: Mapping[str, str], *, moments: Mapping[str, Moments]) -> tuple[BlockMove, ...]:
+        """Migrates these blocks to the specs chosen for them, inside `around_migration`."""
         live = self.optimizer.registry.live
         casts = any(live[block].spec.weights != resolve_spec(spec).weights for block, spec in choices.items())
         with self.around_migration(casts):
@@ -408,7 +409,7 @@ class Reallocator:
         params = named_params(self.optimizer.param_groups)
         if any(info.whole not in (None, info.shape) for block in self.planner.blocks for info in block.params):
             infos = [largest_shard(info, param=params[info.name][0]) for info in infos]  # as the plan counts the others
-        late = self._late_plan(infos)
+        late = self._choose_late_specs(infos)
         self.late.update((info.name, info) for info in infos)
         self.late_bytes += late.state_bytes
         self._count_late(late.added_bytes)
@@ -478,17 +479,17 @@ class Reallocator:
     def replan_late(self, *, share: float | None = None) -> None:
         """Migrates late parameters: to the specs of their checkpoint, or within a share of fp32 AdamW's state."""
         counted = self.late_bytes + FP32_BYTES * sum(info.numel for info in self.late.values())
-        late = self._late_plan(list(self.late.values()), share=share, counted=counted)
+        late = self._choose_late_specs(list(self.late.values()), share=share, counted=counted)
         self.late_bytes = late.state_bytes
         self._count_late(late.added_bytes - counted)
-        params_of_blocks = {
-            name: [slot.name for slot in live.slots] for name, live in self.optimizer.registry.live.items()
-        }
-        choices = {name: late.specs[params[0]] for name, params in params_of_blocks.items() if params[0] in late.specs}
+        first_params = {name: live.slots[0].name for name, live in self.optimizer.registry.live.items()}
+        choices = {name: late.specs[first] for name, first in first_params.items() if first in late.specs}
         self._migrate_blocks(choices, moments={})
 
-    def _late_plan(self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0) -> LatePlan:
-        """Chooses specs for late parameters. `counted`: their bytes that the predicted peak already includes."""
+    def _choose_late_specs(
+        self, infos: Sequence[ParamInfo], *, share: float | None = None, counted: int = 0
+    ) -> LatePlan:
+        """`counted`: bytes of these parameters that the predicted peak already includes."""
         late = plan_late(
             infos,
             plan=replace(self.plan, peak_bytes=self.plan.peak_bytes - counted),
@@ -510,8 +511,7 @@ class Reallocator:
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Tensors, numbers, strings, lists and dicts, as `weights_only` loading needs. `copies`: see
-        `GradientProfiler.state_dict`."""
+        """Returns plain values and tensors, as `weights_only` loading needs. `copies`: see GradientProfiler's."""
         saved = _Saved(
             step=self.step,
             last_decision=self.last_decision,
