@@ -48,7 +48,7 @@ from baoc.tracking.jsonl import JsonlLogger
 
 log = logging.getLogger(__name__)
 
-PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes, bool, type(None))
+_PLAIN = (torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes, bool, type(None))
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -67,7 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 hashing_file.append_checksum()
             except RuntimeError as error:
                 for cause in exception_chain(error):
-                    if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:  # torch's text is of positions
+                    if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:  # torch names file positions
                         raise cause from None
                 raise
 
@@ -86,7 +86,8 @@ class SafeCheckpoint(Checkpoint):
     stay as `step_N.ckpt`. `best_N.ckpt` is written after validations that improve `monitor` (`mode` min or max).
 
     `meta` describes the run, for `resolve_resume(match=)`. `track(label)` wraps each write, to measure its memory. Once
-    `is_ending()` returns True, the checkpoint of the step in progress is written as soon as that step ends.
+    `is_ending()` returns True, the checkpoint of the step in progress is written as soon as that step ends. `vote` lets
+    all ranks agree that `every_minutes` are over.
 
     Nothing is written on an exception, because an interrupt may come in the middle of a step. All ranks take part in a
     checkpoint; rank 0 writes it, and its clock and folder decide.
@@ -108,19 +109,18 @@ class SafeCheckpoint(Checkpoint):
         self.folder = Path(run_dir) / CHECKPOINT_FOLDER
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
-        self._written_at = monotonic()
         self.keep = keep
         self.monitor = monitor
         self.sign = 1.0 if mode == "min" else -1.0
         self.meta = dict(meta or {})
         self.track = track or (lambda label: nullcontext())
-        self.is_ending: Callable[[], bool] = lambda: False  # True once the process is about to end
+        self.is_ending: Callable[[], bool] = lambda: False  # Preemption sets it
         self.best: dict[str, float] = {}  # file name -> monitored value
-        self._last_step = 0  # of the newest last.ckpt
-        self._written: tuple[int, Path] | None = None  # step and path of the newest file of any kind
+        self._last_step, self._last_at = 0, monotonic()  # of the newest last.ckpt
+        self._newest: tuple[int, Path] | None = None  # step and path of the newest file of any kind
         self._run_dir: FolderGuard | None = None
         self._warned = False
-        self._written_s = 0.0  # time of the newest checkpoint, or of the one that the run resumed from
+        self._timestamp = 0.0  # in the newest checkpoint, or in the one that the run resumed from
         self._ranks: Ranks = SINGLE_PROCESS
         self._vote = vote or StepVote()
         self._vote.local_values["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._is_overdue())
@@ -147,7 +147,7 @@ class SafeCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
-        self._written = None
+        self._newest = None
         self._run_dir = FolderGuard(self.folder.parent)
         if self._ranks.rank == 0 and self.folder.is_dir() and not fast_dev_run(trainer):
             self._clean_up(resumed_from=trainer.ckpt_path)
@@ -166,7 +166,7 @@ class SafeCheckpoint(Checkpoint):
         if self._is_due(trainer) and not accumulating(trainer):
             self._save_last(trainer)
         elif self.is_ending() and trainer.global_step == self._last_step:
-            self._written = None  # written before this validation: write again, so that a resumed run skips it
+            self._newest = None  # written before this validation: write again, so that a resumed run skips it
             self._write(trainer, self.last_path)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -175,8 +175,8 @@ class SafeCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SCHEMA_KEY] = CHECKPOINT_SCHEMA
-        self._written_s = max(time(), self._written_s + 1e-3)  # a resumed run's clock may be behind the first one's
-        checkpoint[META_KEY] = {**self.meta, WRITTEN_KEY: self._written_s}
+        self._timestamp = max(time(), self._timestamp + 1e-3)  # a resumed run's clock may be behind the first one's
+        checkpoint[META_KEY] = {**self.meta, WRITTEN_KEY: self._timestamp}
         if not self._warned and (unsafe := unsafe_entries(checkpoint)):
             self._warned = True
             log.warning(
@@ -186,7 +186,7 @@ class SafeCheckpoint(Checkpoint):
             )
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._written_s = checkpoint.get(META_KEY, {}).get(WRITTEN_KEY, 0.0)
+        self._timestamp = checkpoint.get(META_KEY, {}).get(WRITTEN_KEY, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
@@ -225,13 +225,13 @@ class SafeCheckpoint(Checkpoint):
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def _is_overdue(self) -> bool:
-        return self.every_minutes is not None and monotonic() - self._written_at >= 60 * self.every_minutes
+        return self.every_minutes is not None and monotonic() - self._last_at >= 60 * self.every_minutes
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self._ranks.rank == 0 and self.keep > 1 and self.last_path.is_file() and self._last_step:
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{CHECKPOINT_SUFFIX}")
             self._prune(self.keep - 1)
-        self._last_step, self._written_at = trainer.global_step, monotonic()
+        self._last_step, self._last_at = trainer.global_step, monotonic()
         self._vote.reset("checkpoint")
         self._write(trainer, self.last_path)
 
@@ -259,14 +259,14 @@ class SafeCheckpoint(Checkpoint):
         """Writes a checkpoint to `path`, or links it to the one of this step that was written under another name."""
         if self._run_dir is not None:
             self._run_dir.check()
-        written, now = self._written, trainer.global_step
-        if written is not None and self._ranks.broadcast(written[0] == now and written[1].is_file()):
+        newest, step = self._newest, trainer.global_step
+        if newest is not None and self._ranks.broadcast(newest[0] == step and newest[1].is_file()):
             if self._ranks.rank == 0:
-                _link(written[1], path)
+                _link(newest[1], path)
         else:
             with self.track("checkpoint"):
                 trainer.save_checkpoint(path, weights_only=False)
-        self._written = (trainer.global_step, path)
+        self._newest = (step, path)
 
 
 def _log_before_checkpoint(trainer: L.Trainer) -> None:
@@ -293,7 +293,7 @@ def _link(source: Path, path: Path) -> None:
 
 def unsafe_entries(value: Any, *, path: str = "") -> list[str]:
     """Lists what `torch.load(weights_only=True)` would refuse in a checkpoint: `path (type)` of each value."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, _PLAIN):
         return []
     if type(value) in (dict, OrderedDict):
         return [entry for key, item in value.items() for entry in unsafe_entries(item, path=f"{path}/{key}")]

@@ -40,8 +40,8 @@ class MemoryMonitor(L.Callback):
     whole run. Nothing is slowed.
 
     With `enforce`, a peak above `budget`'s memory limit ends the run with BudgetBreachedError (exit code 4). `peaks`
-    has the peak of each phase. Of several ranks the largest peak counts;
-    `peak_by_rank` is the largest of each rank in this attempt, as of their last comparison, and empty without ranks.
+    has the peak of each phase. Of several ranks the largest peak counts; `peak_by_rank` is the largest of each rank in this
+    attempt, as gathered last, and empty without ranks.
 
     Place this callback after StepMonitor, so that its own work is not timed.
     """
@@ -155,7 +155,7 @@ class MemoryMonitor(L.Callback):
 
     def check_budget(self, *, during: str, step: int) -> None:
         """Raises BudgetBreachedError, on all ranks, if the peak so far of any is above the memory budget."""
-        peak = self.compare()
+        peak = self.gather_peaks()
         if not self.enforce or self.budget_bytes is None or peak <= self.budget_bytes:
             return
         predicted = "" if self.predicted_bytes is None else f" ({format_bytes(self.predicted_bytes)} were predicted)"
@@ -166,8 +166,8 @@ class MemoryMonitor(L.Callback):
             f"{format_bytes(peak - self.budget_bytes)} too much: lower micro_batch, or give a larger budget"
         )
 
-    def compare(self) -> int:
-        """The largest peak so far of any rank. All ranks have to call it."""
+    def gather_peaks(self) -> int:
+        """Gathers the peaks of all ranks, which have to call it together; returns the largest so far."""
         if self._ranks is not SINGLE_PROCESS:
             peaks = tuple(int(peak) for peak in self._ranks.all_gather_number(self._own_bytes))
             self._budget_peaks = peaks
@@ -242,7 +242,7 @@ class MemoryMonitor(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_context()
-        self.compare()
+        self.gather_peaks()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

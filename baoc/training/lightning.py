@@ -466,7 +466,7 @@ class BudgetedStrategy(Strategy):
 
     def on_train_end(self) -> None:
         for narrator in self.narrators:
-            narrator.compare()
+            narrator.gather_peaks()
             narrator.conclude()
 
     # -- training -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Narrator:
     Attributes:
         log: Called with metrics for the plan, for each decision and at the end.
         first_step_bytes: Peak of the first step on a CPU, if measured. CUDA has a peak of its own.
-        by_rank: Peaks of all ranks at the newest comparison, after steps 1, 2, 4 and so on and at calls of `compare`;
+        by_rank: Peaks of all ranks gathered last, after steps 1, 2, 4 and so on and at calls of `gather_peaks`;
             the verdict is of the largest. Empty for a single process.
         alone: False if another optimizer's memory is missing in the peak on a CPU.
     """
@@ -66,7 +66,7 @@ class Narrator:
         own = device_peak_bytes(self.device) if self.device.type == "cuda" else self.first_step_bytes or 0
         return max(own, self.reallocator.late_peak_bytes) or None
 
-    def compare(self) -> None:
+    def gather_peaks(self) -> None:
         """Updates `by_rank`. A collective."""
         ranks = self.reallocator.ranks
         if ranks is not SINGLE_PROCESS:
@@ -179,7 +179,7 @@ class Narrator:
         self._stepped = True
         step = self.reallocator.step
         if step & (step - 1) == 0:  # a peak is mostly reached in the first steps
-            self.compare()
+            self.gather_peaks()
 
     def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
         if not self._begun:  # this plan is the first one, made after the first step was measured

@@ -49,7 +49,7 @@ from baoc.training.resume import (
     write_decision,
 )
 from baoc.training.session import SessionSettings, without_scratch_measurements
-from baoc.training.trainer import Parts, assemble_trainer, failures, session_settings
+from baoc.training.trainer import Parts, assemble_trainer, explained_failures, session_settings
 from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 
@@ -121,7 +121,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
             group.broadcast_result(
                 lambda: check_resume(config, checkpoint=checkpoint, run_dir=run_dir, sources=sources)
             )
-        with failures(device), parts.preemption.listening():
+        with explained_failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
             write_planned(config, parts=parts, task=task, data=data, device=device, run_dir=run_dir)
@@ -129,7 +129,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if parts.trainer.interrupted:
             raise KeyboardInterrupt
         metrics = final_metrics(parts, task, data)
-        parts.memory.compare()  # again, as each rank validated by itself
+        parts.memory.gather_peaks()  # again, as each rank validated by itself
         unsharded = unsharded_weights(task) if config.checkpoint.export else {}
         if group.rank:
             return None  # rank 0 alone writes the result
@@ -290,7 +290,7 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
 def final_metrics(parts: Parts, task: Task, data: L.LightningDataModule) -> dict[str, float]:
     """val/ metrics of the last step. If the training loop did not end on a validation, validates once more."""
     values = parts.trainer.callback_metrics
-    if parts.validated.step != parts.trainer.global_step:
+    if parts.validation.step != parts.trainer.global_step:
         task.zero_grad(set_to_none=True)  # else gradients move to the device and back with the weights
         trainer = L.Trainer(
             strategy=parts.strategy.evaluator(),

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.generators import RngState
 from baoc.callbacks.loss_guard import LossGuard
-from baoc.callbacks.memory import TRACKED_STEPS, MemoryMonitor
+from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.pictures import FinalPictures
 from baoc.callbacks.preemption import Preemption
 from baoc.callbacks.progress import RunProgress
@@ -48,7 +48,7 @@ from baoc.types import LatencyTable, Role
 TRACK_EVERY_STEP = "BAOC_TRACK_EVERY_STEP"
 
 
-class ValidatedAt(L.Callback):
+class LastValidation(L.Callback):
     """Remembers the step of the newest validation, so that the end of a run is validated once, not twice."""
 
     step = -1
@@ -59,13 +59,15 @@ class ValidatedAt(L.Callback):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
+    """A run's Trainer, and those of its callbacks and listeners that are asked for results."""
+
     trainer: L.Trainer
     strategy: BudgetedStrategy
     memory: MemoryMonitor
     steps: StepMonitor
     preemption: Preemption
     recorder: Recorder
-    validated: ValidatedAt
+    validation: LastValidation
     loggers: list[Logger]
 
 
@@ -112,11 +114,7 @@ def assemble_trainer(
     checkpoints keep. Raises BadInputError for a trainer.strategy on one device.
     """
     recorder = Recorder(run_dir)
-    memory = MemoryMonitor(
-        config.budget,
-        tracked_steps=TRACKED_STEPS,
-        every_step=bool(os.environ.get(TRACK_EVERY_STEP)),
-    )
+    memory = MemoryMonitor(config.budget, every_step=bool(os.environ.get(TRACK_EVERY_STEP)))
     memory.predicted = lambda: recorder.peak_bytes_predicted
     devices, vote = config.trainer.devices, StepVote()
     steps = StepMonitor(leave_out=lambda: memory.tracked, batch_size=config.micro_batch_size * devices)
@@ -165,7 +163,7 @@ def assemble_trainer(
         memory=memory,
         vote=vote,
     )
-    validated = ValidatedAt()
+    validation = LastValidation()
     preemption = Preemption(checkpoint, vote=vote)
     callbacks: list[L.Callback] = [
         RngState(),
@@ -176,7 +174,7 @@ def assemble_trainer(
         LossGuard(patience=config.faults.patience, vote=vote),
         steps,
         memory,
-        validated,
+        validation,
         FinalPictures(run_dir, track=memory.track),
         checkpoint,
         *([] if config.trainer.enable_progress_bar is False else [RunProgress()]),
@@ -200,7 +198,7 @@ def assemble_trainer(
         steps=steps,
         preemption=preemption,
         recorder=recorder,
-        validated=validated,
+        validation=validation,
         loggers=loggers,
     )
 
@@ -210,7 +208,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
     assert strategy.reallocator is not None
     device = strategy.root_device
     memory.context_bytes, memory.predicted_bytes = current_context_bytes(device), predicted_bytes
-    if device.type == "cuda":  # with weights in full
+    if device.type == "cuda":  # of the measurements before the plan, in which weights were not in its formats yet
         memory.probe_peak_bytes = torch.cuda.max_memory_reserved(device) + context_bytes(device) + LATE_MODULES_BYTES
     memory.budget_bytes = strategy.budget.memory_bytes  # budget=auto has a limit only now
     memory.budget_name = strategy.budget.name  # after a resume it is the one that was in force
@@ -225,7 +223,7 @@ def watch_memory(memory: MemoryMonitor, *, task: Task, strategy: BudgetedStrateg
 
 
 @contextmanager
-def failures(device: str) -> Iterator[None]:
+def explained_failures(device: str) -> Iterator[None]:
     """Inside, errors of training become errors that say what to do, such as for a checkpoint of another model."""
     try:
         yield
