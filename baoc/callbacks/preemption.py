@@ -48,7 +48,7 @@ class Preemption(L.Callback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles the signals inside; only the main thread may, others do nothing."""
+        """Inside, signals are recorded. Only the main thread may handle signals; in others this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

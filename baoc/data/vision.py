@@ -95,7 +95,7 @@ def require_two_classes(labels: Tensor, *, name: str, task: str) -> None:
 
 
 def require_workers(setting: int | None, *, default: int) -> int:
-    """The setting, or `default` for None. Raises BadInputError for a negative one."""
+    """Number of a loader's worker processes or threads; `default` for None. Raises BadInputError for a negative one."""
     if setting is None:
         return default
     if setting < 0:

@@ -19,7 +19,7 @@ from baoc.frontier.comparable_runs import (
     workload_frontier,
 )
 from baoc.frontier.page import basis_text, write_page
-from baoc.frontier.pareto import MEASURE, Frontier, frontier_rows
+from baoc.frontier.pareto import HYPERVOLUME_UNIT, Frontier, frontier_rows
 from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, find_runs
 from baoc.tracking.console import print_frontier
 from baoc.tracking.files import write_csv
@@ -104,7 +104,7 @@ def title_of(folders: Sequence[Path]) -> str:
 
 def _history_rows(workload: Workload, runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Rows of hypervolume.csv: the share after each run, for each memory axis and family, and for each study."""
-    common = {"task": workload[0], "model": workload[1], "dataset": workload[2], "measure": MEASURE}
+    common = {"task": workload[0], "model": workload[1], "dataset": workload[2], "measure": HYPERVOLUME_UNIT}
     lines = [("", line["family"], line) for line in hypervolume_histories(runs)]
     if has_several_studies(runs):
         lines += [(line["family"], ALL, line) for line in hypervolume_histories(runs, group=by_study)]

@@ -12,9 +12,9 @@ from typing import Any
 
 from baoc.types import FrontierPoint
 
-_VALUES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
+_OBJECTIVES = ("quality", "peak_bytes", "state_bytes", "samples_per_s")
 MAX_DOUBLINGS = 7.0  # anything below 1/128 of the reference counts as 1/128: no state is not infinitely good
-MEASURE = "quality x doublings"  # unit of a frontier's hypervolume
+HYPERVOLUME_UNIT = "quality x doublings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _relative_cost(
 
 
 def pareto(costs: Sequence[Sequence[float]]) -> list[bool]:
-    """For each point whether no other one dominates it; equal points all stay."""
+    """For each point, whether no other one dominates it. Equal points do not dominate each other."""
     return [not any(_dominates(other, cost) for other in costs) for cost in costs]
 
 
@@ -117,7 +117,8 @@ def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float])
     """Exact volume that the points dominate up to `reference` (minimised).
 
     Sweeps along the last axis: between two neighbouring values lies a slice of one dimension less times a height.
-    Points that are not better than the reference in every dimension add nothing. Of many points pass the front only.
+    Points that are not better than the reference in every dimension add nothing. Pass the front alone: dominated points
+    change nothing and cost time.
     """
     inside = [cost for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))]
     if not inside:
@@ -134,12 +135,11 @@ def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float])
 def hypervolume_history(
     points: Sequence[FrontierPoint], *, objectives: Sequence[Objective], reference: Sequence[float]
 ) -> list[float]:
-    """The hypervolume after each of `points`, in their order: how fast a search finds its front. Never decreases.
+    """The hypervolume after each of `points`, in their order: how fast a search finds its front. Never decreases, as
+    points with a non-finite objective add nothing.
 
     Args:
         reference: in the objectives' own units; the axes are those of a Frontier's hypervolume.
-
-    Points with a non-finite objective add nothing.
     """
     front: list[tuple[float, ...]] = []
     history: list[float] = []
@@ -211,5 +211,5 @@ def frontier_rows(frontier: Frontier) -> list[dict[str, Any]]:
     """The rows of frontier.csv: undominated points first, each group by quality, best first."""
     by_quality = next((o for o in frontier.objectives if o.name == "quality"), Objective(name="quality"))
     ranked = sorted(frontier.points, key=lambda point: (point.dominated, by_quality.cost(point)))
-    names = ("run", "task", "model", "label", *_VALUES, "num_seeds", "num_ranks", "quality_spread", "dominated")
+    names = ("run", "task", "model", "label", *_OBJECTIVES, "num_seeds", "num_ranks", "quality_spread", "dominated")
     return [{name: getattr(point, name) for name in names} for point in ranked]

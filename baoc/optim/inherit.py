@@ -1,8 +1,8 @@
-"""Computes one state from another by their tags (docs/methods.md#state-inheritance), on decoded numbers of a tensor.
+"""Computes a new state of a block from its old ones, by their tags (docs/methods.md#state-inheritance).
 
-A rule's states are expanded to one number per element, then reduced to the states of the next rule; so a new rule needs
-no code here. A folded v averages (F(G))^2. If neighbours' gradients are independent, that is 2^level times less than
-the mean of their v, and both directions correct for it.
+The old rule's decoded states are expanded to one number per element, then reduced to the states of the new rule; so a
+new rule needs no code here. A folded v averages the squared mean of 2^level neighbouring gradients. If these are
+independent, that is 2^level times less than the mean of their v, and both directions correct for it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ TINY = 1e-30
 
 
 def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:
-    """Expands all states of one kind of a rule to one number per element, in the parameter's shape."""
+    """Expands a rule's states of one kind, m or v, to one number per element, in the parameter's shape."""
     for decl, value in values.items():
         if decl.layout is StateLayout.FULL:
             return value
@@ -73,18 +73,18 @@ def from_moments(moments: Moments, *, ctx: RuleContext, param: Tensor) -> Tensor
     return from_matrix(outer(row, col), ctx, shape=tuple(param.shape))
 
 
-def bias(decl: StateDecl, *, beta: float, at: int) -> float:
-    """Share of the true mean in an average that started at zero, after `at` steps; 1 if no bias is corrected."""
-    return 1 - beta**at if decl.bias_corrected and at else 1.0
+def bias(decl: StateDecl, *, beta: float, num_steps: int) -> float:
+    """Share of the true mean in an average that started at zero `num_steps` ago; 1 if the rule corrects no bias."""
+    return 1 - beta**num_steps if decl.bias_corrected and num_steps else 1.0
 
 
 def squared_m(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
-    """m^2 per element, without m's bias: no mean of g^2 is smaller. Zero if the rule has no m.
+    """m^2 per element, without m's bias: a lower bound of v. Zero if the rule has no m.
 
     An estimated v is raised to it, because m over the root of a v that is too small has no bound.
     """
     states = [each for each in slot.states if each.decl.kind is StateKind.M]
     if not states:
         return slot.param.new_zeros(())
-    values = {each.decl: each.decode(state) for each in states}
-    return (expand(values, ctx=ctx, shape=tuple(slot.param.shape)) / bias(states[0].decl, beta=beta, at=age)).square_()
+    m = expand({each.decl: each.decode(state) for each in states}, ctx=ctx, shape=tuple(slot.param.shape))
+    return (m / bias(states[0].decl, beta=beta, num_steps=age)).square_()

@@ -162,8 +162,8 @@ def _convert_kind(
     for state in new_states:
         same = next((each for each in old_states if _tags(each.decl) == _tags(state.decl)), None)
         sources = [same] if same else old_states
-        old_bias = inherit.bias(sources[0].decl, beta=beta, at=step) if sources else 1.0
-        gain = inherit.bias(state.decl, beta=beta, at=age) / old_bias
+        old_bias = inherit.bias(sources[0].decl, beta=beta, num_steps=step) if sources else 1.0
+        gain = inherit.bias(state.decl, beta=beta, num_steps=age) / old_bias
         if same is not None and same.codec.info == state.codec.info and gain == 1:
             for (_, old_key), (_, new_key) in zip(same.keys, state.keys, strict=True):
                 new[new_key].copy_(old[old_key])

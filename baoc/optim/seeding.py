@@ -60,7 +60,7 @@ def _initialise(
     del least  # so that one tensor of v's size is held while states are encoded
     for each in slot.states:
         if each.decl.kind is StateKind.V:
-            bias = inherit.bias(each.decl, beta=betas[1], at=age)
+            bias = inherit.bias(each.decl, beta=betas[1], num_steps=age)
             each.encode_(state, inherit.reduce(full, each.decl, ctx=ctx).mul_(bias))
 
 

@@ -60,20 +60,20 @@ def _measure(
     on_cuda = largest.device.type == "cuda"
     device = torch.device("cpu") if on_cuda else largest.device
     scale, shapes = largest.numel() / math.prod(_PROXY_SHAPE), _largest_shapes(params)
-    temporaries, threads = {}, torch.get_num_threads()
+    temporaries, num_threads = {}, torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other longer than such a step takes
     try:
         for spec in specs:
             name = backend or (EagerBackend.name if on_cuda else proxy_backend(spec, device=device, numel=numel))
             if RULE_INFOS[spec.rule].scaling is Scaling.SPECTRAL:
                 meta = torch.device("meta")
-                of_shapes = [measured_temporary_bytes(spec, meta, largest.dtype, name, shape) for shape in shapes]
-                temporaries[spec.name] = max(of_shapes)
+                by_shape = [measured_temporary_bytes(spec, meta, largest.dtype, name, shape) for shape in shapes]
+                temporaries[spec.name] = max(by_shape)
             else:
                 nbytes = measured_temporary_bytes(spec, device, largest.dtype, name, _PROXY_SHAPE)
                 temporaries[spec.name] = math.ceil(scale * nbytes)  # up, as a prediction is an upper bound
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
     return temporaries
 
 

@@ -38,7 +38,7 @@ def in_own_words(method: Method) -> Method:
 
 
 def reworded(text: str) -> str:
-    """The text with the keys of IN_PYTHON replaced."""
+    """A message with settings of the command line (IN_PYTHON) replaced by the arguments of Python's doors."""
     for ours, theirs in IN_PYTHON.items():
         text = text.replace(ours, theirs)
     return text
