@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.racing.rules import Entrant, Verdict, best_rate, challenger, clearly_behind, incumbent, verdict
+from baoc.racing.verdict import Entrant, Verdict, best_rate, challenger, clearly_behind, incumbent, verdict
 
 FRESH = "fresh"  # the last stage, on seeds by which no entrant was dropped
 DONE, DIVERGED, NO_FIT, FAILED = "done", "diverged", "does not fit", "failed"
@@ -132,7 +132,7 @@ class _State:
 
 
 def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
-    """The course of a race between `entrants`, by the rules of `baoc.racing.rules`.
+    """The course of a race between `entrants`, by the rules of `baoc.racing.verdict`.
 
     Raises:
         BadInputError: none of them fits the budget.

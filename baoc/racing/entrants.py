@@ -15,7 +15,7 @@ from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning, find_recipe, re
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
-from baoc.racing.rules import Entrant
+from baoc.racing.verdict import Entrant
 from baoc.tracking import console, files
 from baoc.types import DataSpec
 from baoc.units import format_bytes

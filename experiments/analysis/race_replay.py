@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from baoc.racing.course import DONE, RaceOutcome, RaceSettings, Run, RunEnd, course
-from baoc.racing.rules import Entrant
+from baoc.racing.verdict import Entrant
 from baoc.tracking.files import write_csv
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -23,7 +23,7 @@ from baoc.racing.course import (
 )
 from baoc.racing.entrants import Racer, RaceTarget
 from baoc.racing.records import RaceScale, claim_text
-from baoc.racing.rules import Entrant
+from baoc.racing.verdict import Entrant
 
 ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
 FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)

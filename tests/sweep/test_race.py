@@ -23,7 +23,7 @@ from baoc.errors import BadInputError, TrainingFailedError
 from baoc.racing.course import DONE, FAILED, RaceSettings, RunEnd, course
 from baoc.racing.entrants import ENTRANTS_FILE, read_target
 from baoc.racing.records import RACE_FILE, RaceScale, find_race, race_family, resolve_raced_recipe
-from baoc.racing.rules import Entrant
+from baoc.racing.verdict import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
 from baoc.sweep.race import Pace, inherited_overrides, predict_seconds, race_before_run, race_command, run_race

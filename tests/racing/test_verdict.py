@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from baoc.racing.rules import Entrant, best_rate, challenger, clearly_behind, incumbent, verdict
+from baoc.racing.verdict import Entrant, best_rate, challenger, clearly_behind, incumbent, verdict
 
 ADAMW = Entrant(name="adamw", state_bytes=100, uniform=True)
 FOAM = Entrant(name="foam8", state_bytes=7, uniform=True)
