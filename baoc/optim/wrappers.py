@@ -70,11 +70,11 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
     hooks can be counted. Those of DistributedDataParallel cannot, so its instances are searched for. A node that is
     kept does not prove hooks, as a live graph keeps it too.
     """
-    cast = [(live, slot) for live in lives for slot in live.slots if _target(slot) is not slot.param.dtype]
+    cast = [(live, slot) for live in lives for slot in live.slots if _dtype_of(slot) is not slot.param.dtype]
     kept_nodes = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
     ddp_params = _ddp_params() if kept_nodes else set[int]()
     for live, slot in kept_nodes:
-        dtype = str(_target(slot)).removeprefix("torch.")
+        dtype = str(_dtype_of(slot)).removeprefix("torch.")
         facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
         if id(slot.param) in ddp_params:
             raise refusal("cast_ddp", **facts)
@@ -144,7 +144,7 @@ def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> N
 register_module_module_registration_hook(_on_registration)
 
 
-def _target(slot: Any) -> torch.dtype:
+def _dtype_of(slot: Any) -> torch.dtype:
     return weights.dtype_of(slot.weights, info=slot.info)
 
 

@@ -30,7 +30,7 @@ from baoc.types import (
     StorageScheme,
 )
 
-# Risk of each loss on all of a network's parameters at once, at dose 1 and sensitivity 1. Only the order is argued for,
+# Risk of each cut on all of a network's parameters at once, at dose 1 and sensitivity 1. Only the order is argued for,
 # by single-block interventions and CPU runs: storage is nearly free; then come a lost momentum and a shared or factored
 # v, then folding, then no v at all. Equal columns replace a little of v, equal singular values (Muon) most of it.
 SEVERITY: dict[str, float] = {
@@ -51,7 +51,7 @@ SEVERITY: dict[str, float] = {
 # (weights of .9 do not move at a learning rate of 1e-4), which is worse than losing v.
 WEIGHTS_SEVERITY: dict[str, float] = {"split8": 0.001, "bf16_sr": 0.03, "bf16": 0.5}
 ROUND_WEIGHTS = "round_weights"
-# Sensitivity of a role to losses in (m, v), relative to an mlp matrix: adaptivity matters most for the last layer and
+# Sensitivity of a role to cuts in (m, v), relative to an mlp matrix: adaptivity matters most for the last layer and
 # the norms (arXiv 2407.07972), and both matter more in attention (q and k) than in the mlp.
 SENSITIVITY: dict[Role, tuple[float, float]] = {
     Role.HEAD: (1.5, 4.0),
@@ -73,7 +73,7 @@ SHARE_DOSE: dict[tuple[Role, StateLayout], float] = {
     (Role.MLP, StateLayout.PER_ROW): 1.5,
     (Role.MLP, StateLayout.PER_COLUMN): 1.0,
 }
-# Share of coordinates whose m/sqrt(v) is off by more than .1, at each in-group spread std(log sqrt v) of SPREADS
+# Share of coordinates whose m/sqrt(v) is off by more than .1, at each in-group spread std(log sqrt v) of SPREADS.
 SPREADS = (0.5, 1.0, 1.5, 2.0)
 COMPANDED_ERROR = (0.0001, 0.037, 0.206, 0.39)
 ROOT_ERROR = (0.0, 0.0006, 0.006, 0.024)
@@ -100,7 +100,7 @@ CODEC_DOSE: dict[str, float] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Cut:
     """A state or precision that a spec gives up against fp32 AdamW: the risk term and the tag it derives from."""
 
     term: str
@@ -108,34 +108,34 @@ class Loss:
     codec: str | None = None  # set for quantize_m and quantize_v
 
 
-def losses(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Loss, ...]:
-    """The losses of `rule` in `storage`, derived from its tags; none for fp32 AdamW. `block`: its size decides which
+def cuts(rule: RuleInfo, *, storage: StorageScheme, block: Block | None = None) -> tuple[Cut, ...]:
+    """The cuts of `rule` in `storage`, derived from its tags; none for fp32 AdamW. `block`: its size decides which
     states are too small for the storage's codecs."""
     largest = max(block.params, key=lambda param: param.numel, default=None) if block is not None else None
-    result: list[Loss] = []
+    result: list[Cut] = []
     for kind in StateKind:
         decls = [decl for decl in rule.states if decl.kind is kind]
-        loss = _layout_loss(decls, kind=kind, scaling=rule.scaling)
-        if loss is not None:
-            result.append(loss)
+        cut = _layout_cut(decls, kind=kind, scaling=rule.scaling)
+        if cut is not None:
+            result.append(cut)
         for decl in decls:
             codec = storage.codec(decl, param=largest if decl.layout is StateLayout.FULL else None)
             if codec != "fp32":
-                result.append(Loss(term=f"quantize_{kind}", decl=decl, codec=codec))
+                result.append(Cut(term=f"quantize_{kind}", decl=decl, codec=codec))
     return tuple(result)
 
 
-def _layout_loss(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -> Loss | None:
+def _layout_cut(decls: list[StateDecl], *, kind: StateKind, scaling: Scaling) -> Cut | None:
     by_layout = {decl.layout: decl for decl in decls}
     if StateLayout.FULL in by_layout:
         return None
     if StateLayout.FOLDED in by_layout:
-        return Loss(term=f"fold_{kind}", decl=by_layout[StateLayout.FOLDED])
+        return Cut(term=f"fold_{kind}", decl=by_layout[StateLayout.FOLDED])
     if not decls and kind is StateKind.V and scaling is not Scaling.NONE:
-        return Loss(term=f"{scaling}_v")
+        return Cut(term=f"{scaling}_v")
     if not decls or kind is StateKind.M:  # the mean of a signed gradient over a whole axis is next to nothing
-        return Loss(term=f"drop_{kind}")
-    return Loss(term="factor_v" if len(by_layout) > 1 else "share_v", decl=decls[0])
+        return Cut(term=f"drop_{kind}")
+    return Cut(term="factor_v" if len(by_layout) > 1 else "share_v", decl=decls[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,8 @@ class Case:
     share: float = 1.0
 
     @property
-    def losses(self) -> tuple[Loss, ...]:
-        return losses(self.rule, storage=self.storage, block=self.block)
+    def cuts(self) -> tuple[Cut, ...]:
+        return cuts(self.rule, storage=self.storage, block=self.block)
 
     @property
     def stats(self) -> GradientStats | None:
@@ -166,7 +166,7 @@ class Case:
 
 
 def _prior_terms(case: Case) -> dict[str, float]:
-    return {loss.term: _prior_term(loss, block=case.block) * case.share for loss in case.losses}
+    return {cut.term: _prior_term(cut, block=case.block) * case.share for cut in case.cuts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,28 +190,28 @@ class RiskModel:
         return Risk(total=fsum(terms.values()), terms=terms)
 
 
-def _prior_term(loss: Loss, *, block: Block) -> float:
+def _prior_term(cut: Cut, *, block: Block) -> float:
     """Severity x dose x sensitivity of the block's role, as if the block were the whole network."""
     for_m, for_v = SENSITIVITY[block.role]
-    sensitivity = (for_m if loss.term.endswith("_m") else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
+    sensitivity = (for_m if cut.term.endswith("_m") else for_v) * (FIRST_LAYER if block.depth == 0 else 1.0)
     dose = 1.0
-    if loss.codec is not None:
-        dose = CODEC_DOSE[loss.codec]
-    elif loss.decl is not None and loss.decl.layout is StateLayout.FOLDED:
-        dose = 1.0 - 2.0**-loss.decl.level  # ||R||^2 / ||G||^2 of a gradient without structure
-    elif loss.term == "share_v" and loss.decl is not None:
-        dose = SHARE_DOSE.get((block.role, loss.decl.layout), 1.25)
-    return SEVERITY[loss.term] * dose * sensitivity
+    if cut.codec is not None:
+        dose = CODEC_DOSE[cut.codec]
+    elif cut.decl is not None and cut.decl.layout is StateLayout.FOLDED:
+        dose = 1.0 - 2.0**-cut.decl.level  # ||R||^2 / ||G||^2 of a gradient without structure
+    elif cut.term == "share_v" and cut.decl is not None:
+        dose = SHARE_DOSE.get((block.role, cut.decl.layout), 1.25)
+    return SEVERITY[cut.term] * dose * sensitivity
 
 
 def _statistics_terms(case: Case) -> dict[str, float]:
     """Severity x measured dose x the block's weight. A term whose statistic is NaN is that of the prior."""
     weight = block_weight(case.stats, share=case.share)
     terms: dict[str, float] = {}
-    for loss in case.losses:
-        dose = measured_dose(loss, stats=case.stats) if case.stats is not None else nan
-        term = SEVERITY[loss.term] * dose if isfinite(dose) else _prior_term(loss, block=case.block)
-        terms[loss.term] = weight * term
+    for cut in case.cuts:
+        dose = measured_dose(cut, stats=case.stats) if case.stats is not None else nan
+        term = SEVERITY[cut.term] * dose if isfinite(dose) else _prior_term(cut, block=case.block)
+        terms[cut.term] = weight * term
     return terms
 
 
@@ -223,28 +223,28 @@ def block_weight(stats: GradientStats | None, *, share: float) -> float:
     return max(stats.descent_share, 0.1 * share)
 
 
-def measured_dose(loss: Loss, *, stats: GradientStats) -> float:
-    """How much of what `loss` gives up the gradients have: 0 nothing, about 1 everything, NaN unknown."""
-    layout = loss.decl.layout if loss.decl is not None else None
-    if loss.codec is not None:
-        return quantization_dose(loss.codec, spread=stats.spread)
-    if loss.term == "drop_m":
+def measured_dose(cut: Cut, *, stats: GradientStats) -> float:
+    """How much of what `cut` gives up the gradients have: 0 nothing, about 1 everything, NaN unknown."""
+    layout = cut.decl.layout if cut.decl is not None else None
+    if cut.codec is not None:
+        return quantization_dose(cut.codec, spread=stats.spread)
+    if cut.term == "drop_m":
         has_signal = 0.0 <= stats.noise < inf  # else the unbiased estimate of the signal is 0 or below: all is noise
         noise = stats.noise / (1.0 + stats.noise) if has_signal or isnan(stats.noise) else 1.0
         return max(0.0, 0.5 * (noise + 1.0 - stats.coherence))
-    if loss.term == "drop_v":
+    if cut.term == "drop_v":
         anisotropy = max(stats.anisotropy, 0.0)  # a profile from a file may have any value
         return anisotropy / (1.0 + anisotropy)
-    if loss.term == "spectral_v":
+    if cut.term == "spectral_v":
         return nan  # there is no statistic for it
-    if loss.term in ("share_v", "column_v"):
+    if cut.term in ("share_v", "column_v"):
         snr = stats.snr_fan_in if layout is StateLayout.PER_ROW else stats.snr_fan_out
         # 1/SNR, bounded: for an SNR below 1, v varies more along the axis than its mean.
         return 1.0 / (1.0 + max(snr, 0.0))
-    if loss.term == "factor_v":
+    if cut.term == "factor_v":
         return stats.factor_residual
-    assert loss.decl is not None and layout is StateLayout.FOLDED, f"no statistic tells of {loss.term}"
-    return stats.fold_residual.get(f"fan_in:{loss.decl.level}", nan)
+    assert cut.decl is not None and layout is StateLayout.FOLDED, f"no statistic tells of {cut.term}"
+    return stats.fold_residual.get(f"fan_in:{cut.decl.level}", nan)
 
 
 def quantization_dose(codec: str, *, spread: float) -> float:

@@ -1,1 +1,1 @@
-"""Recipes raced on short paired runs. `rules` decides from scores alone who leaves a race and what it chooses."""
+"""Recipes raced on short paired runs. `verdict` decides from scores alone who leaves a race and what it chooses."""

@@ -205,7 +205,7 @@ class RaceRun:
         race = self.config.race
         settings = RaceSettings(
             rates=rates,
-            rungs=race.rungs if cap_s is None else self._rungs(len(racers), rates=len(rates)),
+            rungs=race.rungs if cap_s is None else self._rungs(len(racers), num_rates=len(rates)),
             seeds=tuple(self.config.seed + SEED_OFFSET + i for i in range(race.seeds)),
             fresh_seeds=tuple(self.config.seed + FRESH_SEED_OFFSET + i for i in range(race.confirm_seeds)),
             steps={racer.name: steps.get(racer.name, scale.steps) for racer in racers},
@@ -269,9 +269,9 @@ class RaceRun:
                     num_entrants = len({run.entrant for run in runs})
                     say(f"stage {stage_name(runs[0].stage)}: {len(runs)} runs, entrants {num_entrants}")
                 ended: dict[Run, RunEnd] = {}
-                chunk = max(len(runs), 1) if cap_s is None else RUNS_PER_CHECK * self.config.race.workers
-                for start in range(0, len(runs), chunk):
-                    next_runs = runs[start : start + chunk]
+                count = max(len(runs), 1) if cap_s is None else RUNS_PER_CHECK * self.config.race.workers
+                for start in range(0, len(runs), count):
+                    next_runs = runs[start : start + count]
                     if not self._has_time(next_runs, stage=runs[start:], cap_s=cap_s):
                         say(f"{len(runs) - start} more runs would not end within the cap of {cap_s:.0f} s")
                         runs = stages.throw(OutOfTimeError())
@@ -447,7 +447,7 @@ class RaceRun:
                 for racers in self._racer_subsets():
                     predicted_s = sum(
                         predict_seconds([round(share * scale.steps)] * n, pace=scale_pace, workers=race.workers)
-                        for share, n in self._planned_runs(len(racers), rates=len(rates))
+                        for share, n in self._planned_runs(len(racers), num_rates=len(rates))
                     )
                     least_s = min(least_s, predicted_s)
                     if self.plan_s + self._training_s() + predicted_s <= cap_s:
@@ -489,22 +489,22 @@ class RaceRun:
         subsets = [candidates[:most] for most in (6, 4, 3, 2)]
         return [self.target.racers, *(some for some in subsets if any(racer.entrant.uniform for racer in some))]
 
-    def _rungs(self, entrants: int, *, rates: int) -> tuple[float, ...]:
+    def _rungs(self, num_entrants: int, *, num_rates: int) -> tuple[float, ...]:
         """The rungs of a race under a cap. With two entrants none is dropped before the last rung, since few seeds do
         not separate them: an earlier rung serves to choose rates only."""
         rungs = self.config.race.rungs
-        first = rungs[:1] if rates > 1 else ()
-        return rungs if entrants > MIN_ENTRANTS else tuple(dict.fromkeys((*first, rungs[-1])))
+        first = rungs[:1] if num_rates > 1 else ()
+        return rungs if num_entrants > MIN_ENTRANTS else tuple(dict.fromkeys((*first, rungs[-1])))
 
-    def _planned_runs(self, entrants: int, *, rates: int) -> list[tuple[float, int]]:
+    def _planned_runs(self, num_entrants: int, *, num_rates: int) -> list[tuple[float, int]]:
         """(share of the steps, number of runs) of each stage, if half of the entrants are dropped at each rung."""
-        race, (first, *later) = self.config.race, self._rungs(entrants, rates=rates)
-        runs = [(first, entrants * race.seeds * rates)]
+        race, (first, *later) = self.config.race, self._rungs(num_entrants, num_rates=num_rates)
+        runs = [(first, num_entrants * race.seeds * num_rates)]
         for rung in later:
-            entrants = max(math.ceil(entrants / 2), MIN_ENTRANTS)
-            runs.append((rung, entrants * race.seeds))
-        if entrants > MIN_ENTRANTS:  # the rungs decide between two, if there is no time for more seeds
-            runs.append((1.0, entrants * race.confirm_seeds))
+            num_entrants = max(math.ceil(num_entrants / 2), MIN_ENTRANTS)
+            runs.append((rung, num_entrants * race.seeds))
+        if num_entrants > MIN_ENTRANTS:  # the rungs decide between two, if there is no time for more seeds
+            runs.append((1.0, num_entrants * race.confirm_seeds))
         return runs
 
     def _has_time(self, runs: Sequence[Run], *, stage: Sequence[Run], cap_s: float | None) -> bool:
@@ -665,8 +665,8 @@ def predict_seconds(
 
 def print_race(content: Mapping[str, Any]) -> None:
     table = race_table(content)
-    words = Column("", overflow="fold", ratio=1, min_width=24)
-    columns = (Column("recipe", no_wrap=True), *number_columns(*table["head"][1:-1]), words)
+    text_column = Column("", overflow="fold", ratio=1, min_width=24)
+    columns = (Column("recipe", no_wrap=True), *number_columns(*table["head"][1:-1]), text_column)
     printed = make_table(f"Race by {content['quality']}, mean (sd) over seeds", *columns)
     for cells in table["rows"]:
         printed.add_row(*cells, style="bold" if cells[0] == content["choice"] else None)

@@ -60,7 +60,7 @@ class Task(L.LightningModule):
     def configure_optimizers(self) -> Any:
         settings = self.settings
         beta1, beta2 = settings.betas
-        optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps)
+        optimizer = torch.optim.AdamW(self.optimizer_groups(), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps)
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps) and settings.schedule != "constant":
             raise BadInputError(
@@ -72,7 +72,7 @@ class Task(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def optimizer_groups(self) -> list[dict[str, Any]]:
         """Two parameter groups; parameters with fewer than two dimensions (norms, biases) have no weight decay."""
         trainable = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         decayed = [(name, p) for name, p in trainable if p.ndim >= 2]

@@ -77,7 +77,7 @@ def grid_labels(count: int, *, num_classes: int) -> tuple[Tensor, int]:
 def write_grid(images: Tensor, path: Path, *, columns: int) -> None:
     """Writes images (N, C, S, S) with values in [-1, 1] row by row: 1 channel as grey, 3 as RGB.
 
-    Of latents (other channel counts) the first three channels are shown, each scaled to its own range.
+    Of latents (other channel counts) the first three channels, or the first of two, are shown, each in its own range.
     """
     images = images.detach().float().cpu().nan_to_num(nan=-1.0)
     if images.shape[1] not in (1, 3):

@@ -7,7 +7,7 @@ import pytest
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, STORAGES
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.planning.risk import RISKS, SEVERITY, block_weight, losses, quantization_dose
+from baoc.planning.risk import RISKS, SEVERITY, block_weight, cuts, quantization_dose
 from baoc.types import Block, Profile, Risk, Role
 from tests.support.decision import stats, transformer
 
@@ -59,7 +59,7 @@ def profiled(**changes: float | Mapping[str, float]) -> Profile:
 )
 def test_terms_are_what_the_tags_say_is_given_up(spec: str, terms: set[str]):
     row = NATIVE[spec]
-    assert {loss.term for loss in losses(RULE_INFOS[row.rule], storage=STORAGES[row.storage])} == terms
+    assert {cut.term for cut in cuts(RULE_INFOS[row.rule], storage=STORAGES[row.storage])} == terms
     for model in RISKS:
         found = risk(spec, model=model, profile=profiled())
         assert set(found.terms) == terms
@@ -184,7 +184,7 @@ def test_more_bytes_within_a_rule_never_add_risk(model: str, spread: float):
 def test_a_block_of_small_tensors_loses_nothing_to_a_storage_that_leaves_them_alone():
     row, small, large = NATIVE["lion_int4"], BLOCKS["norm"], BLOCKS["layer1.mlp"]
     terms = [
-        {loss.term for loss in losses(RULE_INFOS[row.rule], storage=STORAGES[row.storage], block=block)}
+        {cut.term for cut in cuts(RULE_INFOS[row.rule], storage=STORAGES[row.storage], block=block)}
         for block in (small, large)
     ]
     assert terms == [{"drop_v"}, {"drop_v", "quantize_m"}]

@@ -31,7 +31,7 @@ class _Calls(NamedTuple):
     grad: int  # address of c10::TensorImpl::grad
     data: int  # address of aoti_torch_get_data_ptr
     none: int  # TensorImpl of an undefined tensor
-    at: int  # bytes from the start of a Python tensor object to the pointer to its TensorImpl
+    offset: int  # bytes from the start of a Python tensor object to the pointer to its TensorImpl
 
 
 class GradAddresses:
@@ -45,8 +45,8 @@ class GradAddresses:
         self.addresses = array("q", [-1] * len(params))
         self._objects = array("q", map(id, params))  # not of their TensorImpl, which torch may swap
         objects, addresses = self._objects.buffer_info()[0], self.addresses.buffer_info()[0]
-        ints = (len(params), objects, calls.at, addresses, calls.grad, calls.data, calls.none)
-        self._arguments = [ctypes.c_int64(number) for number in ints]
+        numbers = (len(params), objects, calls.offset, addresses, calls.grad, calls.data, calls.none)
+        self._arguments = [ctypes.c_int64(number) for number in numbers]
         self._read, self._num = calls.read, len(params)
 
     def read(self) -> bool:
@@ -57,13 +57,13 @@ class GradAddresses:
 def grad_addresses(params: Sequence[Tensor]) -> GradAddresses | None:
     """A reader of the gradients of `params`; None if it would not read what Python reads."""
     calls = torch_calls()
-    if calls is None or not all(_impl_pointer(param, calls.at) == param._cdata for param in params):
+    if calls is None or not all(_impl_pointer(param, calls.offset) == param._cdata for param in params):
         return None
     return GradAddresses(params, calls)
 
 
-def _impl_pointer(param: Tensor, at: int) -> int:
-    return ctypes.c_int64.from_address(id(param) + at).value
+def _impl_pointer(param: Tensor, offset: int) -> int:
+    return ctypes.c_int64.from_address(id(param) + offset).value
 
 
 @lru_cache(maxsize=1)
@@ -88,11 +88,11 @@ def _find_torch_calls() -> _Calls | None:
     read = ctypes.PyDLL(str(build.compiled(_SOURCE, flags=_FLAGS)))["baoc_grad_addresses"]
     read.argtypes, read.restype = [ctypes.c_int64] * 7, ctypes.c_int64
     probe = torch.zeros(1, requires_grad=True, device="cpu")
-    at = next((at for at in range(8, _MAX_OFFSET, 8) if _impl_pointer(probe, at) == probe._cdata), None)
-    if at is None:
+    offset = next((at for at in range(8, _MAX_OFFSET, 8) if _impl_pointer(probe, at) == probe._cdata), None)
+    if offset is None:
         return None
     handle = ctypes.PYFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(grad)(probe._cdata)
-    return _Calls(read=read, grad=grad, data=data, none=int(handle[0] or 0), at=at)
+    return _Calls(read=read, grad=grad, data=data, none=int(handle[0] or 0), offset=offset)
 
 
 def _pointer(function: "ctypes._FuncPointer") -> int:
@@ -103,7 +103,7 @@ def _agrees_with_python(calls: _Calls) -> bool:
     """Compares on parameters and plain tensors, with and without gradients."""
     plain = [torch.zeros(3, device="cpu") for _ in range(4)]
     params = [torch.nn.Parameter(plain[0]), plain[1].requires_grad_(), torch.nn.Parameter(plain[2]), plain[3]]
-    if not all(_impl_pointer(param, calls.at) == param._cdata for param in params):
+    if not all(_impl_pointer(param, calls.offset) == param._cdata for param in params):
         return False
     reader = GradAddresses(params, calls)
     for with_grad in ((), (0, 1), (0, 3), (2, 3), ()):

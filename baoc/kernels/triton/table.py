@@ -140,7 +140,7 @@ class FusedTable:
         return address % (self.config.vector * size) == 0
 
     def _lay_out(self) -> None:
-        """Splits tensors into chunks, one per program: `chunk_tensor` (tensor of a chunk), `first_chunk` (of a tensor)."""
+        """Splits tensors into chunks, one a program: `chunk_tensor` (tensor of each), `first_chunk` (of a tensor)."""
         programs = [self.kind.family.programs(shape, self.config) for shape in self.shapes]
         counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(programs) + 1, dtype=torch.int64, device="cpu")

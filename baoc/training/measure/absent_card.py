@@ -181,7 +181,7 @@ class _CardOptions:
     ):
         self.card, self.config, self.task, self.batch = card, config, task, batch
         self.session = Session(  # of fake tensors on this machine's CPU; footprint and latency are the card's
-            describe(task, optimizer_groups=task._groups()),
+            describe(task, optimizer_groups=task.optimizer_groups()),
             params=dict(task.named_parameters()),
             budget=budget,
             settings=settings,

@@ -300,7 +300,7 @@ class MicroBatchSearch:
         refuse_sharded(self.params, budget=self.budget, settings=settings)
         with phases("the network's blocks"):
             self.session = Session(
-                largest_shards(describe(task, optimizer_groups=task._groups()), params=self.params),
+                largest_shards(describe(task, optimizer_groups=task.optimizer_groups()), params=self.params),
                 params=self.params,
                 budget=self.budget,
                 settings=settings,
