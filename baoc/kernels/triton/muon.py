@@ -73,7 +73,7 @@ def _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED: 
 @triton.jit
 def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, GRAD: tl.constexpr,
               MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """(Nesterov's momentum, new m, finite, stepped). Elements not stepped have momentum 0 and keep m."""
+    """(Nesterov's momentum, new m, finite, stepped). Elements that are not stepped have momentum 0 and keep m."""
     tile, groups = tile_of(CHUNK)
     inside, addrs = tile < left, ptrs + tensor * WIDTH
     w1 = tl.load(settings + tensor * WIDTH + W1)
@@ -81,8 +81,8 @@ def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, G
     m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
     m_old, scale = load_scaled_m(m_addr, m_scale_addr, start, tile, inside, groups, left, M, VEC, False)
     m = average(m_old, scale, g, w1, M)
-    ahead = tl.where(stepped & inside, lerp(g, m, 1.0 - w1), 0.0)
-    return ahead, tl.where(stepped, m, m_old * scale), finite, stepped
+    nesterov = tl.where(stepped & inside, lerp(g, m, 1.0 - w1), 0.0)
+    return nesterov, tl.where(stepped, m, m_old * scale), finite, stepped
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def scan_kernel(
     M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of squares of the momentum, from which `norm_kernel` computes norms."""
-    tensor, place, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, program, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
-        ahead, _, _, _ = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
-        top = tl.max(tl.abs(ahead))
-        x = ahead * (1.0 / tl.maximum(top, _TINY))
-        tl.store(tops + place, top)
-        tl.store(sums + place, tl.sum(x * x))
+        nesterov, _, _, _ = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
+        top = tl.max(tl.abs(nesterov))
+        x = nesterov * (1.0 / tl.maximum(top, _TINY))
+        tl.store(tops + program, top)
+        tl.store(sums + program, tl.sum(x * x))
 
 
 @triton.jit
@@ -144,10 +144,10 @@ def gather_kernel(
     inside = tile < left
     target = stack + _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     if grad_addr != 0:
-        ahead, m, finite, stepped = _momentum(
+        nesterov, m, finite, stepped = _momentum(
             tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC
         )
-        x = ahead * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
+        x = nesterov * tl.load(scales + 2 * tensor) * tl.load(scales + 2 * tensor + 1)
         tl.store(target, x.to(tl.float16), mask=inside)
         if MODE == "step":
             m_addr, m_scale_addr = tl.load(addrs + M_AT), tl.load(addrs + M_SCALE_AT)
@@ -160,6 +160,7 @@ def gather_kernel(
 @triton.jit
 def _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
+    """Elements of the orthogonalized momentum, scaled as the update."""
     spot = _stack_index(tensor, start, tile, slots, lines, length, own_length, PADDED, WIDE)
     return tl.load(stack + spot, mask=inside, other=0.0).to(tl.float32) * tl.load(sizes + tensor)
 
@@ -188,7 +189,7 @@ def square_kernel(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of the update."""
-    tensor, place, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, program, start, left = _program(owner, first, first_chunk, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     square = 0.0
     if grad_addr != 0:
@@ -197,7 +198,7 @@ def square_kernel(
         stepped = _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, True, GRAD, MARKED, VEC)
         update = _update(tensor, start, tile, inside, slots, sizes, stack, lines, length, own_length, PADDED, WIDE)
         square = tl.sum(tl.where(stepped & inside, update * update, 0.0))
-    tl.store(partial + place, square)
+    tl.store(partial + program, square)
 
 
 @triton.jit
@@ -328,14 +329,9 @@ def _step(
     if call.matched:
         totals = plan.totals[: batch.num]
         total_kernel[(batch.num,)](
-            batch.members,
-            table.first_chunk,
-            table.numels,
-            table.partial,
-            table.num_skipped,
-            totals,
+            batch.members, table.first_chunk, table.numels, table.partial, table.num_skipped, totals,
             BLOCK_SIZE=_NORM_BLOCK_SIZE,
-        )
+        )  # fmt: skip
         if shards is not None:
             shards.all_reduce_(totals)
         factor_kernel[(batch.num,)](batch.members, table.ptrs, totals, plan.factors)
