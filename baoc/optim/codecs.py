@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from baoc.core.catalogue import CODECS
 from baoc.types import CodecInfo, StateDecl, StateKind, StateLayout
 
-_BF16_MAX = torch.finfo(torch.bfloat16).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
 _TINY = torch.finfo(torch.float32).tiny
 LANES = 32  # elements after which the thresholds of one step repeat
 # 1/p and 1/p^2 of p = 1.3247..., the plastic number: the two-dimensional additive sequence of least discrepancy known.
@@ -143,7 +143,7 @@ class Bf16(_Stored):
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        finite = values.nan_to_num().clamp_(-_BF16_MAX, _BF16_MAX)
+        finite = values.nan_to_num().clamp_(-BF16_MAX, BF16_MAX)
         if phase is not None:
             # Adding up to one bf16 step to the bits, then cutting the lower half off, rounds up in that share of steps.
             bits = finite.reshape(-1).view(torch.int32)
@@ -237,7 +237,7 @@ class Softsign8(Grouped):
     dtype = torch.int8
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        x = _over_scale_(x, scale, largest=_BF16_MAX, keeps=threshold is not None)
+        x = _over_scale_(x, scale, largest=BF16_MAX, keeps=threshold is not None)
         x = x.mul_(2 * 127).div_(x.abs().div_(2 * 127).add_(1))
         return (x.round_() if threshold is None else x.add_(1 - threshold).floor_()).clamp_(-127, 127)
 
@@ -275,7 +275,7 @@ class Root8M(Grouped):
     dtype = torch.int8
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        x = _over_scale_(x, scale, largest=_BF16_MAX, keeps=threshold is not None)
+        x = _over_scale_(x, scale, largest=BF16_MAX, keeps=threshold is not None)
         code = x.abs().sqrt_().sqrt_().mul_(127)
         code = code.round_() if threshold is None else code.add_(1 - threshold).floor_()
         return code.clamp_(max=127).copysign_(x)
@@ -351,7 +351,7 @@ class Root4(Grouped):
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
         size = x.abs()
-        scale.copy_(round_up(size.amax(1), largest=_BF16_MAX))
+        scale.copy_(round_up(size.amax(1), largest=BF16_MAX))
         y = size.div_(scale.clamp(min=_TINY).unsqueeze(1)).mul_(49)
         low = y.sqrt().floor_().clamp_(max=6)
         bound = (2 * low).add_(1).mul_(0.5 if threshold is None else threshold).addcmul_(low, low)

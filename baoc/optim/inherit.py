@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from baoc.optim.rules import RuleContext
+from baoc.optim.rules.base import TINY, RuleContext
 from baoc.optim.rules.matrix import as_matrix, column_mean, from_matrix, run_alone
 from baoc.optim.state import Slot
 from baoc.types import Moments, StateDecl, StateKind, StateLayout
-
-TINY = 1e-30
 
 
 def expand(values: Mapping[StateDecl, Tensor], *, ctx: RuleContext, shape: tuple[int, ...]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from baoc.kernels.usable import usable
 from baoc.optim import inherit
 from baoc.optim.registry import BlockRegistry
+from baoc.optim.rules.base import TINY
 from baoc.optim.shards import local_shard
 from baoc.optim.state import LiveBlock, Slot, State, step_of
 from baoc.types import StateKind
@@ -53,7 +54,7 @@ def _initialise(
     """Stores v as the rank-1 matrix with these means, at least the square of m."""
     ctx = slot.shape_context
     age = step_of(slot, state)
-    columns = column_means / column_means.mean().clamp(min=inherit.TINY)
+    columns = column_means / column_means.mean().clamp(min=TINY)
     full = (line_means.unsqueeze(1) * columns).reshape(slot.param.shape)
     least = inherit.squared_m(slot, state, beta=betas[0], age=age, ctx=ctx)
     torch.maximum(full, least, out=full)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from baoc.optim.codecs import add_lanes_, lanes
+from baoc.optim.codecs import BF16_MAX, add_lanes_, lanes
 from baoc.types import ParamInfo
 
 CORRECTION = "correction"  # key of the state
@@ -20,7 +20,6 @@ CONVERSION_BYTES = 24 * ELEMENTS_PER_PIECE  # temporaries at most: a piece in fp
 ELEMENTS_PER_CHECKSUM = 2**17  # that are summed at a time, as int64 in 1 MiB
 _LEVELS = 127  # largest code of a correction
 _CODES_PER_POWER = 2.0**8 * _LEVELS  # codes of a correction in 2^exponent of the bf16 number
-_BF16_MAX = torch.finfo(torch.bfloat16).max
 _HASH_PER_ELEMENT = 0x9E3779B1  # step of the hash for stochastic rounding
 
 
@@ -199,5 +198,5 @@ def round_at_random_(data: Tensor, *, values: Tensor, seed: int, phase: int, fir
     """
     bits = values.contiguous().view(torch.int32)
     noise = random_bits(values.numel(), seed=seed, phase=phase, device=values.device, first=first).view(values.shape)
-    rounded = (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).clamp_(-_BF16_MAX, _BF16_MAX)
+    rounded = (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).clamp_(-BF16_MAX, BF16_MAX)
     data.copy_(torch.where(values.isfinite(), rounded, values))

@@ -2,8 +2,8 @@
 
 A step scales updates by target / RMS, with the RMS of the block's update before, and sums the squares of its own.
 `sum_kernel` adds these sums up by tensor. `match_kernel` turns them into the new RMS and into the factor that the step
-should have used (`baoc.optim.matching.factor`). Where both factors differ, as after a surge of the gradient, a launch
-of the step's kernel in mode "repair" adds the difference.
+should have used (`factor` of `baoc.optim.backends.eager`). Where both factors differ, as after a surge of the gradient,
+a launch of the step's kernel in mode "repair" adds the difference.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from baoc.kernels.triton.elementwise import MATCH_AT, PER_LR, WIDTH, matched_factor
 
-_TINY = tl.constexpr(1e-30)  # as baoc.optim.matching
+_TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.base
 
 
 @triton.jit

@@ -43,7 +43,7 @@ from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, s
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable, ShardGroup
 
-_TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.muon and baoc.optim.matching
+_TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.base
 _NORM_BLOCK_SIZE = 1024
 
 
@@ -217,7 +217,7 @@ def total_kernel(members, first_chunk, numels, partial, skipped, totals, BLOCK_S
 
 @triton.jit
 def factor_kernel(members, ptrs, totals, factors):
-    """factors[tensor] as `optim.matching.factor` defines it, from the sums of this step."""
+    """factors[tensor] as `optim.backends.eager.factor` defines it, from the sums of this step."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
     total, num = tl.load(totals + 2 * place), tl.load(totals + 2 * place + 1)

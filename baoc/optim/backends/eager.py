@@ -16,13 +16,12 @@ from torch import Tensor
 from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
-from baoc.optim.rules.base import RuleContext
+from baoc.optim.rules.base import TINY, RuleContext
 from baoc.optim.rules.matrix import RankSums, SummingRule
 from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot, State
 
 T = TypeVar("T")
-TINY = 1e-30
 _ELEMENTS_PER_NORM = 2**16
 
 

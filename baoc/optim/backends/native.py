@@ -23,6 +23,7 @@ from baoc.optim.backends.base import Backend, Options, StepInputs
 from baoc.optim.backends.eager import UpdateSize, factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
+from baoc.optim.rules.sign import LION_DECAY
 from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.optim.weights import rounding_seed
@@ -31,7 +32,6 @@ from baoc.types import OptimizerSpec, RuleInfo, StateLayout
 SIGNS = ("lion", "signum", "sign")  # their updates have an RMS of at most 1
 _ELEMENTWISE = ("adamw", "rmsprop", *SIGNS)
 _TRANSPOSED = {"adamw_shared_in": "adamw_shared_out", "adamw_shared_out": "adamw_shared_in"}  # rule -> on the transpose
-_LION_DECAY = 0.99  # as in baoc.optim.rules.sign
 _FOAM_ALPHA = 0.25  # as in baoc.optim.rules.foam
 _CPU = torch.device("cpu")
 
@@ -306,7 +306,7 @@ def settings_of(rule: RuleInfo, options: Options, *, step: int) -> tuple[tuple[f
     (beta1, beta2), lr = options.betas, options.lr
     decay = 1 - lr * options.weight_decay
     if rule.name in SIGNS:
-        return (decay, -lr, 1 - beta1, 0.0, 1 - min(beta2, _LION_DECAY), 1.0, 0.0), 1.0
+        return (decay, -lr, 1 - beta1, 0.0, 1 - min(beta2, LION_DECAY), 1.0, 0.0), 1.0
     divisor, bc2 = 1 - beta1**step, (1 - beta2**step) ** 0.5
     if rule.name == "rmsprop":
         divisor = 1.0

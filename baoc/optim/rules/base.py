@@ -10,6 +10,8 @@ from torch import Tensor
 
 from baoc.types import RuleInfo
 
+TINY = 1e-30  # divisors are at least this
+
 
 @dataclass(slots=True, kw_only=True)
 class RuleContext:

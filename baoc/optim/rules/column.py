@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules.base import Direction, RuleContext
+from baoc.optim.rules.base import TINY, Direction, RuleContext
 from baoc.optim.rules.matrix import RankSums, SummingRule, as_matrix, from_matrix, run_alone
-
-_TINY = 1e-30
 
 
 class ColumnNorm(SummingRule):
@@ -38,13 +36,13 @@ def _columns_normalized(update: Tensor, *, ctx: RuleContext) -> RankSums[Directi
     assert ctx.matrix is not None
     matrix = as_matrix(update, ctx)
     if len(matrix):
-        largest = matrix.abs().amax(0).clamp_(min=_TINY)  # squares of gradients far below 1 would be lost
+        largest = matrix.abs().amax(0).clamp_(min=TINY)  # squares of gradients far below 1 would be lost
         norm = torch.linalg.vector_norm(matrix / largest, dim=0).mul_(largest)
     else:  # a rank without rows
         norm = matrix.new_zeros(matrix.shape[1])
     if ctx.shard is not None:
         norm = (yield norm.to(torch.float64).square()).sqrt().to(torch.float32)
-    norm = norm.clamp_(min=_TINY)
+    norm = norm.clamp_(min=TINY)
     return Direction(numerator=update, denominator=from_matrix(norm.expand(ctx.matrix), ctx, shape=tuple(update.shape)))
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.kernels.polar import STEPS, A, B, C
-from baoc.optim.rules.base import Direction, Rule, RuleContext
+from baoc.optim.rules.base import TINY, Direction, Rule, RuleContext
 from baoc.optim.rules.matrix import as_matrix, from_matrix
-
-_TINY = 1e-30
 
 
 def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -27,8 +25,8 @@ def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> T
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = (matrices if wide else matrices.mT).to(torch.float32)
     # The largest element divides first, because squares of tiny gradients would underflow in the norm.
-    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_(min=_TINY)
-    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_TINY)).to(dtype)
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_(min=TINY)
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=TINY)).to(dtype)
     stack = x.reshape(-1, *x.shape[-2:])
     long = dtype is torch.float32 and stack.shape[-1] >= 2 * stack.shape[-2]
     x = (_steps_on_gram if long else _steps)(stack).view(x.shape)

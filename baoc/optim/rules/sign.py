@@ -10,7 +10,7 @@ from baoc.optim.rules.base import Direction, Rule, RuleContext
 
 # Lion's second beta is the decay of m, .99 in its paper. A group's betas[1] is AdamW's decay of v, .999 by default, at
 # which m would lag a thousand steps behind; so it is used only if it is the shorter one.
-_LION_DECAY = 0.99
+LION_DECAY = 0.99
 
 
 class Lion(Rule):
@@ -19,7 +19,7 @@ class Lion(Rule):
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
         m = states["m"]
         update = m.lerp(grad, 1 - ctx.beta1).sign_()
-        m.lerp_(grad, 1 - min(ctx.beta2, _LION_DECAY))
+        m.lerp_(grad, 1 - min(ctx.beta2, LION_DECAY))
         return Direction(numerator=update)
 
 
