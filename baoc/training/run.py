@@ -37,7 +37,7 @@ from baoc.tasks import OptimizerSettings, build_task
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.tracking.loggers import finishing, log_summary, make_loggers
-from baoc.training.measure.absent_card import card_of, plan_for, write_plan_line
+from baoc.training.measure.absent_card import card_of, plan_for, write_plan_totals
 from baoc.training.measure.microbatch_search import SearchResult, decide, device_of, take_option
 from baoc.training.prepare import prepare
 from baoc.training.resume import (
@@ -181,7 +181,7 @@ def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModu
     assert parts.strategy.reallocator is not None
     planner, plan = parts.strategy.reallocator.planner, parts.strategy.reallocator.plan
     rate = config.batch_size / parts.recorder.step_s_predicted
-    write_plan_line(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
+    write_plan_totals(plan, config=config, device=device, rate=rate, source="probe", run_dir=run_dir)
     if config.race.first != "off":
         num_params = sum(p.numel() for p in task.parameters())
         write_entrants(

@@ -132,8 +132,8 @@ def test_steps_without_gradients_do_not_touch_the_measurement() -> None:
 )
 def test_factors_on_a_device_are_those_on_the_cpu(target: float, own: float, norm: float) -> None:
     match = torch.tensor([target, own])
-    on_cpu = eager.factor(match, norm=norm, count=64)
-    on_device = eager.factor(match, norm=torch.tensor(norm), count=64)
+    on_cpu = eager.matching_factor(match, norm=norm, count=64)
+    on_device = eager.matching_factor(match, norm=torch.tensor(norm), count=64)
     assert isinstance(on_device, Tensor) and isinstance(on_cpu, float)
     assert norm == 0 or float(on_device) == pytest.approx(on_cpu, rel=1e-5)
     assert on_device.isfinite()

@@ -2,8 +2,8 @@
 
 A step scales updates by target / RMS, with the RMS of the block's update before, and sums the squares of its own.
 `sum_kernel` adds these sums up by tensor. `match_kernel` turns them into the new RMS and into the factor that the step
-should have used (`factor` of `baoc.optim.backends.eager`). Where both factors differ, as after a surge of the gradient,
-a launch of the step's kernel in mode "repair" adds the difference.
+should have used (`baoc.optim.backends.eager.matching_factor`). Where both factors differ, as after a surge of the
+gradient, a launch of the step's kernel in mode "repair" adds the difference.
 """
 
 import triton

@@ -217,7 +217,7 @@ def total_kernel(members, first_chunk, numels, partial, skipped, totals, BLOCK_S
 
 @triton.jit
 def factor_kernel(members, ptrs, totals, factors):
-    """factors[tensor] as `optim.backends.eager.factor` defines it, from the sums of this step."""
+    """factors[tensor] as `optim.backends.eager.matching_factor` defines it, from the sums of this step."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
     total, num = tl.load(totals + 2 * place), tl.load(totals + 2 * place + 1)

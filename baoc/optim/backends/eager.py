@@ -101,7 +101,7 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
         for (block, slot), (direction, norm, count) in zip(batch, _directions(batch, inputs, group=group), strict=True):
             scale = None
             if inputs.matching and block.match is not None:
-                scale = factor(block.match, norm=norm, count=count)
+                scale = matching_factor(block.match, norm=norm, count=count)
                 sizes[id(block)].add(norm, count=count)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
@@ -339,7 +339,7 @@ def update_norm(update: Tensor, *, divisor: float, finite: Tensor | None) -> tup
     return norm / abs(divisor), count
 
 
-def factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
+def matching_factor(match: Tensor, *, norm: float | Tensor, count: int) -> float | Tensor:
     """The factor of a tensor's update. `match`: (target, own RMS of the block); `norm`: this tensor's own."""
     if isinstance(norm, Tensor):  # without a synchronisation
         own, rms = match[1], (norm / max(count, 1) ** 0.5).clamp(min=TINY)

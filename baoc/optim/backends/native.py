@@ -20,7 +20,7 @@ from baoc.kernels.cpp import CODECS as NATIVE_CODECS
 from baoc.kernels.cpp import THRESHOLDS, NativeKind, NativeTable, Unavailable, library_or_error
 from baoc.kernels.cpp import WEIGHTS as NATIVE_WEIGHTS
 from baoc.optim.backends.base import Backend, Options, StepInputs
-from baoc.optim.backends.eager import UpdateSize, factor
+from baoc.optim.backends.eager import UpdateSize, matching_factor
 from baoc.optim.codecs import lanes
 from baoc.optim.rules import RULES
 from baoc.optim.rules.sign import LION_DECAY
@@ -215,7 +215,7 @@ class _Unit:
         for table in self.tables:
             members = zip(table.members, table.norms, table.active, strict=True)
             table.factors = [
-                float(factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
+                float(matching_factor(block.match, norm=norm, count=count)) if active and block.match is not None else 1
                 for (block, _), (norm, count), active in members
             ]
 

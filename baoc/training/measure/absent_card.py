@@ -138,7 +138,7 @@ def plan_for(
         chosen = best_option(options, objective=config.objective)
         assert chosen is not None
     if chosen is None:  # a refusal names the least of all options
-        options = [o for kind in axes.recomputed for o in card_options.options(axes, recomputed=kind, hopeless=True)]
+        options = [o for n in axes.recomputed for o in card_options.options(axes, recomputed=n, nothing_fits=True)]
         chosen = best_option(options, objective=config.objective)
     write_options(
         [replace(option, chosen=option is chosen) for option in options], run_dir=run_dir, objective=config.objective
@@ -153,7 +153,7 @@ def plan_for(
         "priors by role, rates are approximate"
     )
     config = with_decision(config, decision=decision_of(chosen))
-    write_plan_line(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
+    write_plan_totals(plan, config=config, device=card.name, rate=chosen.samples_per_s, source="prior", run_dir=run_dir)
 
 
 def planned_axes(config: RunConfig, *, task: Task) -> Axes:
@@ -214,14 +214,14 @@ class _CardOptions:
             if spec not in eager
         }
         self.temporaries |= step_temporaries(eager, params=[largest]) if eager else {}
-        self.lines = {
+        self.per_element_s = {
             spec.name: self._moving_s(bytes_moved_per_element(spec))
             for spec in device_specs(self.planner.specs.values())
         }
 
-    def options(self, axes: Axes, *, recomputed: int, hopeless: bool = False) -> list[Option]:
+    def options(self, axes: Axes, *, recomputed: int, nothing_fits: bool = False) -> list[Option]:
         """Options with this number of recomputed layers; of larger micro-batches only if the smallest fits, or
-        `hopeless`."""
+        `nothing_fits`, after which a refusal names the least of all."""
         sizes = axes.micro_batches
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         precision = str(self.config.trainer.precision or "32-true")
@@ -241,7 +241,7 @@ class _CardOptions:
             native_bytes = weights_bytes(self.task) + self.card.context_bytes + LATE_MODULES_BYTES
             no_room = memory is not None and native_bytes > memory
             # As on the card, bf16 weights are measured if native ones have no room and a plan may keep bf16.
-            only_as_bf16 = hopeless or all_specs_use_bf16_weights(self.session.settings.planner) or no_room
+            only_as_bf16 = nothing_fits or all_specs_use_bf16_weights(self.session.settings.planner) or no_room
             native = [] if self.bf16_savings and only_as_bf16 else [False]
             for as_bf16 in [*native, *([True] if self.bf16_savings else [])]:
                 measurements = _CardMeasurements(sizes=[measure(sizes[0], as_bf16=as_bf16)], as_bf16=as_bf16)
@@ -250,11 +250,11 @@ class _CardOptions:
                     self.forward_flops = self._forward_flops(runner, sizes[0], layers=layers) / sizes[0]
                     batch_s = self._seconds(self.config.batch_size, recomputed=recomputed)
                     self.reference_s = batch_s + self._moving_s(FUSED_BYTES * self.numel)
-                least = [] if hopeless else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
+                least = [] if nothing_fits else [self._option((sizes[0], recomputed, kind)) for kind in axes.release]
                 if any(option is not None and option.fits for option in least):
                     break
             else:  # more samples at once never need less, with gradients or without
-                sizes = sizes if hopeless else sizes[:1]
+                sizes = sizes if nothing_fits else sizes[:1]
             measurements = self.measurements[recomputed]
             measurements.sizes.extend(measure(size, as_bf16=measurements.as_bf16) for size in sizes[1:2])
             self.equal_layers = layers is not None
@@ -264,7 +264,7 @@ class _CardOptions:
 
     def between_ends(self, ends: list[Option]) -> list[Option]:
         """Options with fewer recomputed layers than all: the fewest that hold the budget with the plan of all, or with
-        the least state. None if layers differ, as a line is no upper bound then."""
+        the least state. Empty if layers differ, as a line is no upper bound then."""
         options: list[Option | None] = []
         for option in [option for option in ends if option.recomputed and option.fits] if self.equal_layers else []:
             size, most, release = option.key
@@ -358,11 +358,11 @@ class _CardOptions:
         passes_s = count * self._seconds(micro_batch, recomputed=recomputed)
         return LatencyTable(
             device=self.card.name,
-            fixed_s=dict.fromkeys(self.lines, 0.0),
-            per_element_s=self.lines,
+            fixed_s=dict.fromkeys(self.per_element_s, 0.0),
+            per_element_s=self.per_element_s,
             base_step_s=passes_s + self._moving_s(upkeep),
             reference_step_s=self.reference_s + self._moving_s(upkeep),
-            assumed=tuple(self.lines),
+            assumed=tuple(self.per_element_s),
             hidden_s=0.0 if clips else hidden_seconds(passes_s, accumulation=count),
             link=self.card.link,
         )
@@ -396,7 +396,7 @@ def in_bf16(block: Block, *, names: Collection[str]) -> Block:
     return replace(block, params=tuple(params))
 
 
-def write_plan_line(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
+def write_plan_totals(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
     """Writes `plan.json`, the plan's totals, from which a multirun makes its planned frontier.
 
     `rate`: predicted samples per second.
