@@ -201,7 +201,7 @@ class ExchangedBackend(FusedBackend):
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
-        """The same on all ranks."""
+        """Why no kernel steps the block; empty if one does. The same on all ranks."""
         if not all(slot.gathers_rows for slot in block.slots):
             return "it steps matrices of which ranks hold some rows"
         if not all(slot.shard is not None and _all_have_rows(slot.shard) for slot in block.slots):

@@ -16,7 +16,7 @@ from baoc.optim.state import State
 class HostedBackend(Backend):
     """Steps pieces of host-placed blocks on their staged states: in backward, or all others when it is called.
 
-    Pieces are stepped beside the caller. The unit's `waits` end that.
+    A step returns before its pieces are stepped. `StepUnit.waits` join them.
     """
 
     def __init__(
