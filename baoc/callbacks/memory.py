@@ -40,8 +40,8 @@ class MemoryMonitor(L.Callback):
     whole run. Nothing is slowed.
 
     With `enforce`, a peak above `budget`'s memory limit ends the run with BudgetBreachedError (exit code 4). `peaks`
-    has the peak of each phase. Of several ranks the largest peak counts; `peak_by_rank` is the largest of each rank in this
-    attempt, as gathered last, and empty without ranks.
+    has the peak of each phase. Of several ranks the largest peak counts; `peak_by_rank` is the largest of each rank in
+    this attempt, as gathered last, and empty without ranks.
 
     Place this callback after StepMonitor, so that its own work is not timed.
     """
