@@ -1,13 +1,12 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
-import gc
-from typing import Any
-from unittest.mock import Mock
+import threading
 
 import pytest
 import torch
 
-from baoc.kernels.triton.staging import Upload, memory_of
+from baoc.kernels.triton import staging
+from baoc.kernels.triton.staging import SLOTS, Upload, memory_of
 from tests.support.interpreting import interpreted
 
 NBYTES = 48
@@ -40,33 +39,33 @@ def test_an_upload_is_of_whole_words() -> None:
         Upload(44, num_back=4, device=torch.device("cpu"))
 
 
-def test_pinned_memory_goes_when_the_device_has_read_it() -> None:
-    buffer = make()
-    events: list[Any] = [Mock(), Mock()]
-    events[1].synchronize.side_effect = RuntimeError("CUDA error: the device failed before")  # it reads no more
-    buffer.events += events
-    del buffer
-    gc.collect()
-    assert [event.synchronize.call_count for event in events] == [1, 1]
-
-
 @interpreted
-def test_slots_are_filled_in_turn_once_they_were_read() -> None:
-    """A slot's event is waited for before the slot is given out to be filled, and recorded behind its copy. The device
-    counts the slots itself."""
-    buffer, order = make(), []
-    events: list[Any] = [Mock() for _ in range(3)]
-    for slot, event in enumerate(events):
-        event.synchronize.side_effect = lambda slot=slot: order.append(("waited", slot))
-        event.record.side_effect = lambda slot=slot: order.append(("recorded", slot, int(buffer.device[0])))
-    buffer.on_cuda, buffer.events = True, events
-    for step in range(1, 5):
-        slot = buffer.slot()
-        order.append(("filled", slot))
-        buffer.slots[slot].fill_(step)
-        buffer.send()
-    assert order == [
-        entry
-        for step, slot in enumerate((0, 1, 2, 0), start=1)
-        for entry in (("waited", slot), ("filled", slot), ("recorded", slot, step))  # the device has what was filled
-    ]
+def test_slots_are_filled_in_turn() -> None:
+    buffer = make()
+    for step in range(1, 6):
+        assert buffer.slot() == (step - 1) % SLOTS
+        buffer.slots[buffer.slot()].fill_(step)
+        buffer.copy_up()  # the device counts the slots itself
+        assert buffer.device.tolist() == [step] * NBYTES and buffer.num_copied[0] == step
+        buffer.sent()
+
+
+def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
+    buffer = make()
+    buffer.num_sent = SLOTS  # the copies are still on their way
+    arrive = threading.Timer(0.02, lambda: buffer.num_copied.__setitem__(0, 1))
+    arrive.start()
+    assert buffer.slot() == 0 and buffer.num_copied[0] == 1
+    arrive.join()
+
+
+def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    buffer = make()
+    buffer.num_sent = SLOTS
+    monkeypatch.setattr(staging, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        buffer.slot()

@@ -6,11 +6,12 @@ to the tensors. Per tensor it reads the gradient's address and nothing else, as 
 
 import ctypes
 import struct
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from baoc.kernels.triton.kinds import WIDTH, Options, Row
 from baoc.kernels.triton.table import FusedTable
 
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
+PATIENCE_S, _POLL_S = 0.1, 5e-5  # of such a wait: until it synchronizes, and between looks
 MOST_LAYOUTS = 16  # sets of gradient addresses whose properties are cached
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients that kernels read
 _ALIGNMENT_MASK = 31  # low bits of an address that are 0 if it is aligned for every launch config
@@ -270,39 +272,45 @@ class Upload:
     `slot()` names one of SLOTS pinned slots for the host to fill, and `send()` copies it to `device` (uint8 [nbytes]),
     whose address never changes. `receive()` copies `back` (int64 [num_back] on the device) to `received` on the CPU.
 
-    Kernels move both, because torch's copies take the host 10 us each, and a kernel in a CUDA graph nearly nothing.
-    `copy_up` and `receive` are what a graph may hold: the device counts the uploads itself, so that one graph serves
-    all slots. After a launch or replay of `copy_up`, call `sent()`: an event tells when the slot is free again.
+    Kernels move both, because a copy of torch takes the host 10 us, as recording an event does, and a kernel in a CUDA
+    graph nearly nothing. `copy_up` and `receive` are what a graph may hold: the device counts the uploads itself, so
+    that one graph serves all slots, and tells the count to the host, so that this knows which slots are free. After a
+    launch or replay of `copy_up`, call `sent()`.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
         if nbytes % 8:
             raise ValueError(f"{nbytes} bytes are no whole number of 8-byte words, which is what the kernel copies")
-        self.on_cuda = device.type == "cuda"
         self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.back = torch.zeros(num_back, dtype=torch.int64, device=device)
-        self._num_copied = torch.zeros(1, dtype=torch.int64, device=device)
-        self._slots = self._pinned(SLOTS, -(-nbytes // 16) * 16)
+        self._copied = torch.zeros(1, dtype=torch.int64, device=device)  # uploads, as the device counts them
+        pinned = partial(torch.zeros, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
+        self._slots = pinned(SLOTS, -(-nbytes // 16) * 16)
         self.slots = [slot[:nbytes] for slot in self._slots]
-        self._received = self._pinned(8 * num_back)
+        self._received, self._told = pinned(8 * num_back), pinned(8)
         self.received = memory_of(self._received)
-        self.events = [torch.cuda.Event(blocking=True) for _ in self.slots] if self.on_cuda else []
-        self._next = 0
-        # torch would give the pinned memory to others while the device reads it, because it knows of no kernel's reads.
-        weakref.finalize(self, _wait_for, self.events).atexit = False
+        self.num_copied = memory_of(self._told).cast("q")  # [1]: `_copied`, as the device told it
+        self.num_sent = 0
+        if device.type == "cuda":  # torch would give pinned memory to others while a kernel, of which it knows nothing,
+            weakref.finalize(self, _wait_for, device).atexit = False  # still reads or writes it
 
     @property
     def nbytes(self) -> int:
-        return self.device.nbytes + self.back.nbytes + self._num_copied.nbytes
-
-    def _pinned(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.uint8, pin_memory=self.on_cuda, device="cpu")
+        return self.device.nbytes + self.back.nbytes + self._copied.nbytes
 
     def slot(self) -> int:
         """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
-        if self.on_cuda:
-            self.events[self._next].synchronize()  # returns at once before the slot's first send
-        return self._next
+        if self.num_sent - self.num_copied[0] >= SLOTS:
+            self._wait()
+        return self.num_sent % SLOTS
+
+    def _wait(self) -> None:
+        """Waits until the device has copied the oldest slot. Raises torch's error if the device failed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.num_sent - self.num_copied[0] >= SLOTS:
+            if time.monotonic() > deadline:
+                return torch.cuda.synchronize(self.device.device)
+            time.sleep(_POLL_S)
 
     def send(self, nbytes: int | None = None) -> None:
         """Copies the slot, or its first `nbytes`, to the device on the current stream, and moves to the next slot."""
@@ -315,13 +323,13 @@ class Upload:
 
         words = (self.device.nbytes if nbytes is None else nbytes) // 8
         slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
-        copy_slot_kernel[(1,)](slots, uploaded, self._num_copied, words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE)
+        copy_slot_kernel[(1,)](
+            slots, uploaded, self._copied, self._told.view(torch.int64), words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE
+        )
 
     def sent(self) -> None:
-        """Moves to the next slot. The one that `copy_up` copies is free when the event recorded here has passed."""
-        if self.on_cuda:
-            self.events[self._next].record()
-        self._next = (self._next + 1) % SLOTS
+        """Moves to the next slot, as the last one is on its way."""
+        self.num_sent += 1
 
     def receive(self, *, wait: bool = False) -> None:
         """Copies `back` to the host: asynchronously, or before this returns with `wait`."""
@@ -334,10 +342,10 @@ class Upload:
             copy_kernel[(1,)](self.back, received, len(received), COPY_BLOCK_SIZE)
 
 
-def _wait_for(events: list[torch.cuda.Event]) -> None:
+def _wait_for(device: torch.device) -> None:
     with suppress(RuntimeError):  # the device failed: it reads nothing any more
-        for event in events:
-            event.synchronize()
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
