@@ -7,6 +7,7 @@ LONG_STEPS = 8000
 ROLE_LRS = {"language": 3e-3, "vision": 3e-3, "diffusion": 1e-2}  # the product's own, of which factors are multiples
 ROLE_SEEDS = {
     "rates": (300, 301), "roles": (310, 311), "long": tuple(range(320, 328)), "confirm": tuple(range(400, 408)),
+    "again": (330, 331, 332, 333),
 }  # fmt: skip
 ROLE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 ROLE_BASE = "muon8_lean"  # at its best factor of phase `rates` (least mean of `choice`), by task
@@ -55,6 +56,14 @@ ROLE_SPECS: dict[str, tuple[str, ...]] = {
     "hidden": HIDDEN_SPECS,  # of every other role
 }
 NUM_MIXTURES, MIXTURE_SEED = 12, 2026  # each role draws one of its specs; multiple 1 for Muon's, else one of the two
+
+# Phase `again`, at another size: what good recipes run in a role, at the multiples of phase `roles` (Muon at 1).
+_AGAIN_OUTER = ("adamw", "adamw_int4", "adafactor_momentum_int8", "column_norm_momentum_int8")
+_AGAIN_HIDDEN = ("adamw_int8", "foam_l2_int8", "muon_int4")
+AGAIN_SPECS: dict[str, tuple[str, ...]] = {
+    "embedding": _AGAIN_OUTER, "head": _AGAIN_OUTER, "norm": ("adamw_int8",), "hidden": _AGAIN_HIDDEN,
+}  # fmt: skip
+AGAIN_WHOLE = ("adamw", "adamw8", "muon4_lean", "foam8_lean")  # beside ROLE_BASE, each at its best of phase `rates`
 
 # Phase `confirm`, on seeds that chose nothing: AdamW at five rates, and whole recipes at their best of phase `rates`.
 CONFIRM_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -13,6 +13,7 @@ recipe_lists.py; `--phases` names them, in their order:
 - `confirm`, on eight seeds that chose nothing: AdamW at five rates, whole recipes, and choices by budget, their
   permutations and random plans;
 - `beta2`, on the same seeds: AdamW's beta2 at three rates;
+- `again`, with `--size`: the replacements that recipes are made of, at another size than the table's;
 - `long`: eight times the steps.
 
 Rates come from `--rows`, of a call before, where `rates` is not among the phases; what --rows has is not run again.
@@ -34,6 +35,8 @@ from typing import Any
 
 from baoc.core.recipes import RECIPES, Recipe, recipe_from_node
 from experiments.benchmarks.recipe_lists import (
+    AGAIN_SPECS,
+    AGAIN_WHOLE,
     BETA2_FACTORS,
     BETA2_WHOLE,
     BUDGETS,
@@ -56,7 +59,7 @@ from experiments.benchmarks.recipe_lists import (
     WHOLE,
 )
 
-PHASES = ("rates", "roles", "confirm", "beta2", "long")
+PHASES = ("rates", "roles", "confirm", "beta2", "again", "long")
 COLUMNS = (
     "phase", "family", "task", "size", "steps", "label", "role", "spec", "factor", "lr", "seed", "value", "choice",
     "state_bytes", "state_fraction", "status", "recipe", "rate_factor", "multiples", "beta2", "accuracy", "choice_25",
@@ -93,26 +96,45 @@ def role_runs(bench: Any, *, best: Mapping[str, float], seed: int) -> list[Any]:
     """The list of one seed; `best` is the factor of each whole recipe."""
     from experiments.benchmarks.role_runs import Run
 
+    runs = replacements(bench, factor=best[ROLE_BASE], seed=seed, phase="roles", specs=ROLE_SPECS)
+    runs += whole_runs(tuple(whole_recipes()), best=best, seed=seed)
     base, factor = RECIPES[ROLE_BASE], best[ROLE_BASE]
-    runs = [Run(phase="roles", label="base", recipe=base, factor=factor, seed=seed)]
-    for role in (*bench.roles, "first"):
-        for spec in ROLE_SPECS.get(role, ROLE_SPECS["hidden"]):
-            for multiple in ROLE_MULTIPLES:
-                run = Run(
-                    phase="roles", label=f"{role}={spec}@{multiple:g}", recipe=replaced(base, {role: spec}),
-                    factor=factor, seed=seed, role=role, spec=spec, role_factor=multiple, multiples={role: multiple},
-                )  # fmt: skip
-                same = multiple == 1 and bench.specs(run) == bench.specs(runs[0])
-                if bench.runs_spec(run) and not same:
-                    runs.append(run)
-    for name, recipe in whole_recipes().items():
-        if name != ROLE_BASE and name in best:
-            runs.append(Run(phase="whole", label=name, recipe=recipe, factor=best[name], seed=seed))
     for number, (specs, multiples) in enumerate(mixtures(bench.roles)):
         recipe = replaced(base, specs)
         runs.append(
             Run(phase="mixture", label=f"mixture{number}", recipe=recipe, factor=factor, seed=seed, multiples=multiples)
         )
+    return runs
+
+
+def whole_runs(names: Sequence[str], *, best: Mapping[str, float], seed: int) -> list[Any]:
+    from experiments.benchmarks.role_runs import Run
+
+    return [
+        Run(phase="whole", label=name, recipe=whole_recipes()[name], factor=best[name], seed=seed)
+        for name in names
+        if name != ROLE_BASE and name in best
+    ]
+
+
+def replacements(bench: Any, *, factor: float, seed: int, phase: str, specs: Mapping[str, Sequence[str]]) -> list[Any]:
+    """The base, and the base with one role replaced by each of its `specs`."""
+    from experiments.benchmarks.role_runs import Run
+
+    base = RECIPES[ROLE_BASE]
+    runs = [Run(phase=phase, label="base", recipe=base, factor=factor, seed=seed)]
+    for role in (*bench.roles, *(("first",) if "first" in specs else ())):
+        for spec in specs.get(role, specs["hidden"]):
+            for multiple in ROLE_MULTIPLES:
+                if phase == "again" and spec.startswith("muon") and multiple != 1:
+                    continue
+                run = Run(
+                    phase=phase, label=f"{role}={spec}@{multiple:g}", recipe=replaced(base, {role: spec}),
+                    factor=factor, seed=seed, role=role, spec=spec, role_factor=multiple, multiples={role: multiple},
+                )  # fmt: skip
+                same = multiple == 1 and bench.specs(run) == bench.specs(runs[0])
+                if bench.runs_spec(run) and not same:
+                    runs.append(run)
     return runs
 
 
@@ -269,7 +291,7 @@ def study_roles(name: str, given: argparse.Namespace, end: float, graphed: bool)
     steps = given.steps or ROLE_STEPS
     for phase in given.phases:
         if phase == "rates":
-            if not (rated := study.train(rate_runs(ROLE_SEEDS["rates"]), steps=steps)):
+            if not (rated := study.train(rate_runs(ROLE_SEEDS["rates"], recipes=given.recipes), steps=steps)):
                 return
             best = dict.fromkeys(whole_recipes(), 1.0) if given.limit else best_factors(rated)
         study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
@@ -285,6 +307,14 @@ def lists_of(phase: str, bench: Any, *, best: Mapping[str, float], choices: Path
     """Of a phase after `rates`: runs that train together."""
     if phase == "roles":
         return [role_runs(bench, best=best, seed=seed) for seed in ROLE_SEEDS["roles"]]
+    if phase == "again":
+        lists = []
+        for seed in ROLE_SEEDS["again"]:
+            lists.append(
+                replacements(bench, factor=best[ROLE_BASE], seed=seed, phase="again", specs=AGAIN_SPECS)
+                + whole_runs(AGAIN_WHOLE, best=best, seed=seed)
+            )
+        return [[*lists[0], *lists[1]], [*lists[2], *lists[3]]]
     if phase == "confirm":
         assert choices is not None, "phase `confirm` takes --choices"
         chosen = json.loads(choices.read_text())[bench.task.family]
@@ -464,6 +494,8 @@ def compile_all(given: argparse.Namespace, graphed: Any) -> None:
     specs |= {spec for recipe in whole_recipes().values() for spec in (*recipe.specs.values(), *recipe.fallback)}
     if given.recipes:
         specs = {row for name in given.recipes for row in whole_recipes()[name].all_specs}
+        if "again" in given.phases:
+            specs |= {spec for listed in AGAIN_SPECS.values() for spec in listed}
     ordered, spawn = sorted(specs), mp.get_context("spawn")
     parts = [ordered[place :: given.compilers] for place in range(given.compilers)]
     workers = [spawn.Process(target=compile_specs, args=(part, given.device), daemon=True) for part in parts]
