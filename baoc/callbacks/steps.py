@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import lightning as L
@@ -34,10 +34,11 @@ class StepMonitor(L.Callback):
         self.warmup_steps = warmup_steps
         self.leave_out = leave_out
         self.batch_size = batch_size
+        self.num_seen = 0  # steps since training began, those that are not counted too
         self._steps_ms: list[float] = []
+        self._inner_ms: list[float] = []
         self._samples: list[int] = []
         self._reset_step()
-        self._num_seen = 0
         self._unread: list[tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], int]] = []
         self._cuda = False
 
@@ -54,6 +55,12 @@ class StepMonitor(L.Callback):
         return median(self._steps_ms) if self._steps_ms else float("nan")
 
     @property
+    def micro_batch_ms(self) -> float:
+        """Median over the counted steps of the mean micro-batch between the first and the last; 0 of fewer than 3."""
+        self._read_events()
+        return median(self._inner_ms) if self._inner_ms else 0.0
+
+    @property
     def samples_per_s(self) -> float:
         """Median samples per optimizer step over the median time of one; NaN while nothing was counted."""
         step_ms = self.step_ms
@@ -66,8 +73,8 @@ class StepMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reset_step()
-        self._num_seen = 0
-        self._steps_ms, self._samples, self._unread = [], [], []
+        self.num_seen = 0
+        self._steps_ms, self._inner_ms, self._samples, self._unread = [], [], [], []
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -82,8 +89,8 @@ class StepMonitor(L.Callback):
         self._is_slowed = self._is_slowed or (self.leave_out is not None and self.leave_out())
         if accumulating(trainer):
             return
-        self._num_seen += 1
-        if self._num_seen > self.warmup_steps and not self._is_slowed:
+        self.num_seen += 1
+        if self.num_seen > self.warmup_steps and not self._is_slowed:
             self._count()
         self._reset_step()
         if logs_now(trainer) and (self._steps_ms or self._unread):
@@ -107,14 +114,18 @@ class StepMonitor(L.Callback):
         if self._cuda:
             self._unread.append((self._parts, self._step_samples))
         else:
-            self._steps_ms.append(sum(end - start for start, end in self._parts) * 1e3)
-            self._samples.append(self._step_samples)
+            self._add([(end - start) * 1e3 for start, end in self._parts], samples=self._step_samples)
+
+    def _add(self, micro_batches_ms: list[float], *, samples: int) -> None:
+        self._steps_ms.append(sum(micro_batches_ms))
+        self._samples.append(samples)
+        if inner := micro_batches_ms[1:-1]:
+            self._inner_ms.append(mean(inner))
 
     def _read_events(self) -> None:
         """Synchronizes with the last event, then reads all events since the last call."""
         if self._unread:
             self._unread[-1][0][-1][1].synchronize()
         for parts, samples in self._unread:
-            self._steps_ms.append(sum(start.elapsed_time(end) for start, end in parts))
-            self._samples.append(samples)
+            self._add([start.elapsed_time(end) for start, end in parts], samples=samples)
         self._unread = []

@@ -286,6 +286,16 @@ def test_a_step_is_all_of_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps.num_timed == 2
     assert steps.step_ms == pytest.approx((3 + 7) / 2 * 1e3)
     assert steps.samples_per_s == pytest.approx(8 / 5)
+    assert steps.micro_batch_ms == 0, "none is between the first and the last"
+
+
+def test_micro_batches_between_the_first_and_the_last_of_counted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_clock(monkeypatch) as now:
+        steps = StepMonitor(warmup_steps=1)
+        module = Slow(now, [70, 70, 70, 50, 2, 50, 50, 6, 50])
+        fit(PauseBefore(now), steps, PauseAfter(now), module=module, max_steps=3, accumulate_grad_batches=3)
+    assert (steps.num_seen, steps.num_timed) == (3, 2)
+    assert steps.micro_batch_ms == pytest.approx((2 + 6) / 2 * 1e3)
 
 
 def test_tracked_steps_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -154,21 +153,6 @@ class _Clock(StepMonitor):
         super().__init__(warmup_steps=warm, batch_size=1)
         self._max_s, self._group = max_s, group
         self._began = perf_counter()
-        self._inner: list[
-            list[tuple[Any, Any]]
-        ] = []  # by counted step: its micro-batches between the first and the last
-
-    @property
-    def micro_batch_ms(self) -> float:
-        """Median over the counted steps of the mean micro-batch between the first and the last; 0 of fewer than 3."""
-        self._read_events()
-        spent = lambda start, end: start.elapsed_time(end) if self._cuda else (end - start) * 1e3  # noqa: E731
-        means = [sum(spent(*part) for part in parts) / len(parts) for parts in self._inner if parts]
-        return median(means) if means else 0.0
-
-    def _count(self) -> None:
-        super()._count()
-        self._inner.append(self._parts[1:-1])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -181,10 +165,10 @@ class _Clock(StepMonitor):
         if accumulating(trainer):
             return
         late = self._group.broadcast_number(perf_counter() - self._began > self._max_s) > 0
-        if self._num_seen > self.warmup_steps:
+        if self.num_seen > self.warmup_steps:
             trainer.should_stop = late
-        elif late or self._num_seen == self.warmup_steps:
-            self.warmup_steps, self._began = self._num_seen, perf_counter()
+        elif late or self.num_seen == self.warmup_steps:
+            self.warmup_steps, self._began = self.num_seen, perf_counter()
 
 
 @contextmanager
