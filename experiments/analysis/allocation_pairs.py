@@ -1,7 +1,7 @@
 """What was planned against its rivals, paired by seed: in the sampler races, and in runs of the product.
 
-    python -m experiments.analysis.allocation_pairs
-    python -m experiments.analysis.allocation_pairs --product experiments/results/product_runs.csv
+    python -m experiments.analysis.allocation_pairs  # seconds -> allocation_pairs.csv
+    python -m experiments.analysis.allocation_pairs --product experiments/results/product_runs.csv  # seconds -> printed
 
 Every study of a race trains the same baselines before its sampler proposes anything: the exact allocation and a random
 feasible one at 25, 10 and 3 % of fp32 AdamW's state, and uniform specs. Both samplers of a seed share them, so each

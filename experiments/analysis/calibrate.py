@@ -1,4 +1,6 @@
-"""`python -m experiments.analysis.calibrate FOLDER...`: how well predicted risk ranks measured damage.
+"""How well does predicted risk rank the measured damage of runs in a folder?
+
+    python -m experiments.analysis.calibrate FOLDER  # seconds -> printed
 
 `--write NAME` writes the best weights of a risk_weights study to conf/risk/NAME.yaml with their evidence, for use as
 risk=NAME. `--fit NAME` writes the weights that explain the runs' damage best, if they also rank runs of held-out seeds.

@@ -1,7 +1,8 @@
 """experiments/claims.csv: every published figure, remade from its raw rows, and rendered as tables.
 
-    python -m experiments.analysis.claims          # the figures that their raw rows do not give
-    python -m experiments.analysis.claims --write  # renders README's picture, its tables and those of docs/results.md
+    python -m experiments.analysis.claims  # seconds -> the figures that their raw rows do not give
+    python -m experiments.analysis.claims --write
+    # seconds -> README.md, docs/results.md, docs/benchmarks.md, frontier.svg
 
 One row of claims.csv is one figure. `rows` names a file of experiments/results, `where` selects rows of it
 (`key=value;key!=value`), and `column` and `statistic` say how the figure follows from them:
@@ -25,7 +26,7 @@ from statistics import mean, stdev
 from string import ascii_uppercase
 
 from baoc.core.statistics import mean_interval
-from experiments.analysis import allocation_pairs, frontier_picture, peak_predictions
+from experiments.analysis import allocation_pairs, frontier_picture, peak_predictions, script_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -167,11 +168,13 @@ def stale() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="render README's picture, its tables and the page's")
+    parser.add_argument("--write", action="store_true", help="render README's picture and all tables")
     claims = read_claims()
     if parser.parse_args().write:
         for page in (README, PAGE):
             page.write_text(rendered(page.read_text(encoding="utf-8"), claims), encoding="utf-8")
+        scripts = script_table.PAGE
+        scripts.write_text(script_table.rendered(scripts.read_text(encoding="utf-8")), encoding="utf-8")
         frontier_picture.PICTURE.write_text(frontier_picture.picture(frontier_picture.read_points()), encoding="utf-8")
     complaints = stale() + [found for claim in claims if claim["column"] and (found := complaint(claim))]
     if complaints:

@@ -1,7 +1,6 @@
 """Makes baoc/core/measured.json of the raw rows: whole recipes at their own best rate, and rules by role.
 
-    python -m experiments.analysis.fit_measured            # from experiments/results, into baoc/core
-    python -m experiments.analysis.fit_measured --check    # fails where the file differs from what the rows give
+    python -m experiments.analysis.fit_measured  # seconds -> baoc/core/measured.json
 
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
@@ -361,7 +360,7 @@ def fit(roles: Sequence[Row], *, product: Sequence[Row] = ()) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to six significant digits, so that the file is the same on every machine."""
+    """Floats to six significant digits, of which the last may differ between processors."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -379,14 +378,9 @@ def shipped() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = shipped()
-    if given.check:
-        assert OUT.read_text(encoding="utf-8") == found, f"{OUT} is not what the rows give: run without --check"
-    else:
-        OUT.write_text(found, encoding="utf-8")
+    OUT.write_text(found, encoding="utf-8")
     for name, family in json.loads(found)["families"].items():
         print(f"{name}: reference {family['reference']}, {family['size']}, {family['horizon']}")
         for one in family["recipes"]:

@@ -1,6 +1,6 @@
 """Writes a text of Python source that is large enough to be read once: long runs of language studies repeat nothing.
 
-    python experiments/analysis/package_text.py OUT.xz [--megabytes 48]
+    python experiments/analysis/package_text.py OUT.xz  # seconds -> OUT.xz
 
 Source files of installed packages (PACKAGES, at the versions of constraints.txt), without tests, in the order of the
 SHA-256 of their paths, until that many bytes are there. Files of the first two megabytes are held out, so that no held

@@ -1,6 +1,7 @@
 """Recorded runs whose measured peak is above the predicted one.
 
     python -m experiments.analysis.peak_predictions
+    # seconds -> peak_predictions.csv, peak_excesses.csv, peak_campaign_ends.csv
 
 Reads every table of experiments/results that has a peak and its prediction (PAIRS). Writes
 experiments/results/peak_predictions.csv: one row per table, and one of all tables together; peak_excesses.csv: one
@@ -8,6 +9,7 @@ row per run above its prediction, with its cause; and peak_campaign_ends.csv: ho
 that is out of memory has no peak.
 """
 
+import argparse
 import csv
 from collections import Counter
 from pathlib import Path
@@ -138,6 +140,7 @@ def tables() -> dict[str, list[float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = summary(tables())
     write_csv(RESULTS / "peak_predictions.csv", rows)
     write_csv(RESULTS / "peak_excesses.csv", above())

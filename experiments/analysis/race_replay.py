@@ -1,6 +1,6 @@
 """Races replayed on recorded runs: how often the choice is worse than the best uniform by more than what is claimed.
 
-    python -m experiments.analysis.race_replay [--races 1000] [--csv ENTRANTS_FILE]
+    python -m experiments.analysis.race_replay  # 12 seconds of a CPU core -> printed, with --csv there
 
 The course is that of `mode=race` (`baoc.racing.course`), and scores are looked up instead of trained. Two sets
 of raw rows serve, which differ in what they can show:

@@ -1,6 +1,6 @@
 """What the rows of benchmarks/role_study.py say, by task: whole recipes, roles, mixtures, confirmation, long runs.
 
-    python -m experiments.analysis.role_table [experiments/results/role_table.csv]
+    python -m experiments.analysis.role_table  # seconds -> printed
 
 `value`, of data that chose nothing, is told. Intervals are 90 % (Student's t) of differences paired by seed, 95 % where
 a choice is held against others; those of roles have the sd of all role rows of the task pooled, as one has one or two

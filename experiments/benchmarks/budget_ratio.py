@@ -1,6 +1,12 @@
 """What a budget buys: samples per second of BAOC and of fp32 AdamW in the same memory, and Llama 350M in 4 GiB.
 
-`python experiments/benchmarks/budget_ratio.py OUT [--steps 8] [--only NAME...] [--seconds 230]` takes an NVIDIA GPU.
+    python experiments/benchmarks/budget_ratio.py OUT --steps 8
+    # 4 minutes (--seconds) of an H200 -> ratio.csv, options.csv
+    python experiments/benchmarks/budget_ratio.py OUT --search 18 --steps 12 --seconds 500
+    # 8 minutes of an H200 -> search.csv
+    python experiments/benchmarks/budget_ratio.py OUT --beside --steps 12 --warm 4
+    # 4 minutes of an H200 -> deciding.csv
+
 Leaves OUT/ratio.csv with a row per case, written when it ends, and OUT/options.csv with every option of every decision.
 A case is a run of an experiment in a process of its own, under the cap of its budget, forked from one that has imported
 what runs need. fp32 AdamW stands beside it three times: with every option that the experiment has and its own best one
@@ -39,9 +45,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from stacks import sampled  # noqa: E402
+from experiments.benchmarks.shared import write_rows
+from experiments.benchmarks.stacks import sampled
 
 ADAMW = ("allocator=uniform_adamw",)
 KEPT = (*ADAMW, "model.checkpointing=false")
@@ -222,7 +229,7 @@ def search_case(name: str, *, folder: Path, search_s: float, **given: Any) -> No
 
         while (left := untried()) and time.monotonic() < end:
             options = measurer.measure(replace(max(left, key=lambda option: option.samples_per_s), compared=True))
-        write(folder / "search.csv", [to_plain(option) | {"option": option.name} for option in options])
+        write_rows(folder / "search.csv", [to_plain(option) | {"option": option.name} for option in options])
         known = [option for option in options if option.tried and option.fits]
         if known and choice.chosen is not None:
             best = max(known, key=lambda option: option.samples_per_s)
@@ -337,14 +344,6 @@ def read(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -405,7 +404,7 @@ def main() -> None:
             search["first_deciding"] = read(first / "deciding.json") or ""
             rows_of_search = list(csv.DictReader((read(first / "search.csv") or "").splitlines()))
             searched += [{"case": name, **option} for option in rows_of_search]
-            write(asked.out / "search.csv", searched)
+            write_rows(asked.out / "search.csv", searched)
         code = asked.runs / f"{name}_" / "code" if asked.beside else None
         if code is not None:
             shutil.rmtree(code, ignore_errors=True)
@@ -413,11 +412,11 @@ def main() -> None:
         why = forked(run, folder=folder, seconds=min(end - time.monotonic(), asked.case_seconds)) or why
         rows.append(row_of(name, folder=folder, why=why, took_s=time.monotonic() - began) | search)
         options += [{"case": name, **option} for option in options_of(folder)]
-        write(asked.out / "ratio.csv", rows)
-        write(asked.out / "options.csv", options)
+        write_rows(asked.out / "ratio.csv", rows)
+        write_rows(asked.out / "options.csv", options)
         if asked.beside:
             deciding += beside(name, row=rows[-1], runs=asked.runs, seconds=lambda: end - time.monotonic(), given=given)
-            write(asked.out / "deciding.csv", deciding)
+            write_rows(asked.out / "deciding.csv", deciding)
         shown = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in rows[-1].items()}
         keys = ("case", "option", "weights", "samples_per_s", "peak_bytes", "peak_error", "step_ms", "step_error")
         more = (

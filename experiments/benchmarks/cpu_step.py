@@ -1,6 +1,8 @@
 """Time of one optimizer step on the CPU: the native backend beside torch's fused fp32 AdamW, on the same tensors.
 
-`python experiments/benchmarks/cpu_step.py` takes about a minute: 10M parameters in 150 tensors, 2 threads. Every round
+    python experiments/benchmarks/cpu_step.py  # 1 minute of 2 CPU cores -> cpu_step.csv
+
+10M parameters in 150 tensors, 2 threads. Every round
 steps each optimizer once, in turn, so that whatever else the machine does meets all alike; medians and minima over
 rounds go to cpu_step.csv in $OUT or experiments/results. `moved_gbps` counts the bytes that a step has to
 move (weights and states both ways, gradients once), so it can be compared with the copy that is timed beside.
@@ -11,13 +13,12 @@ all threads together were running; with --threads 1 it is the one number that ot
 """
 
 import argparse
-import csv
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +28,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
+from baoc.optim import BlockwiseOptimizer
+from experiments.benchmarks.shared import optimizer_state_bytes, results_folder, write_rows
 
 SPECS = (
     "adamw", "adamw_bf16", "adamw_int8", "adamw_int4", "rmsprop_int8", "lion", "lion_int8",
@@ -87,12 +89,6 @@ def build(name: str, of: Sequence[tuple[int, ...]]) -> tuple[torch.optim.Optimiz
     return BlockwiseOptimizer(groups, specs, lr=1e-3, backend="eager" if eager else "native"), params
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    if isinstance(optimizer, BlockwiseOptimizer):
-        return optimizer.state_bytes()
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
-
-
 def timed(step: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds by the clock, and of all threads' running."""
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -122,7 +118,7 @@ def measure(names: Sequence[str], of: Sequence[tuple[int, ...]], *, rounds: int)
     fused = found["torch_fused"]
     rows = []
     for name, (optimizer, params) in built.items():
-        state = state_bytes(optimizer)
+        state = optimizer_state_bytes(optimizer)
         moved = sum(2 * p.nbytes + p.grad.nbytes for p in params if p.grad is not None) + 2 * state
         rows.append(
             Row(
@@ -147,17 +143,6 @@ def _summary(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]
     return median(clock), min(clock), min(running)
 
 
-def write(rows: Sequence[Row], **common: object) -> Path:
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "cpu_step.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *common])
-        writer.writeheader()
-        writer.writerows({**asdict(row), **common} for row in rows)
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=10_000_000)
@@ -179,7 +164,8 @@ def main() -> None:
             f"{r.optimizer:24s} {r.median_ms:7.2f} {r.min_ms:7.2f} {r.cpu_ms:7.2f} {r.ratio:6.2f} {r.min_ratio:7.2f} "
             f"{r.cpu_ratio:7.2f} {r.state_bytes:8.3f} {r.moved_bytes:8.2f} {r.moved_gbps:5.1f}"
         )
-    path = write(
+    path = write_rows(
+        results_folder() / "cpu_step.csv",
         rows,
         numel=sum(torch.Size(shape).numel() for shape in of),
         tensors=args.tensors,

@@ -1,20 +1,22 @@
 """Two GPUs: steps, peaks and weights of BaocDDPStrategy beside Lightning's DDP with torch's fused AdamW.
 
-`torchrun --nproc-per-node 2 experiments/benchmarks/ddp_steps.py OUT` on a machine with NVIDIA GPUs; rows go to
-OUT/ddp_steps.csv as they come. A network's runs are in one process. `step_ms` is the mean over windows of 5 steps of
-the slowest rank, `median_ms` their median, `decision_ms` what rank 0 spent in the decision by gradients.
-`peak_bytes` is what the allocator reserved and the context, `allocated_bytes` what of it tensors held at most, each of
-the rank that held most; `equal` whether all ranks end with the same weights, bit for bit. `resumed` goes on from a
-checkpoint of half the steps, and `equal` is then to the run that was not interrupted. `--device cpu --networks
-vit-mini` runs on gloo.
+    torchrun --standalone --nproc-per-node 2 experiments/benchmarks/ddp_steps.py OUT --seconds 140
+    # under 3 minutes of 2 H200s -> ddp_steps.csv
+    python experiments/benchmarks/ddp_steps.py OUT --kills 5
+    # 8 minutes of 2 CPU cores with --device cpu -> ddp_kills.csv
 
-`python experiments/benchmarks/ddp_steps.py OUT --kills 5` kills all ranks of a run, or one of them (with `--one` always
-one), at random steps instead, at 2 and at 1 ranks in turn or at those of `--ranks`, and goes on by resume=auto:
-OUT/ddp_kills.csv, with `--strategy fsdp` that of fully_shard and OUT/fsdp_kills.csv. `--seed` draws others.
+Rows are written as they come. A network's runs are in one process. `step_ms` is the mean over windows of 5 steps of the
+slowest rank, `median_ms` their median, `decision_ms` what rank 0 spent in the decision by gradients. `peak_bytes` is
+what the allocator reserved and the context, `allocated_bytes` what of it tensors held at most, each of the rank that
+held most; `equal` whether all ranks end with the same weights, bit for bit. `resumed` goes on from a checkpoint of half
+the steps, and `equal` is then to the run that was not interrupted. `--device cpu --networks vit-mini` runs on gloo.
+
+`--kills 5` kills all ranks of a run, or one of them (with `--one` always one), at random steps instead, at 2 and at 1
+ranks in turn or at those of `--ranks`, and goes on by resume=auto: OUT/ddp_kills.csv, with `--strategy fsdp` that of
+fully_shard and OUT/fsdp_kills.csv. `--seed` draws others.
 """
 
 import argparse
-import csv
 import json
 import logging
 import os
@@ -26,7 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, sleep
@@ -38,21 +40,21 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-from baoc import BaocDDPStrategy  # noqa: E402
-from baoc.callbacks.generators import RngState  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.schema import ReallocationConfig  # noqa: E402
-from baoc.core.recipes import Recipe  # noqa: E402
-from baoc.data import build_data  # noqa: E402
-from baoc.models import build_model  # noqa: E402
-from baoc.parallel import ranks  # noqa: E402
-from baoc.profiling import context_bytes, current_context_bytes  # noqa: E402
-from baoc.tasks import OptimizerSettings, build_task  # noqa: E402
-from baoc.training.lightning import checksum  # noqa: E402
-from baoc.training.session import SessionSettings  # noqa: E402
-from experiments.benchmarks.timing import free_memory  # noqa: E402
+from baoc import BaocDDPStrategy
+from baoc.callbacks.generators import RngState
+from baoc.config.environment import commit
+from baoc.config.schema import ReallocationConfig
+from baoc.core.recipes import Recipe
+from baoc.data import build_data
+from baoc.models import build_model
+from baoc.parallel import ranks
+from baoc.profiling import context_bytes
+from baoc.tasks import OptimizerSettings, build_task
+from baoc.training.lightning import checksum
+from baoc.training.session import SessionSettings
+from experiments.benchmarks.shared import free_memory, peak_reserved_bytes, write_rows
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # of which Lightning clears the environment
 WARM, WINDOW, WINDOWS = 8, 5, 6
@@ -174,7 +176,7 @@ def trained(
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(task, datamodule=data, ckpt_path=load)
     here = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    peak = torch.cuda.max_memory_reserved() + current_context_bytes(here) if cuda else 0
+    peak = peak_reserved_bytes(here)
     allocated = torch.cuda.max_memory_allocated() if cuda else 0
     if save is not None:
         trainer.save_checkpoint(save)
@@ -278,14 +280,7 @@ class Steps:
         )  # fmt: skip
         if ranks().rank == 0:
             print(self.rows[-1], flush=True)
-            written(self._path, self.rows)
-
-
-def written(path: Path, rows: Sequence[Any]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+            write_rows(self._path, self.rows)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -372,7 +367,7 @@ def kills(
                 )
             )  # fmt: skip
             print(rows[-1], flush=True)
-            written(out / f"{strategy}_kills.csv", rows)
+            write_rows(out / f"{strategy}_kills.csv", rows)
     bad = sum(bool(row.fault) for row in rows)
     print(f"{strategy}: {num} kills and resumes at {' and '.join(map(str, counts))} ranks, {bad} with faults")
     return bad

@@ -1,9 +1,10 @@
 """Time of BlockwiseOptimizer.step as it runs: every spec alone, a plan of 8 specs, torch's fused AdamW beside them.
 
-`python experiments/benchmarks/engine_step.py` on a machine with an NVIDIA GPU. First engine_check.py holds the fused
-backend, graph replays included, against the eager one. Then whole steps are timed between CUDA events with gradients in
-place, medians of 15, all in one process; `host_us` is Python's part with an idle device. Rows go to engine_step.csv in
-$OUT or experiments/results, the table is printed last. For peers, run them beside it in the same call.
+    python experiments/benchmarks/engine_step.py  # time not recorded, H200 -> engine_step.csv
+
+First engine_check.py holds the fused backend, graph replays included, against the eager one. Then whole steps are timed
+between CUDA events with gradients in place, medians of 15, all in one process; `host_us` is Python's part with an idle
+device. The table is printed last. Peers are timed by `optimizer_step.py --peers`.
 
 `floor_ms` is what a device copy would need for the bytes that a step has to move: gradients once, weights and states
 twice. `ms` begins with an idle device, so the host's part is in it; `device_ms` begins when the host is ahead, as in
@@ -12,12 +13,10 @@ the best single spec of the same model (at most 1.3 is what it should be), `devi
 """
 
 import argparse
-import csv
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -26,15 +25,14 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from optimizer_step import MODELS, copy_gbps, events_ms, host_us  # noqa: E402
-from timing import free_memory  # noqa: E402
-
-from baoc.core.catalogue import SPECS  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.rules import RULES  # noqa: E402
-from baoc.types import ParamInfo, Role  # noqa: E402
+from baoc.core.catalogue import SPECS
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.rules import RULES
+from baoc.types import ParamInfo, Role
+from experiments.benchmarks.optimizer_step import MODELS, copy_gbps, events_ms, host_us, versions
+from experiments.benchmarks.shared import free_memory, results_folder, write_rows
 
 DEVICE = "cuda"
 TIMED = (
@@ -170,21 +168,6 @@ def _over_best(row: Row, singles: Sequence[Row], key: str) -> float:
     return round(per_byte(row) / min(map(per_byte, singles)), 3)
 
 
-def write(rows: Sequence[Row], *, gbps: float) -> Path:
-    import triton
-
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    common["copy_gbps"] = f"{gbps:.0f}"
-    path = folder / "engine_step.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *common])
-        writer.writeheader()
-        writer.writerows({**asdict(row), **common} for row in rows)
-    return path
-
-
 def show(rows: Sequence[Row]) -> None:
     print(
         "model       optimizer                state  moved      ms     min device  floor  eff host_us  best  backends"
@@ -214,7 +197,7 @@ def main() -> None:
     rows: list[Row] = []
     for model in args.models:
         rows += time_model(model, gbps=gbps, names=args.specs)
-    path = write(rows, gbps=gbps)
+    path = write_rows(results_folder() / "engine_step.csv", rows, **versions(gbps))
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s; {len(rows)} rows in {path}"
     )

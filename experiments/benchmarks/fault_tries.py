@@ -1,6 +1,10 @@
 """What a machine does to a run, again and again: damaged files, full disks, clocks that jump, a second owner.
 
-    python experiments/benchmarks/fault_tries.py damage|disk|clock|owners --tries 100 [--out FOLDER]
+    python experiments/benchmarks/fault_tries.py damage --tries 100
+    # half a minute and seconds a try, CPU -> fault_tries_damage.csv
+    python experiments/benchmarks/fault_tries.py disk --tries 100  # the same, as root -> fault_tries_disk.csv
+    python experiments/benchmarks/fault_tries.py clock --tries 100  # the same -> fault_tries_clock.csv
+    python experiments/benchmarks/fault_tries.py owners --tries 100  # the same -> fault_tries_owners.csv
 
 `damage`: a file of a finished run's folder, of a study's or of the cache is torn, flipped, emptied or replaced; then a
 checkpoint is looked for, the metrics and the study are read, and a frontier is made. An error that is not one of ours
@@ -10,11 +14,10 @@ say, with one sentence, and once there is room go on from what was written to th
 `clock`: the wall clock jumps by up to ten years, both ways, at random moments; nothing may change but the times told.
 `owners`: a second process takes the same folder while the first is at work; it must be refused and change nothing.
 
-fault_tries_KIND.csv in --out, $OUT or experiments/results gets a row per try; the exit code is the number of faults.
+The table gets a row per try; the exit code is the number of faults.
 """
 
 import argparse
-import csv
 import io
 import json
 import os
@@ -35,19 +38,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not h
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.cli.failures import failure_of, report  # noqa: E402
-from baoc.cli.main import main as command  # noqa: E402
-from baoc.config.compose import compose  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.from_hydra import from_hydra  # noqa: E402
-from baoc.errors import BaocError  # noqa: E402
-from baoc.frontier.build import write_frontier  # noqa: E402
-from baoc.sweep.study import run_study  # noqa: E402
-from baoc.sweep.study_config import StudyConfig, read_study  # noqa: E402
-from baoc.tracking.checkpoints import load_checked  # noqa: E402
-from baoc.tracking.metrics import read_metrics  # noqa: E402
-from baoc.training.resume import find_checkpoint, saved_decision  # noqa: E402
-from experiments.benchmarks.kill_tries import CLOCKS  # noqa: E402
+from baoc.cli.failures import failure_of, report
+from baoc.cli.main import main as command
+from baoc.config.compose import compose
+from baoc.config.environment import commit
+from baoc.config.from_hydra import from_hydra
+from baoc.errors import BaocError
+from baoc.frontier.build import write_frontier
+from baoc.sweep.study import run_study
+from baoc.sweep.study_config import StudyConfig, read_study
+from baoc.tracking.checkpoints import load_checked
+from baoc.tracking.metrics import read_metrics
+from baoc.training.resume import find_checkpoint, saved_decision
+from experiments.benchmarks.kill_tries import CLOCKS
+from experiments.benchmarks.shared import append_row, results_folder
 
 KIB = 1024
 STEPS = 6
@@ -353,14 +357,12 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no try after so many")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "experiments" / "results"))
+    parser.add_argument("--out", type=Path, default=results_folder())
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
     faults, done, until = 0, 0, time.monotonic() + given.seconds
     file = given.out / f"fault_tries_{given.kind}.csv"
-    with tempfile.TemporaryDirectory() as temporary, file.open("w", newline="") as table:
-        writer = csv.DictWriter(table, ["number", "what", "outcome", "faults", "seed", "commit"], lineterminator="\n")
-        writer.writeheader()
+    file.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
         folder, whole = Path(temporary), Path(temporary) / "whole"
         whole.mkdir()
         undisturbed(whole)
@@ -369,8 +371,7 @@ def main() -> int:
                 break
             draw = random.Random(f"{given.kind} {given.seed} {number}")
             row = KINDS[given.kind](number, draw=draw, folder=folder, whole=whole)
-            writer.writerow({"number": number, **row, "seed": given.seed, "commit": commit()})
-            table.flush()
+            append_row(file, {"number": number, **row}, seed=given.seed, commit=commit())
             done, faults = done + 1, faults + bool(row["faults"])
             if row["faults"]:
                 print(f"{number}: {row['what']}: {row['faults']}", flush=True)

@@ -1,7 +1,7 @@
 """Fronts of BAOC, of uniform specs and of random feasible allocations over the same budgets, for all three tasks.
 
     python -m experiments.benchmarks.fronts FOLDER OUT --seeds 0 1 2 --seconds 450
-    python -m baoc.frontier.report FOLDER --out OUT      # the page with the three fronts side by side
+    # 8 minutes (--seconds; all runs take hours), CPU -> fronts_points.csv, fronts_equal.csv, fronts_area.csv
 
 One study whose trials are all listed beforehand, seeds first, so that time that runs out costs seeds and not tasks
 (--models dit,llama vit: vit's seeds come after all of the others'); killed, the same command goes on. With --collect

@@ -1,24 +1,27 @@
 """Two GPUs: steps, peaks and states of BlockwiseOptimizer over fully_shard beside torch's fused AdamW over the same.
 
-`torchrun --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py` on a machine with NVIDIA GPUs; rows go to
-fsdp_steps.csv in $OUT or experiments/results as they come. Sizes (350m, 1b) may be named.
-A plain loop: bf16 in forward and backward, gradients reduced in fp32, a full shard per layer. `step_ms` is the median
-over windows of 5 steps of the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay,
-`one_gpu_ms` the same of the whole network on one GPU, and `over_share` the quotient of both where a rank's share of the
-network is 1. `--tries 5` times optimizers alone instead, so often anew: fsdp_shares.csv. There `_host_ms` is the median
-after which `step` returns, `_queued_ms` a step of 10 in a row, where the host prepares one while the device is at the
-one before, as it does behind a backward, and `over_share_queued` the quotient of these. `peak_bytes` is the largest of
-ranks, context included; `peak_bytes_predicted` what a probe without optimizer states holds, and the states of a rank.
-`loss` is the mean over ranks after the last step, on the same data for all rows of a network.
+    torchrun --standalone --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py
+    # time not recorded, 2 H200s -> fsdp_steps.csv
+    torchrun --standalone --nproc-per-node 2 experiments/benchmarks/fsdp_steps.py 1b --tries 2
+    # the same -> fsdp_shares.csv
+
+Rows are written as they come. Sizes (350m, 1b) may be named. A plain loop: bf16 in forward and backward, gradients
+reduced in fp32, a full shard per layer. `step_ms` is the median over windows of 5 steps of the slowest rank,
+`optimizer_ms` that of `optimizer.step()` alone on gradients that stay, `one_gpu_ms` the same of the whole network on
+one GPU, and `over_share` the quotient of both where a rank's share of the network is 1. `--tries 5` times optimizers
+alone instead, so often anew. There `_host_ms` is the median after which `step` returns, `_queued_ms` a step of 10 in a
+row, where the host prepares one while the device is at the one before, as it does behind a backward, and
+`over_share_queued` the quotient of these. `peak_bytes` is the largest of ranks, context included;
+`peak_bytes_predicted` what a probe without optimizer states holds, and the states of a rank. `loss` is the mean over
+ranks after the last step, on the same data for all rows of a network.
 """
 
 import argparse
-import csv
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,20 +34,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-from baoc.config.environment import commit  # noqa: E402
-from baoc.core.catalogue import select  # noqa: E402
-from baoc.core.statistics import mean_interval  # noqa: E402
-from baoc.models import build_model  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.shards import warm_up_communicator  # noqa: E402
-from baoc.parallel import ranks  # noqa: E402
-from baoc.profiling import context_bytes, probe_footprint  # noqa: E402
-from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
-from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
-from baoc.types import TextDataSpec  # noqa: E402
-from experiments.benchmarks.timing import free_memory, optimizer_state_bytes, seconds  # noqa: E402
+from baoc.config.environment import commit
+from baoc.core.catalogue import select
+from baoc.core.statistics import mean_interval
+from baoc.models import build_model
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.shards import warm_up_communicator
+from baoc.parallel import ranks
+from baoc.profiling import context_bytes, probe_footprint
+from baoc.profiling.memory import use_expandable_segments
+from baoc.profiling.step_temporaries import step_temporaries
+from baoc.types import TextDataSpec
+from experiments.benchmarks.shared import (
+    free_memory,
+    optimizer_state_bytes,
+    peak_reserved_bytes,
+    results_folder,
+    seconds,
+    write_rows,
+)
 
 WARM, WINDOW, WINDOWS, ALONE, QUEUED = 8, 5, 4, 10, 10
 SEQUENCE, VOCABULARY = 1024, 32_000
@@ -179,7 +189,7 @@ def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[st
                     given[f"over_share{kind}"] = round(over, 4)
                 rows.append(Share(**given, **found, number=number, **place))
                 if ranks().rank == 0:
-                    written(out, rows)
+                    write_rows(out, rows)
     if ranks().rank == 0:
         for network_, name in dict.fromkeys((row.network, row.optimizer) for row in rows):
             own = [row for row in rows if (row.network, row.optimizer) == (network_, name)]
@@ -189,13 +199,6 @@ def shares(sizes: list[str], *, tries: int, device: torch.device, place: dict[st
                 f"{median(getattr(row, key) for row in own):.2f}" for key in ("optimizer_host_ms", "one_gpu_host_ms")
             )
             print(f"{network_:12} {name:20} over a share of one GPU's: {told}; host ms {host}")
-
-
-def written(out: Path, rows: Sequence[Any]) -> None:
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def batches(size: str, *, rank: int, device: torch.device) -> Callable[[], Tensor]:
@@ -233,7 +236,7 @@ def measured(name: str, size: str, *, device: torch.device) -> dict[str, Any]:
     steps(WARM)
     for _ in range(WINDOWS):
         times.append(1e3 * seconds(lambda: steps(WINDOW)) / WINDOW)
-    peak = torch.cuda.max_memory_reserved() + current_context_bytes(device)
+    peak = peak_reserved_bytes(device)
     last = loss.detach().float()
     dist.all_reduce(last)
     micro_batch()
@@ -265,7 +268,7 @@ def main() -> None:
     context_bytes(device)
     dist.init_process_group("nccl", device_id=device)
     warm_up_communicator(device)
-    out = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
+    out = results_folder()
     place = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "commit": commit()}
     if asked.tries:
         shares(asked.sizes, tries=asked.tries, device=device, place=place, out=out / "fsdp_shares.csv")
@@ -288,7 +291,7 @@ def main() -> None:
             rows.append(Row(**given, one_gpu_ms=round(one, 3), over_share=over_share, **found))
             if ranks().rank == 0:
                 print(rows[-1], flush=True)
-                written(out / "fsdp_steps.csv", rows)
+                write_rows(out / "fsdp_steps.csv", rows)
     if ranks().rank == 0:
         print(f"\n{'network':12} {'optimizer':20} step ms  ratio  opt ms  /share  peak/predicted GiB  state GiB")
         for row in rows:

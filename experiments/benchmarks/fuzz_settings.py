@@ -1,17 +1,18 @@
 """Random settings, again and again: each command line ends in a run, or in one sentence and an exit code, never in a
 traceback.
 
-`python experiments/benchmarks/fuzz_settings.py --tries 2000` takes about a third of a second a try. A try changes one
-to three settings of a run or of a study to a value of a wrong type, null, a list, a group, a huge number, an unknown or
-misspelled key, or an interpolation, by every operator of the command line. A run goes through the command itself with
-mode=plan; a study is read, and the first of its points composed. With `--trained` a try is a run of two steps, of which
-four to eight settings get values that are allowed one by one, and at most one gets a wrong one: most tries get past the
-first check. fuzz_settings.csv (fuzz_trained.csv) in $OUT or experiments/results gets a line per try as soon as it is
-over, with the number of steps trained; the exit code is the number of tracebacks and of tries that took over a minute.
+    python experiments/benchmarks/fuzz_settings.py --tries 2000  # 12 minutes of a CPU core -> fuzz_settings.csv
+    python experiments/benchmarks/fuzz_settings.py --tries 500 --trained  # seconds a try -> fuzz_trained.csv
+
+A try changes one to three settings of a run or of a study to a value of a wrong type, null, a list, a group, a huge
+number, an unknown or misspelled key, or an interpolation, by every operator of the command line. A run goes through the
+command itself with mode=plan; a study is read, and the first of its points composed. With `--trained` a try is a run of
+two steps, of which four to eight settings get values that are allowed one by one, and at most one gets a wrong one:
+most tries get past the first check. The table gets a line per try as soon as it is over, with the number of steps
+trained; the exit code is the number of tracebacks and of tries that took over a minute.
 """
 
 import argparse
-import csv
 import io
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a data set that is drawn is not 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from hydra import compose as compose_hydra  # noqa: E402
-from hydra import initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from hydra import compose as compose_hydra
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
-from baoc.cli.failures import failure_of, report  # noqa: E402
-from baoc.cli.main import main  # noqa: E402
-from baoc.config import assets  # noqa: E402
-from baoc.config.compose import VERSION_BASE, compose  # noqa: E402
-from baoc.config.from_hydra import from_hydra, to_conf  # noqa: E402
-from baoc.config.nodes import register  # noqa: E402
-from baoc.config.options import GROUPS  # noqa: E402
-from baoc.sweep.space_check import check_space  # noqa: E402
-from baoc.sweep.study import add_overrides  # noqa: E402
-from baoc.sweep.study_config import Domain, EarlyStop, StudyConfig, read_study  # noqa: E402
+from baoc.cli.failures import failure_of, report
+from baoc.cli.main import main
+from baoc.config import assets
+from baoc.config.compose import VERSION_BASE, compose
+from baoc.config.from_hydra import from_hydra, to_conf
+from baoc.config.nodes import register
+from baoc.config.options import GROUPS
+from baoc.sweep.space_check import check_space
+from baoc.sweep.study import add_overrides
+from baoc.sweep.study_config import Domain, EarlyStop, StudyConfig, read_study
+from experiments.benchmarks.shared import append_row, results_folder
 
 WORDS = ("a", "no", "off", "''", "''''", "'a,b'", "'1'", "../x", "x=y", "ä", "\\", "*", "8gb", "auto", "state_10")
 NUMBERS = ("0", "-1", "1", "2", "3", "7", "64", "0.1", "1.0", "1e-3", "10000", "0.5", "-0.0")
@@ -284,24 +286,20 @@ def run_tries() -> int:
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, too_long)
-    folder = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
-    path = folder / ("fuzz_trained.csv" if given.trained else "fuzz_settings.csv")
+    path = results_folder() / ("fuzz_trained.csv" if given.trained else "fuzz_settings.csv")
+    if not given.first:
+        path.unlink(missing_ok=True)
     if given.trained:
         import baoc.training.run  # noqa: F401  # once, for all that are forked from here
     faults, trained, codes = 0, 0, {}
-    with path.open("a" if given.first else "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[item.name for item in fields(Try)])
-        if not given.first:
-            writer.writeheader()
-        for number in range(given.first, given.first + given.tries):
-            found = apart(number, seed=given.seed) if given.trained else tried(number, seed=given.seed)
-            writer.writerow(asdict(found))
-            file.flush()
-            codes[found.exit_code] = codes.get(found.exit_code, 0) + 1
-            trained += found.steps > 0
-            if found.traceback or found.exit_code == SLOW:
-                faults += 1
-                print(f"{number}: {found.words}\n    {found.traceback or 'too long'}", flush=True)
+    for number in range(given.first, given.first + given.tries):
+        found = apart(number, seed=given.seed) if given.trained else tried(number, seed=given.seed)
+        append_row(path, found)
+        codes[found.exit_code] = codes.get(found.exit_code, 0) + 1
+        trained += found.steps > 0
+        if found.traceback or found.exit_code == SLOW:
+            faults += 1
+            print(f"{number}: {found.words}\n    {found.traceback or 'too long'}", flush=True)
     shown = ", ".join(f"exit {code}: {count}" for code, count in sorted(codes.items()))
     print(f"{given.tries} tries, {trained} trained, {faults} faults; {shown}")
     return min(faults, 100)

@@ -1,15 +1,16 @@
 """What a step of BlockwiseOptimizer costs the host: Python's time for 200 tensors of 8 specs, no gradients computed.
 
-`python experiments/benchmarks/host_cost.py` on a machine with an NVIDIA GPU; tensors are small, so that the device is
-never what is waited for. `--stub` runs anywhere: uploads go to the CPU and nothing is launched, which leaves out what
-the copy, the events and the replay cost (about 20 us). Rows go to host_cost.csv in $OUT or experiments/results.
+    python experiments/benchmarks/host_cost.py  # time not recorded, H200 -> host_cost.csv
+    python experiments/benchmarks/host_cost.py --stub  # 9 seconds of a CPU core -> printed
+
+Tensors are small, so that the device is never what is waited for. `--stub` runs anywhere: uploads go to the CPU and
+nothing is launched, which leaves out what the copy, the events and the replay cost (about 20 us).
 
 `--beside TREE` times the first case of this checkout and of another one by turns of TURN_STEPS steps, in two processes
 that live as long: on a shared host two runs, one after the other, differ by more than two versions do.
 """
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -24,9 +25,9 @@ from torch import nn
 ROOT = Path(os.environ.get("BAOC_TREE") or Path(__file__).resolve().parents[2])  # of the checkout that is timed
 sys.path.insert(0, str(ROOT))
 
-from baoc.kernels import Engine  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.backends import fused  # noqa: E402
+from baoc.kernels import Engine
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.backends import fused
 
 NUM_TENSORS = 200
 SPECS = (
@@ -192,12 +193,9 @@ def main() -> None:
     found = beside(args.beside) if args.beside else rows(device)
     where = "stub" if args.stub else torch.cuda.get_device_name()
     if not args.stub:
-        folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "host_cost.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*found[0], "device", "torch"])
-            writer.writeheader()
-            writer.writerows({**row, "device": where, "torch": torch.__version__} for row in found)
+        from experiments.benchmarks.shared import results_folder, write_rows  # another checkout may not have it
+
+        write_rows(results_folder() / "host_cost.csv", found, device=where, torch=torch.__version__)
     print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}; median of {STEPS} steps")
 
 

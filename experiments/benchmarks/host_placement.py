@@ -1,21 +1,20 @@
 """What host placement costs on one GPU: streamed steps alone, and whole training steps of Llama 1.3B.
 
-`python experiments/benchmarks/host_placement.py` takes about 4 minutes on a machine with an NVIDIA GPU. Parts:
+    python experiments/benchmarks/host_placement.py
+    # 4 minutes of an H200 -> host_placement_check.csv, _link.csv, _step.csv, _train.csv
+
+Parts, of which any may be named:
 
 check   weights and states of host-placed plans against the same plan on the device, bit for bit
 link    bytes per second between pinned host memory and the device, each way alone and both at once, by block size
 step    a streamed step with nothing to hide it, by block size, piece size and number of buffers
 train   steps of Llama 1.3B, sequence 1024, bf16 weights: all on the device, streamed, half of it streamed
 
-Rows of each part go to host_placement_PART.csv in $OUT or experiments/results; a part that fails is told of
-and the next one runs. `--seconds` ends the run in time.
+A part that fails is told of and the next one runs. `--seconds` ends the run in time.
 """
 
 import argparse
-import csv
-import gc
 import logging
-import os
 import sys
 import time
 import traceback
@@ -33,17 +32,16 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.kernels.host_memory import PageLock, allocate_host_memory  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.units import MIB  # noqa: E402
-from tests.support.placing import rings  # noqa: E402
+from baoc.kernels.host_memory import PageLock, allocate_host_memory
+from baoc.optim import BlockwiseOptimizer
+from baoc.units import MIB
+from experiments.benchmarks.shared import free_memory, results_folder, write_rows
+from tests.support.placing import rings
 
 PACKED = "adamw_int8+split8"
 WIDE = "adamw"  # fp32 m and v: 8 bytes per parameter travel, each way
 DEVICE = torch.device("cuda")
-OUT = Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
 SEQUENCE, VOCABULARY = 1024, 32_000
-SMALL = {"width": 64, "hidden": 128, "depth": 2, "heads": 4}  # to try the script without a GPU
 Row = dict[str, Any]
 only: list[str] = []  # what the command line asks for; all where it says nothing
 micro_batches: list[int] = []  # likewise
@@ -212,7 +210,7 @@ def step() -> list[Row]:
         )
         print(*rows[-1].values(), flush=True)
         del optimizer, params, param, values
-        clean()
+        free_memory()
     return rows
 
 
@@ -248,7 +246,7 @@ def llama() -> nn.Module:
 
     from baoc.models.llama import llama_config
 
-    sizes = {"width": 2048, "hidden": 5461, "depth": 24, "heads": 32} if DEVICE.type == "cuda" else SMALL
+    sizes = {"width": 2048, "hidden": 5461, "depth": 24, "heads": 32}
     spec: Any = type("Text", (), {"sequence_length": SEQUENCE})
     with torch.device(DEVICE):
         return AutoModelForCausalLM.from_config(
@@ -262,7 +260,7 @@ def train() -> list[Row]:
     for plan in PLANS:
         if not asked(plan.name) or (micro_batches and plan.micro_batch not in micro_batches):
             continue
-        clean()
+        free_memory()
         torch.cuda.reset_peak_memory_stats()
         names = [name for name, param in model.named_parameters() if param.numel()]
         specs = {name: plan.specs[index % len(plan.specs)] for index, name in enumerate(names)}
@@ -279,7 +277,7 @@ def train() -> list[Row]:
             base = next((r for r in rows if r["plan"] == PLANS[0].name and _alike(r, row)), row)
             rows.append({**row, "over_device": round(row["ms"] / base["ms"], 3)})
             print(*rows[-1].values(), flush=True)
-            write(OUT / "host_placement_train.csv", rows)
+            write_rows(results_folder() / "host_placement_train.csv", rows)
         optimizer.zero_grad()
         del optimizer
     return rows
@@ -307,12 +305,6 @@ def _between_steps(
     return [before.elapsed_time(after) for before, after in pairwise(events)][-steps:]
 
 
-def clean() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
 PARTS: dict[str, Callable[[], list[Row]]] = {"check": check, "link": link, "step": step, "train": train}
 
 
@@ -337,18 +329,11 @@ def main() -> None:
             rows = PARTS[part]()
         except Exception:
             traceback.print_exc(limit=8)
-            clean()
+            free_memory()
             continue
-        write(OUT / f"host_placement_{part}.csv", rows)
+        write_rows(results_folder() / f"host_placement_{part}.csv", rows)
         print(f"\n{part} ({time.monotonic() - begin:.0f} s, {torch.cuda.get_device_name()}, torch {torch.__version__})")
         table(rows)
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def table(rows: list[Row]) -> None:

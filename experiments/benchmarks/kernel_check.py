@@ -1,12 +1,15 @@
 """Every fused kernel against its eager twin on the GPU, over several processes because each variant has to be compiled.
 
-`python experiments/benchmarks/kernel_check.py`, about a minute; optimizer_step.py runs it first. `kernel_check.py
-matrices foam_l2 foam_l3` checks the rules that see a matrix whose names begin so, `kernel_check.py cuts adamw` the
-elementwise ones, each in the cut that it runs in and those that were swept. `kernel_check.py repeats` launches the same
-step many times, in WORKERS processes that take turns on the GPU, and compares bits: a race between a kernel's warps
-shows so, where one step rarely does.
+    python experiments/benchmarks/kernel_check.py  # 1 minute of an H200 -> printed
+    python experiments/benchmarks/kernel_check.py matrices foam_l2 foam_l3  # less -> printed
+
+optimizer_step.py runs it first. `matrices` checks the rules that see a matrix whose names begin as given, `cuts` the
+elementwise ones, each in the cut that it runs in and those that were swept. `repeats` launches the same step many
+times, in WORKERS processes that take turns on the GPU, and compares bits: a race between a kernel's warps shows so,
+where one step rarely does.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +17,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-from baoc.kernels import LaunchConfig  # noqa: E402
-from baoc.optim.codecs import lanes  # noqa: E402
-from tests.support.fused_step import launch, prepare  # noqa: E402
-from tests.support.kernel_cases import Case, Twin, all_cases, check_equal  # noqa: E402
-from tests.support.matrix_cases import SHAPES, MatrixCase, MatrixTwin, check_close, matrix_cases  # noqa: E402
+from baoc.kernels import LaunchConfig
+from baoc.optim.codecs import lanes
+from tests.support.fused_step import launch, prepare
+from tests.support.kernel_cases import Case, Twin, all_cases, check_equal
+from tests.support.matrix_cases import SHAPES, MatrixCase, MatrixTwin, check_close, matrix_cases
 
 WORKERS = 8
 REPEATS = 200
@@ -139,13 +142,13 @@ def check_graph() -> None:
 
 
 def check_in_parallel(*what: str) -> None:
-    command = [sys.executable, __file__]
     running = [
         subprocess.Popen(
-            [*command, f"{part}/{WORKERS}", *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, __file__, *what, "--part", f"{part}/{WORKERS}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for part in range(WORKERS)
-    ]
+    ]  # fmt: skip
     outputs = [(process.communicate()[0], process.returncode) for process in running]
     differing = [line for text, _ in outputs for line in text.splitlines() if line.startswith("differs")]
     print(*differing, sep="\n")
@@ -161,14 +164,22 @@ def check_in_parallel(*what: str) -> None:
         sys.exit(1)
 
 
+FAMILIES = {"matrices": check_matrices, "cuts": check_elementwise, "repeats": check_repeats}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", nargs="?", default="all", choices=("all", *FAMILIES))
+    parser.add_argument("names", nargs="*", default=("",), help="beginnings of the rules' names; all by default")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part is None:
+        return check_in_parallel(given.family, *filter(None, given.names))
+    part, parts = map(int, given.part.split("/"))
+    if given.family == "all":
+        return check(part, parts)
+    FAMILIES[given.family](part, parts, only=tuple(given.names))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["matrices"], ["cuts"], ["repeats"]):
-        check_in_parallel(*sys.argv[1:])
-    elif len(sys.argv) > 2:
-        part, family, *names = sys.argv[1:]
-        checking = {"matrices": check_matrices, "cuts": check_elementwise, "repeats": check_repeats}[family]
-        checking(*map(int, part.split("/")), only=tuple(names) or ("",))
-    elif len(sys.argv) > 1:
-        check(*map(int, sys.argv[1].split("/")))
-    else:
-        check_in_parallel()
+    main()

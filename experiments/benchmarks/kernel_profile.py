@@ -1,17 +1,16 @@
 """Launch times of the matrix rules at Llama 1.3B by how their launches are cut, beside what they are compared with.
 
-`python experiments/benchmarks/kernel_profile.py --warm` compiles, in parallel, and times nothing, so it may run beside
-others; without it about 2 minutes on a machine with an NVIDIA GPU. Medians of 7 between CUDA events, kernels alone. A
-cut is elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by
-warp of Adafactor's sums, after another the lines of a program of theirs. Then each spec's best cut by kernel and by
-shape, the slowest spec first. `floor_ms` moves gradients once, weights and states both ways at the speed of a
-device copy, `twice_ms` also what has to be read before the step. Rows go to kernel_profile.csv in $OUT or
-experiments/results.
+    python experiments/benchmarks/kernel_profile.py --warm  # time not recorded, compiles and times nothing
+    python experiments/benchmarks/kernel_profile.py  # 2 minutes of an H200 -> kernel_profile.csv
+
+`--warm` compiles in parallel, so it may run beside others. Medians of 7 between CUDA events, kernels alone. A cut is
+elements per program, warps, elements that a thread loads at once, registers; after a colon stand the elements by warp
+of Adafactor's sums, after another the lines of a program of theirs. Then each spec's best cut by kernel and by shape,
+the slowest spec first. `floor_ms` moves gradients once, weights and states both ways at the speed of a device copy,
+`twice_ms` also what has to be read before the step.
 """
 
 import argparse
-import csv
-import os
 import subprocess
 import sys
 import time
@@ -22,18 +21,17 @@ from statistics import median
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from matrix_step import SPECS, least_bytes, make_engine, name_of  # noqa: E402
-from optimizer_step import MODELS, copy_gbps, events_ms  # noqa: E402
-from timing import free_memory  # noqa: E402
-
-from baoc.kernels import Engine, LaunchConfig  # noqa: E402
-from baoc.kernels.triton import means_plan  # noqa: E402
-from baoc.kernels.triton.kinds import codec_bytes  # noqa: E402
-from baoc.kernels.triton.matrix_kinds import whole_lines  # noqa: E402
-from baoc.optim.backends import Options  # noqa: E402
-from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
+from baoc.kernels import Engine, LaunchConfig
+from baoc.kernels.triton import means_plan
+from baoc.kernels.triton.kinds import codec_bytes
+from baoc.kernels.triton.matrix_kinds import whole_lines
+from baoc.optim.backends import Options
+from baoc.optim.backends.fused import kernel_lanes
+from experiments.benchmarks.matrix_step import SPECS, least_bytes, make_engine, name_of
+from experiments.benchmarks.optimizer_step import MODELS, copy_gbps, events_ms, versions
+from experiments.benchmarks.shared import append_row, free_memory, results_folder
 
 STEPS, WORKERS = 7, 15
 # An empty one is the spec's own.
@@ -134,33 +132,28 @@ def main() -> None:
             list(pool.map(lambda job: compile_(*job), tried))
         return
     begin, gbps = time.monotonic(), copy_gbps()
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": f"{gbps:.0f}"}
-    with (folder / "kernel_profile.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["spec", "cut", "launch_ms", "min_ms", "floor_ms", "twice_ms", *common])
-        writer.writeheader()
-        for spec, cut in tried:
-            if time.monotonic() - begin > args.limit_s:
-                print(f"no time for {spec} {cut}", flush=True)
-                continue
-            try:
-                engine, matched = engine_of(spec, cut, MODELS["llama_1b"])
-                times = events_ms(lambda e=engine, m=matched: e.run(matched=m), steps=STEPS)
-            except Exception as error:
-                print(f"FAILED {spec} {cut}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-            floor = least_bytes(engine) / gbps / 1e6
-            twice = floor + read_twice(engine) / gbps / 1e6
-            numbers = {"launch_ms": median(times), "min_ms": min(times), "floor_ms": floor, "twice_ms": twice}
-            rounded = {name: f"{number:.3f}" for name, number in numbers.items()}
-            writer.writerow({"spec": spec, "cut": cut or "own", **rounded, **common})
-            file.flush()
-            share = floor / median(times)
-            best[spec] = max(best.get(spec, (0.0, "")), (share, cut))
-            print(f"{spec:29s} {cut or 'own':14s} {median(times):7.3f} ms, floor {floor:6.3f}, {share:.2f}", flush=True)
-            del engine
-            free_memory()
+    path = results_folder() / "kernel_profile.csv"
+    path.unlink(missing_ok=True)
+    for spec, cut in tried:
+        if time.monotonic() - begin > args.limit_s:
+            print(f"no time for {spec} {cut}", flush=True)
+            continue
+        try:
+            engine, matched = engine_of(spec, cut, MODELS["llama_1b"])
+            times = events_ms(lambda e=engine, m=matched: e.run(matched=m), steps=STEPS)
+        except Exception as error:
+            print(f"FAILED {spec} {cut}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        floor = least_bytes(engine) / gbps / 1e6
+        twice = floor + read_twice(engine) / gbps / 1e6
+        numbers = {"launch_ms": median(times), "min_ms": min(times), "floor_ms": floor, "twice_ms": twice}
+        rounded = {name: f"{number:.3f}" for name, number in numbers.items()}
+        append_row(path, {"spec": spec, "cut": cut or "own", **rounded}, **versions(gbps))
+        share = floor / median(times)
+        best[spec] = max(best.get(spec, (0.0, "")), (share, cut))
+        print(f"{spec:29s} {cut or 'own':14s} {median(times):7.3f} ms, floor {floor:6.3f}, {share:.2f}", flush=True)
+        del engine
+        free_memory()
     show_parts(best, gbps=gbps, until=begin + args.limit_s)
 
 

@@ -1,16 +1,16 @@
 """`kill -9` at random moments of a run, again and again: what is left must be whole, and must go on to the same end.
 
-`python experiments/benchmarks/kill_tries.py --tries 100` takes less than ten seconds a try. A run of the digits, with a
-checkpoint every second step, reallocations and validations, is killed at a random moment (setting up, in a step, in a
-migration, in the middle of writing) and resumed in its own folder until it ends; then the next one begins. After each
-kill every checkpoint in the folder must be intact, `resume=` must find one as soon as one was written, and
-metrics.jsonl must have every step up to the kill: the run tells its steps through a pipe. A run that was killed often
-must end with the very metrics of the one never killed. kill_tries.csv in $OUT or experiments/results gets a
-line per try as soon as it is over; the exit code is the number of faults.
+    python experiments/benchmarks/kill_tries.py --tries 100  # 15 minutes of a CPU core -> kill_tries.csv
+
+A run of the digits, with a checkpoint every second step, reallocations and validations, is killed at a random moment
+(setting up, in a step, in a migration, in the middle of writing) and resumed in its own folder until it ends; then the
+next one begins. After each kill every checkpoint in the folder must be intact, `resume=` must find one as soon as one
+was written, and metrics.jsonl must have every step up to the kill: the run tells its steps through a pipe. A run that
+was killed often must end with the very metrics of the one never killed. The table gets a line per try as soon as it is
+over; the exit code is the number of faults.
 """
 
 import argparse
-import csv
 import os
 import random
 import signal
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not h
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import lightning as L  # noqa: E402
-from lightning.pytorch.callbacks import ProgressBar  # noqa: E402
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
 
-from baoc.config.dynamics import DynamicsConfig, ScheduleEntry  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.schema import (  # noqa: E402
+from baoc.config.dynamics import DynamicsConfig, ScheduleEntry
+from baoc.config.environment import commit
+from baoc.config.schema import (
     CheckpointConfig,
     ModelConfig,
     ReallocationConfig,
     RunConfig,
     TrainerConfig,
 )
-from baoc.core.budgets import parse_budget  # noqa: E402
-from baoc.errors import BaocError  # noqa: E402
-from baoc.tracking.checkpoints import load_checked, resolve_resume  # noqa: E402
-from baoc.tracking.metrics import read_metrics  # noqa: E402
-from baoc.training import run as training  # noqa: E402
-from baoc.training import trainer as assembly  # noqa: E402
+from baoc.core.budgets import parse_budget
+from baoc.errors import BaocError
+from baoc.tracking.checkpoints import load_checked, resolve_resume
+from baoc.tracking.metrics import read_metrics
+from baoc.training import run as training
+from baoc.training import trainer as assembly
+from experiments.benchmarks.shared import append_row, results_folder
 
 STEPS = 30
 CLOCKS = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib")
@@ -242,17 +243,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of kill_tries.csv")
     given = parser.parse_args()
-    out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
-    out.mkdir(parents=True, exist_ok=True)
+    out = (given.out or results_folder()) / "kill_tries.csv"
+    out.unlink(missing_ok=True)
     done: list[Try] = []
-    with tempfile.TemporaryDirectory() as folder, (out / "kill_tries.csv").open("w", newline="") as file:
-        about = {"commit": commit(), "moments": "by steps"}
-        writer = csv.DictWriter(file, [*(field.name for field in fields(Try)), *about], lineterminator="\n")
-        writer.writeheader()
+    with tempfile.TemporaryDirectory() as folder:
         for one in tries(given.tries, seed=given.seed, folder=Path(folder) / "day"):
             print(one, flush=True)
-            writer.writerow(asdict(one) | about)
-            file.flush()
+            append_row(out, one, commit=commit(), moments="by steps")
             done.append(one)
     bad = [one for one in done if one.faults]
     killed = [one for one in done if not one.ended]

@@ -1,12 +1,15 @@
 """The deepest Llama whose training step fits a device budget, by where and how its optimizer states are kept.
 
-`python experiments/benchmarks/largest_llama.py` needs no GPU: peaks are those of mode=plan for a card that is not here
-(shapes counted, bf16-mixed, micro-batch 1, recomputed activations, released gradients), and the least that any
-allocation takes. Layers are those of the 1.3B network (width 2,048), or with --width 4096 of the 7B one. A depth is
-tried before it is told of.
-Rows go to largest_llama.csv in $OUT or experiments/results. With `--train LAYERS` one method (--methods) trains 3 steps
-of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and its peak is told; with
-`--gpus 2` under fully_shard, bf16 weights and gradients that are kept.
+    python experiments/benchmarks/largest_llama.py  # time not recorded, CPU -> largest_llama.csv
+    python experiments/benchmarks/largest_llama.py --train 22 --budgets 8  # the same, H200 -> printed
+    python experiments/benchmarks/largest_llama.py --gpus 8 --width 4096 --budgets 24 --short 1.9
+    # CPU -> largest_llama_sharded.csv
+
+Peaks are those of mode=plan for a card that is not here (shapes counted, bf16-mixed, micro-batch 1, recomputed
+activations, released gradients), and the least that any allocation takes. Layers are those of the 1.3B network (width
+2,048), or with --width 4096 of the 7B one. A depth is tried before it is told of. With `--train LAYERS` one method
+(--methods) trains 3 steps of so many layers within one of --budgets on the GPU that is here, by `python run.py`, and
+its peak is told; with `--gpus 2` under fully_shard, bf16 weights and gradients that are kept.
 
 `--gpus 8` without `--train` plans such a rank of 8 instead, as the product chooses, in fake tensors of a fake process
 group: largest_llama_sharded.csv has the deepest, or those of `--depths`. Bytes are live ones of fully_shard's code on a
@@ -14,10 +17,8 @@ CPU, on a line through two depths. `--short` GiB of a budget are left free, by w
 """
 
 import argparse
-import csv
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -42,33 +43,34 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc import parallel  # noqa: E402
-from baoc.config.compose import compose  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.from_hydra import from_hydra  # noqa: E402
-from baoc.config.resolve import resolve  # noqa: E402
-from baoc.core.budgets import parse_budget  # noqa: E402
-from baoc.core.catalogue import with_placement  # noqa: E402
-from baoc.core.rule_tags import RULE_INFOS  # noqa: E402
-from baoc.errors import InfeasibleBudgetError  # noqa: E402
-from baoc.kernels import Shape  # noqa: E402
-from baoc.kernels.triton import muon_plan  # noqa: E402
-from baoc.models.llama import CausalLM  # noqa: E402
-from baoc.models.switches import recomputable_layers, set_recomputed  # noqa: E402
-from baoc.optim.backends.fused import has_kernel, temporary_bytes  # noqa: E402
-from baoc.optim.shards import local_shard  # noqa: E402
-from baoc.parallel import Ranks, ranks  # noqa: E402
-from baoc.planning.cards import CARDS  # noqa: E402
-from baoc.profiling import describe, probe_footprint  # noqa: E402
-from baoc.profiling.footprint import memory_reserve_bytes  # noqa: E402
-from baoc.profiling.step_temporaries import step_temporaries  # noqa: E402
-from baoc.training.measure.absent_card import PROFILE_BYTES, fake_, plan_for  # noqa: E402
-from baoc.training.run import build, quieten  # noqa: E402
-from baoc.training.session import Session, SessionSettings, largest_shards  # noqa: E402
-from baoc.training.trainer import session_settings  # noqa: E402
-from baoc.training.user_optimizer import widened  # noqa: E402
-from baoc.types import Budget, Footprint, OptimizerSpec, Placement, Plan  # noqa: E402
-from baoc.units import GIB  # noqa: E402
+from baoc import parallel
+from baoc.config.compose import compose
+from baoc.config.environment import commit
+from baoc.config.from_hydra import from_hydra
+from baoc.config.resolve import resolve
+from baoc.core.budgets import parse_budget
+from baoc.core.catalogue import with_placement
+from baoc.core.rule_tags import RULE_INFOS
+from baoc.errors import InfeasibleBudgetError
+from baoc.kernels import Shape
+from baoc.kernels.triton import muon_plan
+from baoc.models.llama import CausalLM
+from baoc.models.switches import recomputable_layers, set_recomputed
+from baoc.optim.backends.fused import has_kernel, temporary_bytes
+from baoc.optim.shards import local_shard
+from baoc.parallel import Ranks, ranks
+from baoc.planning.cards import CARDS
+from baoc.profiling import describe, probe_footprint
+from baoc.profiling.footprint import memory_reserve_bytes
+from baoc.profiling.step_temporaries import step_temporaries
+from baoc.training.measure.absent_card import PROFILE_BYTES, fake_, plan_for
+from baoc.training.run import build, quieten
+from baoc.training.session import Session, SessionSettings, largest_shards
+from baoc.training.trainer import session_settings
+from baoc.training.user_optimizer import widened
+from baoc.types import Budget, Footprint, OptimizerSpec, Placement, Plan
+from baoc.units import GIB
+from experiments.benchmarks.shared import results_folder, write_rows
 
 SHAPES = {256: (688, 8), 2048: (5461, 32), 4096: (11008, 32)}  # width -> hidden, heads; the first to try commands
 METHODS = {
@@ -258,9 +260,10 @@ class _Alike(Ranks):
 
 def cut(width: int, depth: int, *, mesh: Any, fake: FakeTensorMode) -> CausalLM:
     """A bf16 network of fake tensors with recomputed layers, cut over the mesh."""
-    sizes = {key: value for key, value in architecture(width, depth).items() if isinstance(value, int)}
+    given: dict[str, Any] = {key: value for key, value in architecture(width, depth).items() if isinstance(value, int)}
+    given |= {"use_cache": False, "attn_implementation": "sdpa"}
     with torch.device("meta"):
-        config: Any = LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa")
+        config: Any = LlamaConfig(**given)
         module = CausalLM(LlamaForCausalLM(config).to(torch.bfloat16))
     with fake:
         fake_(module)
@@ -368,7 +371,7 @@ def plan_sharded(width: int, *, gpus: int, budgets: Sequence[int], short: float,
             row |= {"state_bytes": plan and plan.allocation.state_bytes}
             rows.append({**row, "specs": " ".join(f"{spec}:{num}" for spec, num in specs), "commit": commit()})
             print(rows[-1], flush=True)
-            write(rows, "largest_llama_sharded.csv")
+            write_rows(results_folder() / "largest_llama_sharded.csv", rows)
     dist.destroy_process_group()
 
 
@@ -412,17 +415,8 @@ def main() -> None:
             )
             size = peaks.sizes.get(depth, 0) / 1e9
             print(f"{method:32} {budget:3} GiB: {depth:4} layers, {size:6.2f}B parameters", flush=True)
-            write(rows)
+            write_rows(results_folder() / "largest_llama.csv", rows)
         print(f"  ({len(peaks.found)} plans, {time.perf_counter() - began:.0f} s)", flush=True)
-
-
-def write(rows: list[dict[str, object]], name: str = "largest_llama.csv") -> None:
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

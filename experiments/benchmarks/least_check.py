@@ -1,11 +1,12 @@
 """Whether the least feasible budget that a run states is one: it works there, and one MiB less is refused.
 
-`python experiments/benchmarks/least_check.py OUT.csv [--override WORD...]`, on whatever device is there. Three runs of
+    python experiments/benchmarks/least_check.py OUT.csv  # 1 minute of any device -> OUT.csv
+
+Three runs of
 `run.py` in processes of their own, as a user would start them, and a fourth with budget=auto.
 """
 
 import argparse
-import csv
 import json
 import re
 import shutil
@@ -16,6 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments.benchmarks.shared import write_rows
+
 MIB = 2**20
 QUIET = "trainer.max_steps=8 trainer.enable_progress_bar=false trainer.limit_val_batches=1 checkpoint.export=false"
 
@@ -61,10 +66,7 @@ def main() -> None:
             rows.append(run(f"{budget}b"))
         if not asked.no_auto:
             rows.append(run("auto"))
-    with asked.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(asked.out, rows)
     expected = [3, 0, 3] + ([] if asked.no_auto else [0])
     print("as promised" if [row["exit_code"] for row in rows] == expected else "NOT as promised")
 

@@ -1,6 +1,7 @@
 """Runs of a list, each a process of `python run.py`, over seeds and GPUs side by side: a raw row a run as it ends.
 
     python -m experiments.benchmarks.listed_runs LIST.tsv FOLDER ROWS.csv --seeds 0 1 2 --per-gpu 15 --minutes 9
+    # 9 minutes (--minutes) and the longest run, H200 or CPU -> ROWS.csv
 
 A line of LIST.tsv is GROUP, LABEL and overrides, divided by tabs; `{data}` stands for the folder of --data. Seeds come
 first, so that time that runs out costs seeds and not labels; a line `# after all seeds` puts lines below it last. No

@@ -1,8 +1,9 @@
 """What else trains all parameters of Llama 1.3B in 8 GiB, 3.4B in 16 and 6.7B in 24: other optimizers, the same cap.
 
-`python experiments/benchmarks/llama_peers.py OUT [--only 1b 3b 7b] [--peers NAME...] [--steps 8] [--seconds 170]` takes
-an NVIDIA GPU. The runs to stand beside are `python run.py experiments=llama_1b_8gb` and its siblings, of which
-`budget_ratio.py OUT --only llama_1b_8gb ...` makes rows. Leaves OUT/llama_peers.csv, a row per case, as they come.
+    python experiments/benchmarks/llama_peers.py OUT  # 3 minutes (--seconds) of an H200 -> llama_peers.csv
+
+The runs to stand beside are `python run.py experiments=llama_1b_8gb` and its siblings, of which
+`budget_ratio.py OUT --only llama_1b_8gb ...` makes rows.
 
 Each peer trains the network of those experiments (transformers' Llama, bf16 between layers) on the same tokens in the
 same order, 8 sequences of 1,024 a step, in a process of its own whose allocator may hold the cap and no more
@@ -16,7 +17,6 @@ own, as short as their papers give them, with gradients released in backward, wh
 """
 
 import argparse
-import csv
 import json
 import os
 import signal
@@ -33,7 +33,9 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
+
+from baoc.tracking.files import write_csv
 
 BATCH, LENGTH = 8, 1024
 CASES = {"1b": 8, "3b": 16, "7b": 24}  # size -> GiB
@@ -303,10 +305,7 @@ def main() -> None:
                 size, peer, batches, steps=asked.steps, seconds=min(left, 60), folder=asked.out
             )  # fmt: skip
             rows.append({"size": size, "cap_gib": CASES[size], "peer": peer, "torch": torch.__version__, **found})
-            with (asked.out / "llama_peers.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write_csv(asked.out / "llama_peers.csv", rows, columns=columns)
             print(" | ".join(str(rows[-1].get(key, "")) for key in columns[:-1]), flush=True)
 
 

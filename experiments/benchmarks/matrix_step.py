@@ -1,18 +1,16 @@
 """Time of one step of the rules that see a matrix, over all tensors of a model, beside torch's fused AdamW.
 
-`python experiments/benchmarks/matrix_step.py` on a machine with an NVIDIA GPU takes about 3 minutes, of which most is
-compiling, in parallel. A step is what an optimizer runs: matrices by the rule, RMS-matched, and vectors by fp32 AdamW,
-all in one graph. The floor moves gradients once, weights and states both ways, at the speed of a device copy. Rows go
-to matrix_step.csv in $OUT or experiments/results. kernel_check.py holds the kernels against their twins.
+    python experiments/benchmarks/matrix_step.py  # 3 minutes of an H200 -> matrix_step.csv
+
+Most of the time is compiling, in parallel. A step is what an optimizer runs: matrices by the rule, RMS-matched, and
+vectors by fp32 AdamW, all in one graph. The floor moves gradients once, weights and states both ways, at the speed of a
+device copy. kernel_check.py holds the kernels against their twins.
 """
 
 import argparse
-import csv
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -21,19 +19,29 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from optimizer_step import DEVICE, MODELS, Row, copy_gbps, events_ms, host_us, make_params, show, time_torch  # noqa: E402
-from timing import free_memory  # noqa: E402
-
-from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import Engine, FusedTable, Kind, LaunchConfig, Shape, polar  # noqa: E402
-from baoc.optim.backends import Options  # noqa: E402
-from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
-from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
-from baoc.optim.matching import DEFAULT_TARGET  # noqa: E402
-from baoc.optim.rules import RULES  # noqa: E402
-from baoc.types import ParamInfo, Role  # noqa: E402
+from baoc.core.catalogue import STORAGES
+from baoc.kernels import Engine, FusedTable, Kind, LaunchConfig, Shape, polar
+from baoc.optim.backends import Options
+from baoc.optim.backends.fused import kernel_lanes
+from baoc.optim.codecs import CODEC_IMPLS
+from baoc.optim.matching import DEFAULT_TARGET
+from baoc.optim.rules import RULES
+from baoc.types import ParamInfo, Role
+from experiments.benchmarks.optimizer_step import (
+    DEVICE,
+    MODELS,
+    Row,
+    copy_gbps,
+    events_ms,
+    host_us,
+    make_params,
+    show,
+    time_torch,
+    versions,
+)
+from experiments.benchmarks.shared import free_memory, results_folder, write_rows
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 # rule, storage, weights; parameters and gradients are fp32 where weights are native, else bf16
@@ -184,13 +192,7 @@ def main() -> None:
                 rows.append(time_spec(model, spec, gbps=gbps))
                 free_memory()
     show(rows)
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "matrix_step.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), "device", "torch", "copy_gbps"])
-        writer.writeheader()
-        common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": f"{gbps:.0f}"}
-        writer.writerows({**asdict(row), **common} for row in rows)
+    write_rows(results_folder() / "matrix_step.csv", rows, **versions(gbps))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The fused Muon step against the eager one on the GPU, how long each takes, and how its products may be made.
 
-`python experiments/benchmarks/muon_check.py [--only check|products|time]` on a machine with an NVIDIA GPU takes about a
-minute and a half. Updates of one step from the same weights and states are compared by the tolerance of the tests.
-Hidden matrices run Muon, other tensors AdamW. Rows go to $OUT or experiments/results: `muon_products.csv` has a stack's
+    python experiments/benchmarks/muon_check.py  # 90 seconds of an H200 -> muon_products.csv, muon_step.csv
+
+`--only check`, `products` or `time` leaves the others out. Updates of one step from the same weights and states are
+compared by the tolerance of the tests. Hidden matrices run Muon, other tensors AdamW. `muon_products.csv` has a stack's
 products by way and tiles; `muon_step.csv` medians of 15 steps between CUDA events, the memory that a step takes beside
 what lives before it, and how long the host is busy.
 
@@ -12,8 +13,6 @@ which a symmetric one reaches at best. Both are measured here. Neither can hide 
 """
 
 import argparse
-import csv
-import os
 import sys
 from collections.abc import Callable, Iterator
 from math import prod
@@ -24,18 +23,17 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from matrix_step import OUTER_SIDES  # noqa: E402
-from optimizer_step import MODELS, copy_gbps, events_ms, host_us, time_torch  # noqa: E402
-from timing import free_memory  # noqa: E402
-
-from baoc.kernels import polar  # noqa: E402
-from baoc.kernels.polar import A, B, C  # noqa: E402
-from baoc.kernels.triton import orthogonal  # noqa: E402
-from baoc.kernels.triton.orthogonal import Tiles  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from tests.support.tolerances import MUON_BF16  # noqa: E402
+from baoc.kernels import polar
+from baoc.kernels.polar import A, B, C
+from baoc.kernels.triton import orthogonal
+from baoc.kernels.triton.orthogonal import Tiles
+from baoc.optim import BlockwiseOptimizer
+from experiments.benchmarks.matrix_step import OUTER_SIDES
+from experiments.benchmarks.optimizer_step import MODELS, copy_gbps, events_ms, host_us, time_torch, versions
+from experiments.benchmarks.shared import append_row, free_memory, results_folder, write_rows
+from tests.support.tolerances import MUON_BF16
 
 SHAPES: list[tuple[int, ...]] = [(768, 768)] * 3 + [
     (2048, 768),
@@ -240,12 +238,13 @@ def main() -> None:
     parser.add_argument("--only", choices=("check", "products", "time"), help="the others are left out")
     only = parser.parse_args().only
     if only in (None, "products"):
-        rows: list[Row] = []
+        products = results_folder() / "muon_products.csv"
+        products.unlink(missing_ok=True)
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         for stack in STACKS:
             for row in products_of(*stack):
-                rows.append(row)
                 print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-                write("muon_products.csv", rows)
+                append_row(products, row, **about)
             free_memory()
     if only in (None, "check"):
         for spec in SPECS:
@@ -271,21 +270,10 @@ def time_all() -> None:
             if backend == "fused" or model == "vit_b":
                 rows.append(time_step(model, spec, backend=backend, gbps=gbps, rate=rate))
                 free_memory()
-            write(
-                "muon_step.csv", [row | {"copy_gbps": f"{gbps:.0f}", "product_tflops": f"{rate:.0f}"} for row in rows]
-            )
+            about = versions(gbps) | {"product_tflops": f"{rate:.0f}"}
+            write_rows(results_folder() / "muon_step.csv", rows, **about)
     for row in rows:
         print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-
-
-def write(name: str, rows: list[Row]) -> None:
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    with (folder / name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *common])
-        writer.writeheader()
-        writer.writerows(row | common for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Do the matching tests fail when a line is wrong? Every mutant of a module that mutmut makes, and whether a test told.
 
-    pip install --target FOLDER mutmut==3.8.1
-    PYTHONPATH=FOLDER python experiments/benchmarks/mutants.py codecs|footprint|migrate|... [--out FOLDER]
+    PYTHONPATH=FOLDER python experiments/benchmarks/mutants.py codecs allocators
+    # hours of 2 CPU cores -> mutants_all.csv
+
+FOLDER holds mutmut (`pip install --target FOLDER mutmut==3.8.1`).
 
 The tree is copied first, with what is not committed. A process collects the tests and forks once for each mutant: the
 tests that call the changed function, those that told its mutants before first, until one fails; a test that fails in
@@ -294,7 +296,7 @@ class Trial:
 @cache
 def functions_in(path: Path) -> set[str]:
     """The functions of a module, and CLASS.METHOD."""
-    tree = ast.parse(path.read_text()) if path.exists() else ast.Module(body=[])
+    tree = ast.parse(path.read_text() if path.exists() else "")
     holders = [("", tree), *((f"{node.name}.", node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
     return {f"{at}{node.name}" for at, holder in holders for node in holder.body if isinstance(node, ast.FunctionDef)}
 

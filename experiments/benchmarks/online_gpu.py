@@ -1,8 +1,9 @@
 """What a run does on a GPU while it changes: exact resume, a budget lowered from outside, reallocation, and its jumps.
 
-    python experiments/benchmarks/online_gpu.py exact OUT --model vit llama dit
-    python experiments/benchmarks/online_gpu.py lowered OUT
+    python experiments/benchmarks/online_gpu.py exact OUT --model vit llama dit  # time not recorded, H200 -> exact.json
+    python experiments/benchmarks/online_gpu.py lowered OUT  # the same -> lowered.json
     python experiments/benchmarks/online_gpu.py quality OUT --workers 6 --seconds 130
+    # 3 minutes of an H200 -> quality.csv
 
 `exact`: each model is trained whole, and killed at a random step and resumed, with deterministic algorithms and blocks
 that move on the way; logged values and exported weights are compared bit for bit. `lowered`: a Llama 130M is asked for
@@ -15,7 +16,6 @@ row per run in OUT/quality.csv as well, and with `--seconds 0` runs nothing and 
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -34,6 +34,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from experiments.benchmarks.shared import write_rows
 
 CLOCKS = ("time_s", "time/step_ms", "throughput/samples_per_s", "memory/rss_gib", "memory/peak_gib", "budget/slack_gib")
 SIZES = {"vit": "tiny", "llama": "nano", "dit": "tiny"}
@@ -337,10 +339,7 @@ def tabulated(out: Path, *, models: Sequence[str]) -> list[dict[str, Any]]:
         for kind in KINDS
         for path in sorted((out / model / kind).glob("*/result.json"), key=lambda path: int(path.parent.name))
     ]
-    with (out / "quality.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(out / "quality.csv", rows)
     return [
         summary([row for row in rows if (row["model"], row["kind"]) == key], reference=rows)
         for key in dict.fromkeys((row["model"], row["kind"]) for row in rows)

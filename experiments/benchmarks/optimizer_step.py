@@ -1,20 +1,20 @@
 """Time of one optimizer step over all tensors of a model: fused kernels, torch's optimizers and the copy roofline.
 
-`python experiments/benchmarks/optimizer_step.py` on a machine with an NVIDIA GPU takes under 4 minutes. First every
-kernel is held against its eager twin on the GPU (kernel_check.py, in parallel processes that also fill Triton's cache);
-then steps are timed with CUDA events, medians of 15. Rows go to optimizer_step.csv in $OUT or experiments/benchmarks/
-results. Rules that are RMS-matched are timed with factors and sums, as they run; all count non-finite elements.
-`--peers` times those of peers.py that are installed too, in the same process, and names those that are not.
+    python experiments/benchmarks/optimizer_step.py --peers
+    # 4 minutes of an H200, longer with peers -> optimizer_step.csv
+
+First every kernel is held against its eager twin on the GPU (kernel_check.py, in parallel processes that also fill
+Triton's cache); then steps are timed with CUDA events, medians of 15. Rules that are RMS-matched are timed with factors
+and sums, as they run; all count non-finite elements. `--peers` times those of peers.py that are installed too, in the
+same process, and names those that are not.
 """
 
 import argparse
-import csv
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from kernel_check import CUTS, text_of  # noqa: E402
-from peers import installed  # noqa: E402
-from timing import free_memory  # noqa: E402
-
-from baoc.core.catalogue import STORAGES  # noqa: E402
-from baoc.kernels import FusedTable, Kind, LaunchConfig  # noqa: E402
-from baoc.optim.backends.fused import kernel_lanes  # noqa: E402
-from baoc.optim.codecs import CODEC_IMPLS  # noqa: E402
-from tests.support.fused_step import fused_step, launch  # noqa: E402
-from tests.support.kernel_cases import Options  # noqa: E402
+from baoc.core.catalogue import STORAGES
+from baoc.kernels import FusedTable, Kind, LaunchConfig
+from baoc.optim.backends.fused import kernel_lanes
+from baoc.optim.codecs import CODEC_IMPLS
+from experiments.benchmarks.kernel_check import CUTS, text_of
+from experiments.benchmarks.peers import installed
+from experiments.benchmarks.shared import free_memory, results_folder, write_rows
+from tests.support.fused_step import engine_of, launch
+from tests.support.kernel_cases import Options
 
 STEPS = 15
 DEVICE = "cuda"
@@ -173,7 +172,8 @@ def time_fused(model: str, spec: Sequence, *, gbps: float, config: LaunchConfig 
 
     def step() -> None:
         now = next(phase)
-        fused_step(table, options=options, thresholds=kernel_lanes(now), phase=now, matched=matched, track=matched)
+        engine_of(table).stage(options, thresholds=kernel_lanes(now), phase=now)
+        launch(table, matched=matched, track=matched)
 
     times, width = events_ms(step), bytes_per_element(table)
     alone = events_ms(lambda: launch(table, matched=matched, track=matched))
@@ -238,19 +238,12 @@ def show(rows: Iterable[Row]) -> None:
         )
 
 
-def write(rows: Sequence[Row], *, gbps: float) -> Path:
+def versions(gbps: float) -> dict[str, str]:
+    """What all rows of a table have: the device, torch and Triton, and the rate of a copy."""
     import triton
 
-    folder = Path(os.environ.get("OUT") or ROOT / "experiments" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "optimizer_step.csv"
-    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    common["copy_gbps"] = f"{gbps:.0f}"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *common])
-        writer.writeheader()
-        writer.writerows({**asdict(row), **common} for row in rows)
-    return path
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    return {**about, "copy_gbps": f"{gbps:.0f}"}
 
 
 def best_cuts(model: str, *, gbps: float, rows: list[Row]) -> dict[str, LaunchConfig]:
@@ -280,6 +273,7 @@ def main() -> None:
     if not args.no_check:
         subprocess.run([sys.executable, str(Path(__file__).with_name("kernel_check.py"))], check=True)
     gbps, rows, swept = copy_gbps(), [], []
+    path = results_folder() / "optimizer_step.csv"
     free_memory()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {gbps:.0f} GB/s", flush=True)
     for model in args.models:
@@ -288,12 +282,11 @@ def main() -> None:
         for spec in SPECS:
             rows.append(time_fused(model, spec, gbps=gbps, config=best.get(spec[0])))
             free_memory()
-        write([*rows, *swept], gbps=gbps)  # what is measured stays where the next model is cut short
+        write_rows(path, [*rows, *swept], **versions(gbps))  # what is measured stays where the next model is cut short
     if args.peers:  # last, for some take a hundred times as long
         for model in args.models:
             rows += time_peers(model, gbps=gbps)
-            write([*rows, *swept], gbps=gbps)
-    path = write([*rows, *swept], gbps=gbps)
+            write_rows(path, [*rows, *swept], **versions(gbps))
     print(f"{len(rows) + len(swept)} rows in {path}")
     show(rows)
 

@@ -1,6 +1,10 @@
 """Random memory budgets: is the peak that was predicted ever passed, does the least one work, and one byte less not?
 
-`python experiments/benchmarks/peak_campaign.py --tries 200` takes about ten seconds a try on one core. A try draws a
+    python experiments/benchmarks/peak_campaign.py --tries 200  # 35 minutes of a CPU core -> peak_campaign_cpu.csv
+    python experiments/benchmarks/peak_campaign.py --device cuda --side 16 --seconds 500
+    # 9 minutes of an H200 -> peak_campaign_cuda.csv
+
+A try draws a
 task, a batch, a way of reallocating, a risk, release or accumulation, averages, recomputed activations, and whether the
 run is stopped and resumed in the middle; then a budget between the least feasible one of that run and the largest that
 binds, every third try the least itself. On a CPU the monitor follows every step, validation, decision, migration,
@@ -13,8 +17,8 @@ smaller one names; where a try is given just that, another process asks for one 
 allocator is capped, a run that needs more than its budget ends, which is a fault. Processes that share the card tell
 their own bytes by the driver; where it does not tell them apart, one runs at a time.
 
-peak_campaign_DEVICE.csv in $OUT or experiments/results gets a row per try as soon as it is over, and a second call goes
-on with the tries that have none. The exit code is the number of faults.
+The table gets a row per try as soon as it is over, and a second call goes on with the tries that have none. The exit
+code is the number of faults.
 """
 
 import argparse
@@ -30,7 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,21 +43,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not h
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
+import lightning as L
+import torch
+from torch.nn.functional import cross_entropy
 
-from baoc import BaocOptimizer, BaocStrategy  # noqa: E402
-from baoc.callbacks.memory import MemoryMonitor  # noqa: E402
-from baoc.config.compose import compose  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.from_hydra import from_hydra  # noqa: E402
-from baoc.errors import InfeasibleBudgetError  # noqa: E402
-from baoc.profiling import memory  # noqa: E402
-from baoc.training import run as training  # noqa: E402
-from baoc.training import trainer as assembly  # noqa: E402
-from baoc.units import MIB  # noqa: E402
-from experiments.benchmarks.own_networks import gpt  # noqa: E402
+from baoc import BaocOptimizer, BaocStrategy
+from baoc.callbacks.memory import MemoryMonitor
+from baoc.config.compose import compose
+from baoc.config.environment import commit
+from baoc.config.from_hydra import from_hydra
+from baoc.errors import InfeasibleBudgetError
+from baoc.profiling import memory
+from baoc.training import run as training
+from baoc.training import trainer as assembly
+from baoc.units import MIB
+from experiments.benchmarks.own_networks import gpt
+from experiments.benchmarks.shared import append_row, results_folder
 
 PLAIN = ("logger=jsonl", "trainer.enable_progress_bar=false")
 MODELS = ("vit", "vit", "llama", "dit", "unet")
@@ -387,16 +392,13 @@ def tells_apart(folder: Path) -> bool:
 
 def work_on(numbers: int, *, given: argparse.Namespace, path: Path, until: float) -> None:
     """Tries whose numbers come from the pipe, until it is empty or the time is over."""
-    names = [*(field.name for field in fields(Try)), "commit", "seed"]
-    about = {"commit": commit(), "seed": given.seed}
     while (part := os.read(numbers, 4)) and time.monotonic() < until:
         number = int.from_bytes(part, "big")
         with tempfile.TemporaryDirectory() as folder:
             one = one_try(number, seed=given.seed, folder=Path(folder) / "day", device=given.device)
             if one.outcome not in ("met", "refused") or one.one_less not in ("", "refused"):
                 keep(Path(folder) / "day", into=path.with_name(f"fault_{number}.tgz"))
-        with path.open("a", newline="") as file:  # a row is one write, behind those of others
-            csv.DictWriter(file, names, lineterminator="\n").writerow(asdict(one) | about)
+        append_row(path, one, commit=commit(), seed=given.seed)  # one write, behind those of others
         share = one.measured_bytes / max(1, one.predicted_bytes)
         less = f", one byte less {one.one_less}" if one.one_less else ""
         print(f"{number}: {one.door}, {one.outcome}{less}, {share:.4f} of predicted, {one.overrides}", flush=True)
@@ -423,7 +425,7 @@ def main() -> int:
     given = parser.parse_args()
     until = time.monotonic() + given.seconds
     os.environ[assembly.TRACK_EVERY_STEP] = "1"
-    out = given.out or Path(os.environ.get("OUT", ROOT / "experiments" / "results"))
+    out = given.out or results_folder()
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"peak_campaign_{given.device}.csv"
     if not path.is_file():

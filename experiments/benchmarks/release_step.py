@@ -1,13 +1,14 @@
 """What gradient release costs and saves: whole training steps with it and without, by turns in one process.
 
-`python experiments/benchmarks/release_step.py FOLDER` on a machine with an NVIDIA GPU, two minutes. A decoder of Llama
-130M's widths in bf16 autocast, each parameter a block (with Muon embedding and head are AdamW's). Kept, released and
-`norm`, which clips by the previous step's norm where gradients are released, are built side by side and run `--steps`
-steps one behind the other, as training does, in each of five repetitions. A row of release_step.csv in FOLDER is one
-repetition: milliseconds of a step between CUDA events, and those that all threads of the host took. Its peak is what
-torch allocated in a step beyond what lay there between steps, `beyond_mib` what the driver took meanwhile beyond torch,
-CUDA graphs of kept steps among it. Rows of release_parts.csv say what the host does of a released step, in microseconds
-by part.
+    python experiments/benchmarks/release_step.py OUT  # 2 minutes of an H200 -> release_step.csv, release_parts.csv
+
+A decoder of Llama 130M's widths in bf16 autocast, each parameter a block (with Muon embedding and head are AdamW's).
+Kept, released and `norm`, which clips by the previous step's norm where gradients are released, are built side by side
+and run `--steps` steps one behind the other, as training does, in each of five repetitions. A row of release_step.csv
+is one repetition: milliseconds of a step between CUDA events, and those that all threads of the host took. Its peak is
+what torch allocated in a step beyond what lay there between steps, `beyond_mib` what the driver took meanwhile beyond
+torch, CUDA graphs of kept steps among it. Rows of release_parts.csv say what the host does of a released step, in
+microseconds by part.
 """
 
 import argparse
@@ -26,16 +27,15 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from timing import free_memory  # noqa: E402
-
-from baoc.core.statistics import mean_interval  # noqa: E402
-from baoc.kernels import Engine  # noqa: E402
-from baoc.optim import BlockwiseOptimizer, GradientRelease  # noqa: E402
-from baoc.optim.backends.fused import FusedBackend  # noqa: E402
-from baoc.optim.backward import DropGradients  # noqa: E402
-from baoc.optim.nonfinite import NonFiniteFilter  # noqa: E402
+from baoc.core.statistics import mean_interval
+from baoc.kernels import Engine
+from baoc.optim import BlockwiseOptimizer, GradientRelease
+from baoc.optim.backends.fused import FusedBackend
+from baoc.optim.backward import DropGradients
+from baoc.optim.nonfinite import NonFiniteFilter
+from experiments.benchmarks.shared import free_memory
 
 VOCABULARY, REPETITIONS, WARM = 32000, 5, 8
 SPECS = ("adamw", "adamw_int8", "adamw_int8+split8", "muon")

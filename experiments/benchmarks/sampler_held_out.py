@@ -1,6 +1,7 @@
 """Fronts of a race of samplers on seeds that chose nothing: points are trained again, and their means count.
 
     python -m experiments.benchmarks.sampler_held_out RACE FOLDER OUT.csv --tasks vision --seeds 0 1 2 3 4
+    # time not recorded, CPU -> OUT.csv
 
 RACE is the folder of `sampler_race.py`. A front found in single runs holds runs that were lucky; what somebody gets who
 trains its points again is the hypervolume of their means. Points that several studies have in common, baselines above

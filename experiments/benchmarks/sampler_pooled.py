@@ -1,6 +1,7 @@
 """All pairs of several races of samplers together, from their tables of trials.
 
-    python -m experiments.benchmarks.sampler_pooled OUT.csv experiments/results/sampler_race_{tasks,fresh}_trials.csv
+    python -m experiments.benchmarks.sampler_pooled OUT.csv experiments/results/sampler_race_tasks_trials.csv
+    # seconds; any number of tables -> OUT.csv
 
 Races of one sampler with different seeds: each pair counts once, after as many trials as it has. Seeds of two tables
 may not overlap. OUT.csv is as `sampler_race.csv`, with the half width of the difference's 95 % interval.

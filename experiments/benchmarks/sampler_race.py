@@ -1,6 +1,7 @@
 """Does a sampler that learns find a better front than random draws, at equal trials? Whole studies of short real runs.
 
-    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 --trials 40 --seconds 400
+    python -m experiments.benchmarks.sampler_race FOLDER OUT --tasks vision --seeds 0 1 2 3 4 --seconds 400
+    # 7 minutes (--seconds), CPU -> sampler_race_trials.csv, sampler_race.csv, sampler_race_quality.csv
 
 Every study is sweeps/frontier_TASK.yaml as it stands (space, baselines), without early stops, with fewer steps and with
 one worker unless told otherwise. A study's seed is that of its draws and of its runs, so that samplers are paired.

@@ -1,6 +1,8 @@
 """compute-sanitizer over whole fused steps: accesses out of bounds or misaligned, races, uninitialised reads, barriers.
 
-`python experiments/benchmarks/sanitize.py` on a machine with an NVIDIA GPU and CUDA tools. Specs that use every kernel
+    python experiments/benchmarks/sanitize.py  # time not recorded, H200 with CUDA tools -> sanitize.txt
+
+Specs that use every kernel
 and every codec step tensors whose sizes are no multiple of anything, with missing and non-finite gradients, marked and
 not. Each tensor is an allocation of its own (torch's cache is off), so that a step past its end is seen. Steps are
 launched plainly, for a graph's allocator is torch's cache. `--specs control` looks at a plain Triton kernel that sums a
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SPECS = (
@@ -32,7 +34,7 @@ SHAPES = ((1,), (33,), (40, 61), (7, 700), (130, 258), (64, 256))
 def work(specs: Sequence[str]) -> None:
     """What is looked at: three steps of every spec."""
     if list(specs) == ["control"]:
-        from sanitize_control import sum_both_ways
+        from experiments.benchmarks.sanitize_control import sum_both_ways
 
         return sum_both_ways()
     import torch

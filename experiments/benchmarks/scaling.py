@@ -1,14 +1,18 @@
 """DDP and fully_shard at several numbers of ranks on one host: BaocOptimizer at a budget beside torch's fused AdamW.
 
-`python experiments/benchmarks/scaling.py OUT --ranks 1 2 4 8` starts that many processes in turn, on NVIDIA GPUs or by
-`--device cpu` on gloo with small networks, and writes OUT/scaling.csv as rows come. Weak scaling keeps the samples of a
-rank, strong scaling those of a step. A plain loop: one rank of DDP is the module itself; networks on GPUs compute in
-bfloat16 (autocast under DDP, gathered so under fully_shard), on CPUs in fp32. `step_ms` is the median over windows of
-the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay. `collectives` is the share of
-time in which rank 0 runs a collective, by torch's profiler (kernels of NCCL, calls of gloo, which wait for other
-ranks); in that of `exposed` it runs no other kernel. `peak_bytes` is the largest of ranks, context included.
-`efficiency` is samples/s over those of one rank times the ranks. Exit code 1: plans of one network and strategy differ
-between rows, a peak is above its prediction, or no row was written.
+    python experiments/benchmarks/scaling.py OUT --ranks 1 2 4 8  # time not recorded, 8 H200s -> scaling.csv
+    TRITON_INTERPRET=1 python experiments/benchmarks/scaling.py OUT --part muon --device cpu --ranks 1 2
+    # time not recorded, CPU -> scaling_muon.csv
+    python experiments/benchmarks/scaling.py OUT --part study  # the same -> scaling_study.csv
+
+As many processes as `--ranks` says start in turn, on GPUs or by `--device cpu` on gloo with small networks. Weak
+scaling keeps the samples of a rank, strong scaling those of a step. A plain loop: one rank of DDP is the module itself;
+networks on GPUs compute in bfloat16 (autocast under DDP, gathered so under fully_shard), on CPUs in fp32. `step_ms` is
+the median over windows of the slowest rank, `optimizer_ms` that of `optimizer.step()` alone on gradients that stay.
+`collectives` is the share of time in which rank 0 runs a collective, by torch's profiler (kernels of NCCL, calls of
+gloo, which wait for other ranks); in that of `exposed` it runs no other kernel. `peak_bytes` is the largest of ranks,
+context included. `efficiency` is samples/s over those of one rank times the ranks. Exit code 1: plans of one network
+and strategy differ between rows, a peak is above its prediction, or no row was written.
 
 `--part muon`: matrices that fully_shard cuts run 8-bit Muon by the fused kernels (on a CPU give TRITON_INTERPRET=1):
 OUT/scaling_muon.csv has the bytes that a rank sends in a step, the floor (each matrix's float16 rows to the rank that
@@ -28,7 +32,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,19 +51,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-from baoc import BaocOptimizer  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.models import build_model  # noqa: E402
-from baoc.models.switches import recomputable_layers  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.optim.shards import ShardGroup, warm_up_communicator  # noqa: E402
-from baoc.parallel import ranks  # noqa: E402
-from baoc.profiling import context_bytes  # noqa: E402
-from baoc.profiling.memory import current_context_bytes, use_expandable_segments  # noqa: E402
-from baoc.types import ImageDataSpec, TextDataSpec  # noqa: E402
-from experiments.benchmarks.timing import free_memory, optimizer_state_bytes, seconds  # noqa: E402
+from baoc import BaocOptimizer
+from baoc.config.environment import commit
+from baoc.models import build_model
+from baoc.models.switches import recomputable_layers
+from baoc.optim import BlockwiseOptimizer
+from baoc.optim.shards import ShardGroup, warm_up_communicator
+from baoc.parallel import ranks
+from baoc.profiling import context_bytes
+from baoc.profiling.memory import use_expandable_segments
+from baoc.types import ImageDataSpec, TextDataSpec
+from experiments.benchmarks.shared import append_row, free_memory, optimizer_state_bytes, peak_reserved_bytes, seconds
 
 WARM, WINDOW, WINDOWS, ALONE, PROFILED = 6, 3, 4, 5, 2
 LIMIT_S = 300.0
@@ -186,7 +190,7 @@ def measured(network: Network, strategy: str, samples: int, name: str, *, device
         torch.cuda.reset_peak_memory_stats()
     steps(WARM)
     windows = [seconds(lambda: steps(WINDOW)) / WINDOW for _ in range(WINDOWS)]
-    peak = torch.cuda.max_memory_reserved() + current_context_bytes(device) if cuda else 0
+    peak = peak_reserved_bytes(device)
     micro_batch()
     alone = median(seconds(optimizer.step) for _ in range(ALONE))
     optimizer.zero_grad()
@@ -325,11 +329,7 @@ def kept(path: Path, row: Any) -> None:
     """Adds a row to a table of this call, on rank 0, and says it."""
     if ranks().rank:
         return
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
-        writer.writeheader() if new else None
-        writer.writerow(asdict(row))
+    append_row(path, row)
     print(row, flush=True)
 
 

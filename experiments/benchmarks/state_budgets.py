@@ -1,7 +1,7 @@
 """Quality at equal state bytes: BAOC's allocations against uniform specs and random feasible ones, on paired seeds.
 
     python experiments/benchmarks/state_budgets.py --model vit --seeds 5
-    python experiments/benchmarks/state_budgets.py --model vit llama dit --only uniform_adamw uniform_sign
+    # a minute a run, 2 at once on 2 CPU cores -> state_budgets_vit.csv
 
 Each row is one configuration run on the same seeds; the table gives the mean and standard deviation of the quality
 (val/loss, bits per byte, error at fixed noise: less is better), and the mean paired difference to the reference row.
@@ -9,7 +9,6 @@ Processes of one thread each, as two threads give little at these sizes. What ha
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -21,6 +20,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments.benchmarks.shared import write_rows
+
 OWN = "budget=unlimited reallocation=off"  # a uniform spec at whatever bytes it needs
 
 CONFIGURATIONS = {
@@ -93,10 +96,7 @@ def table(model: str, *, labels: Sequence[str], reference: str, out: Path) -> No
     """Write the model's CSV and print its table."""
     base = collect(out / model / reference)
     rows = [row(label, found=f, reference=base) for label in labels if (f := collect(out / model / label))]
-    with (out / f"state_budgets_{model}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(out / f"state_budgets_{model}.csv", rows)
     print(f"| {model} | n | state | {rows[0]['quality']} (sd) | minus {reference} (sd, t) | val/acc | train s |")
     print("|---|---|---|---|---|---|---|")
     for r in rows:

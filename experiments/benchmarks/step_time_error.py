@@ -1,7 +1,8 @@
 """Predicted against measured seconds of a step, and bytes of the peak: planning and a short run of each case.
 
-`python experiments/benchmarks/step_time_error.py OUT.csv [--steps 20] [--only NAME...] [--after]`, on what device there
-is. Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no
+    python experiments/benchmarks/step_time_error.py OUT.csv  # time not recorded, any device -> OUT.csv
+
+Each case is a run in this process; one that fails is a row with its reason. Seconds of a busy machine are no
 measure. The columns after `seconds` say where a step goes, per step, medians in milliseconds: of the steps that were
 trained, of those rehearsed before, and with --after of the same rehearsal when training has ended, which is then in the
 peak. `host_*` until the call returned, `busy_*` the processor's in all threads, `device_*` between events;
@@ -28,16 +29,17 @@ from lightning.pytorch.strategies import Strategy
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from baoc.config.compose import compose  # noqa: E402
-from baoc.config.environment import commit  # noqa: E402
-from baoc.config.from_hydra import from_hydra  # noqa: E402
-from baoc.errors import BaocError  # noqa: E402
-from baoc.optim import BlockwiseOptimizer  # noqa: E402
-from baoc.training import run as training  # noqa: E402
-from baoc.training.lightning import BaocStrategy  # noqa: E402
-from baoc.training.measure import microbatch_search as decision  # noqa: E402
-from baoc.training.measure import microbatches as trials  # noqa: E402
-from baoc.training.measure import probe  # noqa: E402
+from baoc.config.compose import compose
+from baoc.config.environment import commit
+from baoc.config.from_hydra import from_hydra
+from baoc.errors import BaocError
+from baoc.optim import BlockwiseOptimizer
+from baoc.training import run as training
+from baoc.training.lightning import BaocStrategy
+from baoc.training.measure import microbatch_search as decision
+from baoc.training.measure import microbatches as trials
+from baoc.training.measure import probe
+from experiments.benchmarks.shared import write_rows
 
 QUIET = (
     "trainer.enable_progress_bar=false",
@@ -240,22 +242,18 @@ def known(run_dir: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    cases = ON_CUDA if torch.cuda.is_available() else ON_CPU
+    cases, here = ON_CPU | ON_CUDA, ON_CUDA if torch.cuda.is_available() else ON_CPU
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--after", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=sorted(cases), default=sorted(cases))
+    parser.add_argument("--only", nargs="*", choices=sorted(cases), default=sorted(here))
     asked = parser.parse_args()
     rows: list[dict[str, object]] = []
     for name in asked.only:
         rows.append(measured(name, cases[name], steps=asked.steps, after=asked.after))
         print(told(rows[-1], wide=True), flush=True)
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with asked.out.open("w", newline="") as file:  # again after each case: a machine may be taken away
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(asked.out, rows)  # again after each case: a machine may be taken away
     for row in rows:
         print(told(row))
 

@@ -1,15 +1,15 @@
 """Training scripts of fourteen kinds, as other people write them, each with two lines of ours, on one GPU.
 
-`python experiments/benchmarks/strangers.py OUT` trains each with torch's AdamW, then at `state_25` and at 75 % of the
-peak that AdamW was measured to have, and resumes both from the middle in a fresh process. A row says if it trained,
-what it held beside budget and prediction, whether the resumed run ends with the same bits, and whether plan and verdict
-were printed. Processes under a memory budget have the card to themselves, because the driver does not tell processes
-apart in a container; the context in AdamW's peak is the first script's. OUT/strangers.csv gets a row as soon as it is
-known, OUT/NAME_*.log has what a process printed.
+    python experiments/benchmarks/strangers.py OUT  # 4 minutes (--seconds 215) of an H200 -> strangers.csv
+
+Each trains with torch's AdamW, then at `state_25` and at 75 % of the peak that AdamW was measured to have; both are
+resumed from the middle in a fresh process. A row says if it trained, what it held beside budget and prediction, whether
+the resumed run ends with the same bits, and whether plan and verdict were printed. Processes under a memory budget have
+the card to themselves, because the driver does not tell processes apart in a container; the context in AdamW's peak is
+the first script's. OUT/strangers.csv gets a row as soon as it is known, OUT/NAME_*.log has what a process printed.
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import math
@@ -30,6 +30,10 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from baoc.tracking.files import write_csv
+
 STEPS, HALF, SHARE = 12, 6, 0.75
 FIELDS = [
     "script", "budget", "parameters", "adamw_loss", "loss", "adamw_peak_bytes", "budget_bytes", "peak_bytes",
@@ -771,10 +775,7 @@ def main() -> int:
 
     def record(new: dict[str, Any]) -> None:
         rows.append(new)
-        with (options.out / "strangers.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(options.out / "strangers.csv", rows, columns=FIELDS)
 
     def absent(name: str) -> str:
         return ", ".join(library for library in SCRIPTS[NAMES[name]] if find_spec(library) is None)
@@ -853,7 +854,6 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     if "--child" in sys.argv:
-        sys.path.insert(0, str(ROOT))
         import torch
         from torch import nn
 

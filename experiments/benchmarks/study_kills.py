@@ -1,6 +1,7 @@
 """Kills a study at random, workers and trials alike (SIGKILL), until it is done, and compares it with one left alone.
 
-python -m experiments.benchmarks.study_kills OUT.csv [--kills 100] [--storage journal] [--real]
+    python -m experiments.benchmarks.study_kills OUT.csv --kills 100  # time not recorded, CPU -> OUT.csv
+    python -m experiments.benchmarks.study_kills OUT.csv --real --kills 20  # the same -> OUT.csv
 
 Trials are stubs of a second; `--real`: runs of a tiny ViT, of which each has to reach the very value of the one left
 alone and to tell of each step once.

@@ -1,6 +1,9 @@
 """What a study costs beyond its trials: a study of stubs, and real short trials beside the same run in this process.
 
-python -m experiments.benchmarks.study_overhead OUT.csv [--trials 200] [--workers 2] [--real 22]
+    python -m experiments.benchmarks.study_overhead OUT.csv --trials 200 --real 14
+    # 2 minutes of 2 CPU cores -> OUT.csv
+
+Trials of the first are stubs that leave a result in no time; the cost of a trial is told of the second.
 """
 
 import argparse
