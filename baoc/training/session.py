@@ -429,10 +429,10 @@ class Session:
                 f"time one ({str(full).splitlines()[0]}): leave step_time out, or run with less on the device"
             )
 
-    def assume(self) -> None:
-        """Plans without measuring. A memory budget gets the plan of least state."""
-        if self.budget.memory_bytes is None:
-            self._propose(None, None, budget=self.budget)
+    def assume(self, footprint: Footprint | None = None) -> None:
+        """Plans without measuring. Without a `footprint` a memory budget gets the plan of least state."""
+        if footprint is not None or self.budget.memory_bytes is None:
+            self._propose(None, footprint, budget=self.budget)
             return
         self.planner = self.planner_for(None, budget=replace(self.budget, memory_bytes=None))
         self.profiler = make_profiler(
