@@ -27,7 +27,10 @@ VARIANTS = [
     ("foam_l1", "int8", "split8"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
-AGAIN = [("adamw", "fp32", "native"), ("lion", "int8", "split8"), ("adafactor", "fp32", "native")]
+AGAIN = [  # and which launches are kept: those of the stepping kernel, all, or none, as odd matrices are padded
+    ("adamw", "fp32", "native", "all"), ("lion", "int8", "split8", "all"), ("adafactor", "fp32", "native", "stepping"),
+    ("muon", "int8", "native", "all"), ("muon", "fp32", "native", "none"),
+]  # fmt: skip
 MOST_SPILLED = 400  # bytes of a thread's stack, mostly of what odd elements and transposed folds take
 
 
@@ -67,17 +70,21 @@ else:
                 assert min(one.widest) >= (64 if dtype is FLOAT32 else 32), one
 
     @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-    @pytest.mark.parametrize(("rule", "storage", "weights"), AGAIN)
-    def test_a_launch_that_is_made_again_is_the_same(rule: str, storage: str, weights: str):
+    @pytest.mark.parametrize(("rule", "storage", "weights", "kept"), AGAIN)
+    def test_a_launch_that_is_made_again_is_the_same(rule: str, storage: str, weights: str, kept: str):
         """The second is not Triton's own: it takes addresses, and the kernel that the first one found."""
+        from baoc.kernels.triton import muon_plan
         from tests.support.kernel_compiling import noted_launches
 
         dtype = FLOAT32 if weights == "native" else BFLOAT16
         given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "config": None}
-        elementary = rule in ("adamw", "lion")
-        twin = Twin(Case(**given)) if elementary else MatrixTwin(MatrixCase(**given, shapes=SHAPES))
+        shapes = SHAPES if kept != "all" else SHAPES[:1]
+        twin = Twin(Case(**given)) if rule in ("adamw", "lion") else MatrixTwin(MatrixCase(**given, shapes=shapes))
         twin.new_gradients()
         twin.engine.gradients.refresh()
+        if rule == "muon":
+            workspaces = [torch.empty(muon_plan.plan_of(twin.table).workspace_bytes, dtype=torch.uint8) for _ in "ab"]
+            twin.table.workspace = workspaces[0]
         calls = [Call(), Call(marked=True), Call(matched=True, track=True), Call(mode="repair", matched=True)]
         with noted_launches() as noted:
             rounds = []
@@ -86,9 +93,13 @@ else:
                     engine.launch(twin.table, call)
                 rounds.append(noted[:])
                 noted.clear()
-            engine.Engine([twin.table], graphs=False)  # other buffers
+            if rule == "muon":
+                twin.table.workspace = workspaces[1]
+            else:
+                engine.Engine([twin.table], graphs=False)  # other buffers
             engine.launch(twin.table, Call())
         first, second, third = ([one.bare() for one in launches] for launches in rounds)
         assert first == second == third
-        assert [sum(one.is_bare for one in launches) for launches in rounds] == [0, len(calls), len(calls)]
-        assert noted[-1].bare() not in first
+        num_kept = {"all": len(first), "stepping": len(calls), "none": 0}[kept]
+        assert [sum(one.is_bare for one in launches) for launches in rounds] == [0, num_kept, num_kept]
+        assert noted and not any(one.is_bare or one.bare() in first for one in noted[-1:])

@@ -4,8 +4,7 @@ A program steps one chunk of one tensor, seen as [chunk / 32, 32], so that a row
 counterpart is `baoc.optim.rules` with `baoc.optim.codecs`; stored bytes are the same, so either may take the next step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from baoc.kernels.triton.storage import (
     store_param,
     store_v,
 )
+from baoc.kernels.triton.table import start
 
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
@@ -307,37 +307,20 @@ def launch_step(
         constants: compile-time constants of the family's own.
     """
     key = (kernel, call, table.grad_dtype, table.vector)
-    bound_to, again = table.launches.get(key, (None, None))
-    if again is not None and bound_to is table.ptrs:
-        return again()
+    if table.launches.again(key, of=table.ptrs):
+        return
     repairs = call.mode == "repair"
     limits = {"maxnreg": table.config.registers} if table.config.registers else {}
-    grid = (len(table.params), REPAIRERS.value, 1) if repairs else (table.num_chunks, 1, 1)
-    arguments = (
-        table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
-        table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
-    )  # fmt: skip
-    constants |= {
-        "WEIGHTS": table.kind.weights, "PARAM": DTYPES[table.dtype], "GRAD": DTYPES[table.grad_dtype],
-        "MODE": call.mode, "MATCHED": call.matched, "TRACK": call.track and not repairs,
-        "COUNT": call.count and call.mode == "step", "MARKED": call.marked, "VEC": table.vector,
-    }  # fmt: skip
-    compiled = kernel[grid](*arguments, **constants, num_warps=table.config.warps, **limits)
-    if compiled is not None:  # the interpreter compiles nothing
-        table.launches[key] = table.ptrs, prepared(kernel, compiled, grid, arguments, constants)
-
-
-def prepared(
-    kernel: Any, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Tensor], constants: Mapping[str, Any]
-) -> Callable[[], None]:
-    """A function that launches `compiled` again on the same tensors, which may never move.
-
-    Triton's own launch looks at each argument to find what it compiled for such arguments, and asks the driver about
-    each address. In a backward pass, between other kernels, that takes the host ten times as long as this.
-    """
-    addresses = [tensor.data_ptr() for tensor in arguments]
-    in_order = [*addresses, *(constants[name] for name in kernel.arg_names[len(addresses) :])]
-    return partial(compiled[grid], *in_order)
+    with table.launches.recording(key, of=table.ptrs):
+        start(
+            kernel, (len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,),
+            table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
+            table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
+            **constants, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype],
+            MODE=call.mode, MATCHED=call.matched, TRACK=call.track and not repairs,
+            COUNT=call.count and call.mode == "step", MARKED=call.marked, VEC=table.vector,
+            num_warps=table.config.warps, **limits,
+        )  # fmt: skip
 
 
 def launch(table: "FusedTable", call: Call) -> None:
