@@ -3,7 +3,6 @@
 Hydra calls `run_job` in this process or in a launcher's, so failures are recorded in the job's folder.
 """
 
-import json
 import shlex
 import shutil
 import sys
@@ -28,7 +27,8 @@ from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
 from baoc.core.own_code import CONFIG_GROUPS
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, OutputError
+from baoc.tracking.files import read_record, write_json
 
 ERROR_FILE = "error.json"
 RACES = "baoc.sweep.race"  # imported by name, because it is above this stage: races run as studies
@@ -117,8 +117,11 @@ def with_race_command(argv: Sequence[str]) -> list[str]:
     folder = Path(values.get("resume", "")).expanduser()
     if values.get("mode") != "race" or "resume" not in values or not (folder / RACE_SETUP_FILE).is_file():
         return list(argv)
-    saved_argv = json.loads((folder / RACE_SETUP_FILE).read_text(encoding="utf-8"))["words"]
-    inherited = [word for word in saved_argv if word.partition("=")[0] not in values]
+    try:
+        saved_argv = read_record(folder / RACE_SETUP_FILE, {"words": list})["words"]
+    except BadInputError as error:
+        raise BadInputError(f"{error}, and give the race's own command with hydra.run.dir={folder}") from error
+    inherited = [word for word in map(str, saved_argv) if word.partition("=")[0] not in values]
     new = [word for word in argv if not word.startswith(("resume=", "hydra.run.dir="))]
     return [*inherited, *new, f"hydra.run.dir={folder}"]
 
@@ -137,8 +140,12 @@ def read_failures(sweep_dir: Path) -> list[Failure]:
     failures = []
     for file in sweep_dir.glob(f"*/{ERROR_FILE}"):
         number = file.parent.name.split("_")[0]
-        record = json.loads(file.read_text(encoding="utf-8"))
-        failure = Failure(kind=record["kind"], message=record["message"], exit_code=record["exit_code"])
+        try:
+            record = read_record(file, {"kind": str, "message": str, "exit_code": int})
+            failure = Failure(kind=record["kind"], message=record["message"], exit_code=record["exit_code"])
+        except BadInputError as error:
+            failure = failure_of(error)
+            report(failure)
         failures.append((int(number) if number.isdigit() else sys.maxsize, file.parent.name, failure))
     return [failure for *_, failure in sorted(failures, key=lambda entry: entry[:2])]
 
@@ -200,7 +207,6 @@ def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> 
         if is_single_run and all(entry.name in _EARLY_FILES for entry in run_dir.iterdir()):
             shutil.rmtree(run_dir)
             return
-        text = json.dumps({"schema": 1, **asdict(failure)}, indent=2)
-        (run_dir / ERROR_FILE).write_text(text + "\n", encoding="utf-8")
-    except OSError:
+        write_json(run_dir / ERROR_FILE, {"schema": 1, **asdict(failure)})
+    except (OSError, OutputError):
         return  # if the disk fails, the failure is still reported on stderr

@@ -1,11 +1,10 @@
 """The planned frontier of a multirun with mode=plan: the predictions for each budget, before any run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from baoc.frontier.pareto import pareto
-from baoc.frontier.runs import find_runs, setting_labels
+from baoc.frontier.runs import NUMBER, find_runs, setting_labels
 from baoc.tracking import console, files
 
 
@@ -16,7 +15,8 @@ def read_plans(folder: Path) -> list[dict[str, Any]]:
     in one of them.
     """
     paths = sorted(folder.glob("*/plan.json"))
-    plans = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    fields = {"device": str, "name": str, "peak_bytes": int, "risk": (int, float), "samples_per_s": NUMBER}
+    plans = [files.read_record(path, fields) for path in paths]
     runs = find_runs(folder)
     labels = {run.path: label for run, label in zip(runs, setting_labels(runs), strict=True)}
     for path, plan in zip(paths, plans, strict=True):

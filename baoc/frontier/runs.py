@@ -9,17 +9,20 @@ from typing import Any
 import yaml
 
 from baoc.errors import BadInputError
-from baoc.tracking.files import read_json
+from baoc.tracking.files import read_json, read_record
 from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 STUDY_FILE = "study.json"  # in a study's folder
 # Settings that do not change what is trained: runs that differ in these only are seeds of one point.
 INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
-_RESULT_FIELDS = (
-    *("task", "model", "allocator", "risk", "budget", "quality", "peak_bytes", "state_bytes", "state_bytes_adamw"),
-    *("samples_per_s", "num_steps", "seed", "risk_total", "command"),
-)
+NUMBER = (int, float, type(None))  # null in JSON is a number that is not finite
+_RESULT_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("task", "model", "allocator", "risk", "command", "quality.name", "budget.name"), str),
+    **dict.fromkeys(("peak_bytes", "state_bytes", "state_bytes_adamw", "num_steps", "seed"), int),
+    **dict.fromkeys(("samples_per_s", "risk_total", "quality.value"), NUMBER),
+}
+_ERROR_FIELDS = {"message": str, "exit_code": int}
 SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # inside a run; their config.yaml is not a run's
 _UNQUOTED = re.compile(  # text that Hydra reads as a string without quotes
     r"(?!(?:true|false|null|[-+]?(?:nan|inf|[\d_.]+(?:e[-+]?[\d_]+)?))\Z)[A-Z0-9_./:+@-]+", re.IGNORECASE | re.ASCII
@@ -152,26 +155,15 @@ def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
 
 
 def _read(path: Path, *, folder: Path) -> RunFolder:
-    result = _read_fields(path / RESULT, fields=_RESULT_FIELDS)
-    if result is not None and result.get("schema", 0) > RESULT_SCHEMA:
+    result = read_record(path / RESULT, _RESULT_FIELDS) if (path / RESULT).is_file() else None
+    schema = 0 if result is None else result.get("schema")
+    if isinstance(schema, int) and schema > RESULT_SCHEMA:
         raise BadInputError(
-            f"{path / RESULT} has schema {result['schema']}, and this version of baoc reads up to {RESULT_SCHEMA}: "
-            "upgrade baoc"
+            f"{path / RESULT} has schema {schema}, and this version of baoc reads up to {RESULT_SCHEMA}: upgrade baoc"
         )
-    error = _read_fields(path / ERROR, fields=("exit_code", "message"))
+    error = read_record(path / ERROR, _ERROR_FIELDS) if (path / ERROR).is_file() else None
     name = path.name if path == folder else str(path.relative_to(folder))
     return RunFolder(path=path, name=name, settings=_settings(path, result=result), result=result, error=error)
-
-
-def _read_fields(file: Path, *, fields: Sequence[str]) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file. Raises BadInputError for one that lacks `fields`."""
-    if not file.is_file():
-        return None
-    value = read_json(file)
-    missing = [name for name in fields if not isinstance(value, dict) or name not in value]
-    if missing:
-        raise BadInputError(f"{file} lacks {', '.join(missing[:4])}: it was damaged or is no file of ours; remove it")
-    return value
 
 
 def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -181,7 +173,7 @@ def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]
         if result is None:
             return {}
         settings = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
-        return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"]["limit"]}
+        return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"].get("limit")}
     try:
         config = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from baoc.config.schema import RunConfig
-from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning, find_recipe, recipe_from_node, recipe_node
+from baoc.core.recipes import FALLBACK, RECIPES, Recipe, Tuning, find_recipe, recipe_node
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.proposals import Proposal, proposals
 from baoc.racing.verdict import Entrant
 from baoc.tracking import console, files
-from baoc.types import DataSpec
+from baoc.types import DataSpec, read_plain
 from baoc.units import format_bytes
 
 ENTRANTS_FILE = "entrants.json"
@@ -142,12 +142,16 @@ def _nothing_fits(planner: Planner, *, recipes: Sequence[Recipe]) -> InfeasibleB
 
 def read_target(path: Path) -> RaceTarget:
     """The entrants that `write_entrants` wrote. Raises CheckpointError if the file is damaged or of a later version."""
-    content: dict[str, Any] = files.read_json(path)
+    content = files.read_record(path, {"racers": list})
     if content.get("schema") != SCHEMA:
         raise CheckpointError(f"{path} has schema {content.get('schema')}, and this version reads {SCHEMA}: race anew")
-    racers = []
-    for row in content["racers"]:
-        entrant = Entrant(**{key: row[key] for key in _ENTRANT_KEYS})
-        racers.append(Racer(entrant=entrant, recipe=recipe_from_node(row["recipe"])))
-    keys = [field.name for field in fields(RaceTarget) if field.name != "racers"]
-    return RaceTarget(racers=tuple(racers), **{key: content[key] for key in keys})
+    try:
+        racers = [
+            Racer(entrant=read_plain(Entrant, row), recipe=find_recipe(row["recipe"])) for row in content["racers"]
+        ]
+        target = read_plain(RaceTarget, {**content, "racers": []})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} holds no entrants of a race ({error}): it was damaged; remove it to have them planned again"
+        ) from error
+    return replace(target, racers=tuple(racers))

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,8 +16,8 @@ from baoc.config.resolve import choose_device
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import AUTO
 from baoc.core.own_code import short_name
-from baoc.core.recipes import BY_RACE, RACED, recipe_from_node, recipe_node
-from baoc.errors import BadInputError
+from baoc.core.recipes import BY_RACE, RACED, find_recipe, recipe_node
+from baoc.errors import BadInputError, OutputError
 from baoc.models import choose_size
 from baoc.racing.course import FRESH, RaceOutcome
 from baoc.racing.entrants import RaceTarget
@@ -25,6 +26,10 @@ from baoc.types import Budget, to_plain
 
 RACE_FILE, RUNS_FILE = "race.json", "race.csv"
 SCHEMA = 1
+_RACE_FIELDS = {  # those of race.json that a later run reads
+    **dict.fromkeys(("choice", "told", "claim", "budget", "family.model.name", "family.model.size"), str),
+    **{"family.dataset.name": str, "lr": (int, float), "recipe": (dict, type(None))},
+}
 MAX_EPOCH_RATIO = 2.0  # a run with more epochs than so many times the race's is not covered by the race
 
 
@@ -194,19 +199,22 @@ def _summary(scores: Iterable[float], *, sign: int) -> dict[str, Any]:
 
 
 def write_race(content: Mapping[str, Any], *, folder: Path, library: Path) -> None:
-    """Writes race.json into the race's folder and into the library."""
+    """Writes race.json into the race's folder and into the library, which may fail: the run after the race goes on."""
     files.write_json(folder / RACE_FILE, content)
     family = content["family"]
     model, data = short_name(family["model"]["name"]), short_name(family["dataset"]["name"])
     name = f"{model}_{family['model']['size']}_{data}_{content['budget']}"
-    files.write_json(library / f"{name}_{folder.resolve().parent.name}_{folder.name}.json", content)
+    try:
+        files.write_json(library / f"{name}_{folder.resolve().parent.name}_{folder.name}.json", content)
+    except OutputError as error:
+        console.say(f"not kept for recipe=raced ({error}): recipe={folder / RACE_FILE} takes it all the same")
 
 
 def find_race(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
     """The newest race of this family in the library. Raises BadInputError that names the races there are."""
     family = to_plain(race_family(config, size=size))
-    newest_last = sorted(library.glob("*.json"), key=lambda file: file.stat().st_mtime) if library.is_dir() else []
-    races = [race for file in newest_last if (race := files.read_json(file)).get("schema") == SCHEMA]
+    newest_last = sorted(library.glob("*.json"), key=_modified_s) if library.is_dir() else []
+    races = [race for file in newest_last if (race := _read_race(file)) is not None]
     matching = [race for race in races if race["family"] == family]
     if matching:
         return matching[-1]
@@ -217,6 +225,29 @@ def find_race(config: RunConfig, *, size: str, library: Path) -> dict[str, Any]:
         f"{config.budget.name} with these settings{there}. Race with mode=race in place of recipe=raced, or name a "
         "recipe"
     )
+
+
+def _modified_s(file: Path) -> float:
+    with suppress(OSError):  # removed meanwhile, which its reader tells
+        return file.stat().st_mtime
+    return 0.0
+
+
+def _read_race(file: Path) -> dict[str, Any] | None:
+    """The record of a race; None, after a message, if the file is damaged, and without one if it is of another
+    version."""
+    try:
+        if files.read_record(file, {"schema": int})["schema"] != SCHEMA:
+            return None
+        race = files.read_record(file, _RACE_FIELDS)
+        if race["recipe"] is not None:
+            find_recipe(race["recipe"])
+        if not 0 < race["lr"] < math.inf:
+            raise BadInputError(f"its lr is {race['lr']}")
+        return race
+    except BadInputError as error:
+        console.say(f"passed over when looking for a race: {file} ({error})")
+        return None
 
 
 def _family_text(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:
@@ -242,7 +273,7 @@ def apply_choice(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     node = content["recipe"]
     if node is None:
         return replace(config, recipe=None, allocator=replace(config.allocator, name="exact"))
-    return replace(config, recipe=recipe_from_node(node), allocator=replace(config.allocator, name="recipe"))
+    return replace(config, recipe=find_recipe(node), allocator=replace(config.allocator, name="recipe"))
 
 
 def resolve_raced_recipe(config: RunConfig) -> RunConfig:

@@ -6,6 +6,7 @@ compared at equal steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from baoc.errors import BadInputError
 from baoc.sweep.study_config import StudyConfig
-from baoc.tracking.files import read_json
+from baoc.tracking.files import read_record
 from baoc.tracking.metrics import METRICS_FILE, read_metrics
 from baoc.units import GIB
 
@@ -40,7 +42,10 @@ class EarlyStopping:
         if size == self._read_bytes.get(file, 0):
             return ""
         self._read_bytes[file] = size
-        rows = read_metrics(file)
+        try:
+            rows = read_metrics(file)
+        except BadInputError:  # a damaged line: the run goes on to its end
+            return ""
         for rung in self.stop.rungs:
             key = f"rung:{repeat}:{rung}"
             if key in self._passed_rungs:
@@ -95,8 +100,9 @@ def values_at_rung(
             logged = [row[key] for row in rows[: validation + 1] if row.get(key) is not None]
             values[name] = logged[-1] * unit if logged else None
         else:
-            plan = folder / "allocation.json"
-            values[name] = read_json(plan)[name] if plan.is_file() else None
+            values[name] = None
+            with suppress(BadInputError):  # not there yet, or damaged
+                values[name] = read_record(folder / "allocation.json", {name: int})[name]
     return values
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +58,7 @@ def start(
 def _child_main(body: Callable[[], None], log: str, lock: str, arguments: list[str], variables: dict[str, str]) -> None:
     os.setsid()  # Ctrl-C goes to the study only, which ends its trials
     end_with_parent()
+    _release_server()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # out of memory, the kernel kills this before the study
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -82,6 +83,16 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1 and os.getpid() != 1:
             sys.exit(f"-{signal.SIGTERM}: the study ended before its trial began")
+
+
+def _release_server() -> None:
+    """Closes the pipe that keeps the server alive. multiprocessing hands it to each child, so that the server of a
+    killed study, and with it the study's trials, would stay at work."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    descriptor: int | None = getattr(server, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        os.close(descriptor)
+        server._forkserver_alive_fd = None
 
 
 def _acquire_lock(lock: str) -> int:

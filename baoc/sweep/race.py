@@ -19,6 +19,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Column
 
+from baoc.cache import json_sha256
 from baoc.cli.jobs import RACE_SETUP_FILE
 from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.schema import RunConfig
@@ -26,7 +27,7 @@ from baoc.core.recipes import RECIPES, find_recipe, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
-from baoc.frontier.runs import INCIDENTAL, quote
+from baoc.frontier.runs import INCIDENTAL, NUMBER, quote
 from baoc.models import family_of
 from baoc.parallel import refuse_several_processes
 from baoc.racing import records
@@ -47,13 +48,20 @@ from baoc.racing.entrants import ENTRANTS_FILE, Racer, RaceTarget, read_target
 from baoc.racing.records import MAX_EPOCH_RATIO, RaceScale, num_epochs, stage_name
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
-from baoc.sweep.storage import differences, setting_text
+from baoc.sweep.storage import (
+    differences,
+    explain_storage_errors,
+    open_study,
+    read_stored_study_file,
+    seconds_of,
+    setting_text,
+)
 from baoc.sweep.study import make_study_folder, run_study
 from baoc.sweep.study_config import MESSAGE_KEY, StudyConfig
 from baoc.sweep.trial_process import COMMAND, TrialProcess, preload
 from baoc.tracking import files
 from baoc.tracking.console import make_console, make_table, number_columns, say
-from baoc.tracking.files import read_json, write_json, write_text
+from baoc.tracking.files import read_json, read_record, write_json, write_text
 from baoc.types import to_plain
 from baoc.units import MIB, format_bytes
 
@@ -148,7 +156,7 @@ def race_before_run(
         except BadInputError:
             earlier = None
         write_json(file, {"schema": 1, "race": earlier})
-    earlier = read_json(file)["race"]
+    earlier = read_record(file, {"race": (dict, type(None))})["race"]
     if earlier is None:
         say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
         return config
@@ -181,9 +189,10 @@ class RaceRun:
         self.study: optuna.Study | None = None
         self.target: RaceTarget
         self.pace = Pace(0.0, 0.0)  # at the size that is raced
-        self.started = time.time()
+        self.started = time.monotonic()  # of this process; the machine's clock may be set during a race
         self.plan_s = 0.0  # seconds of the plan that found the entrants
         self._earlier_plan_s = 0.0  # the same, if a process that was killed made that plan
+        self._ended_before: frozenset[int] = frozenset()  # trials that had ended before this process began
         self._fixed = (*_RUN_OVERRIDES, *(word for word in inherited_overrides(overrides) if not _sets_budget(word)))
 
     # -- the main path ------------------------------------------------------------------------------------------------
@@ -295,8 +304,10 @@ class RaceRun:
         first = len(self.runs)
         self.runs += runs
         race = self.config.race
+        # races of several folders of one name may share a storage, and a folder may be moved
+        name = f"race_{self.folder.parent.name}_{self.folder.name}_{json_sha256(str(self.folder))[:8]}"
         config = StudyConfig(
-            name=f"race_{self.folder.parent.name}_{self.folder.name}",
+            name=read_stored_study_file(self.folder).get("name", name),
             objectives={"quality": "maximize" if self.target.higher_is_better else "minimize"},
             space=(),
             fixed=self._fixed,
@@ -308,6 +319,10 @@ class RaceRun:
             storage=race.storage,
             per_gpu=race.per_gpu,
         )
+        if self.study is None:
+            with explain_storage_errors(config.storage, folder=self.folder):
+                trials = open_study(config, folder=self.folder).get_trials(deepcopy=False)
+            self._ended_before = frozenset(trial.number for trial in trials if trial.state.is_finished())
         self.study = run_study(config, folder=self.folder, code=self.code)
         for number in range(first, len(self.runs)):  # checkpoints of hundreds of runs would fill the disk
             for checkpoint in (self.folder / f"{number:04d}").rglob("*.ckpt"):
@@ -370,11 +385,12 @@ class RaceRun:
         """Writes the settings that the race's runs share, or raises BadInputError if the folder's race has others."""
         settings, file = comparable_settings(to_plain(to_conf(self.config))), self.folder / RACE_SETUP_FILE
         if not file.is_file():
-            self.plan_s = time.time() - self.started
+            self.plan_s = time.monotonic() - self.started
             write_json(file, {"schema": 1, "words": self.overrides, "settings": settings, "plan_s": self.plan_s})
             return
-        setup = read_json(file)
-        self.plan_s = self._earlier_plan_s = setup.get("plan_s", 0.0)
+        setup = read_record(file, {"settings.trainer": dict, "settings.race": dict})
+        plan_s = setup.get("plan_s")
+        self.plan_s = self._earlier_plan_s = float(plan_s) if isinstance(plan_s, int | float) else 0.0
         try:
             changes = differences(comparable_settings(setup["settings"]), settings)
         except BadInputError as error:
@@ -450,12 +466,12 @@ class RaceRun:
                         for share, n in self._planned_runs(len(racers), num_rates=len(rates))
                     )
                     least_s = min(least_s, predicted_s)
-                    if self.plan_s + self._training_s() + predicted_s <= cap_s:
+                    if self.plan_s + self._training_s(range(len(self.runs))) + predicted_s <= cap_s:
                         self.pace = scale_pace
                         return RacePlan(scale, racers, rates, cap_s)
             scales = timed_scales  # narrower networks are timed once
         smallest = "" if math.isinf(least_s) else f", and the smallest race is predicted to take {least_s:.0f} s"
-        spent_s = self.plan_s + self._training_s()
+        spent_s = self.plan_s + self._training_s(range(len(self.runs)))
         say(f"nothing is raced within {cap_s:.0f} s: planning and timing took {spent_s:.0f} s{smallest}")
         return None
 
@@ -470,7 +486,7 @@ class RaceRun:
         sizes = [target.size, *narrower] if race.size is None else [race.size]
         for size in sizes if self.config.objective != "throughput" else sizes[:1]:
             is_optional = size != target.size and race.size is None
-            if is_optional and self.plan_s + self._training_s() > cap_s / 4:
+            if is_optional and self.plan_s + self._training_s(range(len(self.runs))) > cap_s / 4:
                 break
             scale, scale_pace = (own, pace) if size == target.size else self.scale_of_size(size)
             if is_optional and (warning := self._epochs_warning(scale)):
@@ -527,21 +543,19 @@ class RaceRun:
 
     def elapsed_s(self) -> float:
         """Seconds since the race began. Of processes that were killed, the seconds of their plan and runs count."""
-        return self._earlier_plan_s + self._training_s(until=self.started) + time.time() - self.started
+        earlier_s = self._training_s(self._ended_before & {*range(len(self.runs))})
+        return self._earlier_plan_s + earlier_s + time.monotonic() - self.started
 
-    def _training_s(self, *, until: float = math.inf) -> float:
-        """Seconds of the runs that have ended, or had ended by the time `until`, divided by the workers."""
-        ends = [trial.datetime_complete for trial in self._trials()[: len(self.runs)]]
-        seconds = [self._trial_s(i) for i, end in enumerate(ends) if end is not None and end.timestamp() < until]
-        return sum(seconds) / self.config.race.workers
+    def _training_s(self, numbers: Iterable[int]) -> float:
+        """Seconds of runs, by trial number, divided by the workers."""
+        return sum(map(self._trial_s, numbers)) / self.config.race.workers
 
     def _trials(self) -> list[FrozenTrial]:
         assert self.study is not None
         return self.study.get_trials(deepcopy=False)
 
     def _trial_s(self, number: int) -> float:
-        duration = self._trials()[number].duration
-        return 0.0 if duration is None else duration.total_seconds()
+        return seconds_of(self._trials()[number]) or 0.0
 
     def _time_size(self, size: str) -> tuple[int, Mapping[str, Any]]:
         """The trial number and result of a short run of the first uniform at a size of the network. Two runs are
@@ -566,7 +580,8 @@ class RaceRun:
             if end.status not in (DONE, DIVERGED):
                 raise TrainingFailedError(f"{run.entrant} could not be timed: {end.message}")
         numbers = range(first, len(self.runs))
-        return [(number, read_json(self.folder / f"{number:04d}" / "result.json")) for number in numbers]
+        fields = {"step_ms": NUMBER, "num_params": int}
+        return [(number, read_record(self.folder / f"{number:04d}" / "result.json", fields)) for number in numbers]
 
     def _pace(self, number: int, result: Mapping[str, Any]) -> Pace:
         trial_s = self._trial_s(number)

@@ -21,7 +21,7 @@ from baoc.errors import BadInputError, first_line
 from baoc.frontier.pareto import pareto
 from baoc.frontier.runs import STUDY_FILE
 from baoc.sweep.frontier_sampler import is_feasible
-from baoc.sweep.storage import DEFINITION_KEY, open_storage
+from baoc.sweep.storage import DEFINITION_KEY, open_storage, seconds_of
 from baoc.sweep.study_config import ATTEMPTS_KEY, OVERRIDES_KEY, OWNER_KEY
 from baoc.sweep.workers import WorkerRegistry
 from baoc.tracking.console import make_console, say
@@ -73,7 +73,7 @@ def status_of(
     ended = [trial for trial in trials if trial.state.is_finished()]
     feasible = [trial for trial in ended if is_feasible(trial)]
     num_parallel = max(workers or 0, states[TrialState.RUNNING])
-    seconds = [trial.duration.total_seconds() for trial in ended if trial.duration is not None]
+    seconds = [taken_s for trial in ended if (taken_s := seconds_of(trial)) is not None]
     num_remaining = max(total - len(ended), 0)
     signs = [-1.0 if direction == "maximize" else 1.0 for direction in objectives.values()]
     best = []
@@ -164,7 +164,7 @@ def show(study: optuna.Study, *, objectives: Mapping[str, str], total: int) -> S
         is_dead = registry.is_dead(worker, attributes, trial=trial.number)
         note = " (dead: the next worker takes the trial over)" if is_dead else ""
         now = datetime.now()
-        seconds = (now - (trial.datetime_start or now)).total_seconds()
+        seconds = max((now - (trial.datetime_start or now)).total_seconds(), 0.0)
         settings = " ".join(trial.user_attrs.get(OVERRIDES_KEY, [])[num_fixed:])
         attempt = int(trial.user_attrs.get(ATTEMPTS_KEY, 0)) + 1
         table.add_row(str(trial.number), settings, _duration(seconds), str(attempt), machine + note)

@@ -40,17 +40,17 @@ from urllib.parse import urlsplit, urlunsplit
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from baoc.errors import BadInputError, OutputError
-from baoc.frontier.runs import STUDY_FILE, read_study_file
+from baoc.frontier.runs import STUDY_FILE, quote, read_study_file
 from baoc.sweep.sampling import SearchedTrials, initial_trials, make_sampler, uses_frontier_sampler
-from baoc.sweep.study_config import BASELINE_KEY, StudyConfig
+from baoc.sweep.study_config import BASELINE_KEY, SECONDS_KEY, StudyConfig
 from baoc.tracking.console import say
 from baoc.tracking.files import LineFile, write_json
 
@@ -87,7 +87,7 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
             if (new := getattr(config, key)) != old:
                 say(f"study {config.name} was begun with {key} {old}: trials that are left are drawn with {new}")
         trials = initial_trials(config)
-        _check_trials(study, trials, config=config)
+        _check_trials(study, trials, config=config, folder=folder)
         home = _check_home_folder(study, config=config, folder=folder)
         for params, attributes in trials[len(study.trials) :]:
             study.enqueue_trial(params, user_attrs=attributes)
@@ -254,7 +254,12 @@ class RepairedJournal(JournalFileBackend):
     mid-line leaves such a line, and Optuna's backend raises on every read once another record follows it."""
 
     def __init__(self, path: str):
-        super().__init__(path)
+        # Optuna's default lock is a link to the journal. Where a worker died with it and the folder was moved, the link
+        # leads nowhere, and who waits for it spins for ever.
+        super().__init__(path, lock_obj=JournalFileOpenLock(path))
+        lock = Path(f"{path}.lock")
+        if lock.is_symlink() and not lock.exists():
+            lock.unlink(missing_ok=True)
         self.append_logs([])  # moves a torn line aside
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
@@ -296,7 +301,7 @@ def without_password(url: str) -> str:
 
 def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
     """Raises BadInputError if the folder belongs to another study: folders of trials are named by their number only."""
-    owner = _read_study_file(folder).get("name", config.name)
+    owner = read_stored_study_file(folder).get("name", config.name)
     if owner != config.name:
         raise BadInputError(
             f"{folder} is the folder of study {owner}, and study {config.name} was asked for: give it another folder "
@@ -304,7 +309,7 @@ def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
         )
 
 
-def _read_study_file(folder: Path) -> Mapping[str, Any]:
+def read_stored_study_file(folder: Path) -> Mapping[str, Any]:
     """The content of the folder's study.json; empty if it is absent or damaged."""
     try:
         content = read_study_file(folder)
@@ -339,7 +344,7 @@ def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path
     the folder may be moved or mounted elsewhere. Raises BadInputError for another folder: each would hold a part of the
     runs, and neither frontier would be right."""
     stored = study.user_attrs.get(HOME_KEY)
-    folder_id = _read_study_file(folder).get("home")
+    folder_id = read_stored_study_file(folder).get("home")
     if stored is None:
         return {"id": folder_id or uuid.uuid4().hex, "path": str(folder)}
     file_is_lost = folder_id is None and stored["path"] == str(folder)  # it is written again
@@ -352,7 +357,7 @@ def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path
 
 
 def _check_trials(
-    study: optuna.Study, trials: Sequence[tuple[dict[str, Any], dict[str, Any]]], *, config: StudyConfig
+    study: optuna.Study, trials: Sequence[tuple[dict[str, Any], dict[str, Any]]], *, config: StudyConfig, folder: Path
 ) -> None:
     """Compares the stored trials with those that the configuration would create. Raises BadInputError if points of a
     grid would be missing, since the study has other trials in their places. Prints the baselines that are not tried,
@@ -367,7 +372,7 @@ def _check_trials(
                 f"{len(trials)} trials of its grid would be missing (trial {other[0]} is none of them): give it "
                 "another hydra.sweeper.name, or the settings it has"
             )
-    stored_baselines = [trial.user_attrs.get(BASELINE_KEY) for trial in stored]
+    stored_baselines = [as_moved(trial.user_attrs.get(BASELINE_KEY, ()), study, folder=folder) for trial in stored]
     baselines = [attributes[BASELINE_KEY] for _, (_, attributes) in pairs if BASELINE_KEY in attributes]
     missing = [overrides for overrides in baselines if overrides not in stored_baselines]
     if missing:
@@ -375,6 +380,17 @@ def _check_trials(
             f"study {config.name} has begun without the baselines {', '.join(' '.join(words) for words in missing)}, "
             "which are not tried: give it another hydra.sweeper.name to have them"
         )
+
+
+def as_moved(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
+    """Stored overrides with paths below the study's folder as that lies now: it may have been moved since."""
+    home = f"{study.user_attrs.get(HOME_KEY, {}).get('path', folder)}/"
+    words = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        path = value.strip("'")
+        words.append(f"{key}={quote(f'{folder}/{path.removeprefix(home)}')}" if path.startswith(home) else word)
+    return words
 
 
 def differences(old: Any, new: Any, *, path: str = "") -> list[tuple[str, Any, Any]]:
@@ -394,3 +410,11 @@ def setting_text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {v}" for key, v in value.items() if v not in (None, [], {}, 0.0, False)) + "}"
     return "none" if value is None else str(value)
+
+
+def seconds_of(trial: FrozenTrial) -> float | None:
+    """Seconds that an ended trial took; None for another. Without SECONDS_KEY, as of earlier versions, by the times at
+    which it began and ended, between which the machine's clock may have been set."""
+    if trial.duration is None:
+        return None
+    return float(trial.user_attrs.get(SECONDS_KEY, max(trial.duration.total_seconds(), 0.0)))

@@ -28,6 +28,7 @@ from baoc.sweep.sampling import suggest
 from baoc.sweep.signals import POLL_S, SignalHandler
 from baoc.sweep.storage import (
     LOCK,
+    as_moved,
     explain_storage_errors,
     make_trial,
     next_trial,
@@ -43,6 +44,7 @@ from baoc.sweep.study_config import (
     MESSAGE_KEY,
     OVERRIDES_KEY,
     OWNER_KEY,
+    SECONDS_KEY,
     StudyConfig,
     key_of,
 )
@@ -171,6 +173,7 @@ class _RunningTrial:
     prune_reason: str = ""  # set by early stopping when it asks the process to end
     hang_reason: str = ""  # set when a process that writes nothing is asked to end
     end_requested_s: float = 0.0  # monotonic time of that request
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class _Worker:
@@ -281,7 +284,7 @@ class _Worker:
 
     def _start_trial(self, trial: FrozenTrial) -> bool:
         """Starts the trial's first process; False if no GPU has room for it now."""
-        overrides = list(trial.user_attrs[OVERRIDES_KEY])
+        overrides = as_moved(trial.user_attrs[OVERRIDES_KEY], self.study, folder=self.folder)
         gpus = self.slots.acquire(_memory_budget_bytes(overrides))
         if gpus is None:
             return False
@@ -398,6 +401,7 @@ class _Worker:
         for name, value in outcome.constraints.items():
             if name not in trial.constraints:  # an earlier attempt may have been killed between here and `tell`
                 trial.set_constraint(name, value)
+        trial.set_user_attr(SECONDS_KEY, round(time.monotonic() - running.began_s, 3))
         if outcome.state is not None or any(outcome.constraints.values()):
             trial.set_user_attr(MESSAGE_KEY, outcome.text)
         self.study.tell(running.trial.number, outcome.values, state=outcome.state)

@@ -19,6 +19,7 @@ OWNER_KEY = "worker"  # name of the worker that runs the trial
 OVERRIDES_KEY = "words"  # all overrides of its run
 BASELINE_KEY = "overrides"  # overrides of a baseline; a sampled trial has no such attribute
 MESSAGE_KEY = "text"  # why a trial failed, was pruned or violated a constraint
+SECONDS_KEY = "seconds"  # that an ended trial took, by the clock of its worker that is never set
 ATTEMPTS_KEY = "attempts"  # how often its run was killed or failed through a bug
 
 

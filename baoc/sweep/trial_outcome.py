@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
+from typing import Any
 
 from optuna.trial import TrialState
 
+from baoc.frontier.runs import NUMBER
 from baoc.sweep.trial_process import RunOutcome
 
 WORST = 1e30  # objective value of a trial without one; a violated constraint keeps the trial off every front
@@ -32,6 +34,10 @@ def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, st
     last = outcomes[-1]
     if not last.is_conclusive:
         return TrialOutcome(state=TrialState.FAIL, text=f"failed: {last.message}")
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    lacking = [name for name in objectives for result in results if not isinstance(_value(result, name), NUMBER)]
+    if lacking:
+        return TrialOutcome(state=TrialState.FAIL, text=f"failed: its result.json lacks a valid {lacking[0]}")
     values = [_objective_value(outcomes, name, direction) for name, direction in objectives.items()]
     diverged = float(last.diverged or (any(abs(value) >= WORST for value in values) and not last.violation))
     text = ", ".join(f"{name} {value:.6g}" for name, value in zip(objectives, values, strict=True))
@@ -42,13 +48,17 @@ def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, st
     )
 
 
+def _value(result: Mapping[str, Any], name: str) -> Any:
+    return result["quality"]["value"] if name == "quality" else result.get(name, ...)
+
+
 def _objective_value(outcomes: Sequence[RunOutcome], name: str, direction: str) -> float:
     worst = WORST if direction == "minimize" else -WORST
     values: list[float] = []
     for outcome in outcomes:
         if outcome.result is None:
             return worst
-        value = outcome.result["quality"]["value"] if name == "quality" else outcome.result[name]
+        value = _value(outcome.result, name)
         if value is None or not isfinite(value):
             return worst
         values.append(float(value))

@@ -15,11 +15,11 @@ from typing import Any
 from baoc.cli.failures import BUG_EXIT_CODE
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
-from baoc.frontier.runs import CONFIG, ERROR, RESULT, quote
+from baoc.frontier.runs import CONFIG, ERROR, NUMBER, RESULT, quote
 from baoc.models import MODELS
 from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import count_oom_kills
-from baoc.tracking.files import read_json
+from baoc.tracking.files import read_record
 from baoc.tracking.metrics import METRICS_FILE
 
 COMMAND = "import sys; from baoc.cli.main import main; sys.exit(main(sys.argv[1:], single=True))"
@@ -162,11 +162,11 @@ def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
     """Exits with the code of the run that wrote the folder's result. Exits with 2 if that result is damaged or of other
     settings, so that it is neither taken for this trial's nor overwritten."""
     try:
-        result = read_json(folder / RESULT)
-    except BadInputError as error:
+        result = read_record(folder / RESULT, {})
+        recorded = shlex.split(str(result.get("command", "")))
+    except ValueError as error:  # BadInputError is one
         print(error)
-        sys.exit(error.exit_code)
-    recorded = shlex.split(result.get("command", ""))
+        sys.exit(BadInputError.exit_code)
     relevant = [word for word in overrides if not word.startswith(_HOW_NOT_WHAT)]
     missing = [word for word in relevant if recorded and word not in recorded]
     if missing:
@@ -202,8 +202,9 @@ def read_outcome(folder: Path, *, exit_code: int) -> RunOutcome:
     """The outcome of a run from its folder; a result counts only after exit code 0 or a breached budget."""
     result_file, error_file = folder / RESULT, folder / ERROR
     try:
-        result = read_json(result_file) if result_file.is_file() and exit_code in (0, BREACHED) else None
-        failure = read_json(error_file) if error_file.is_file() and exit_code else {}
+        has_result = result_file.is_file() and exit_code in (0, BREACHED)
+        result = read_record(result_file, {"quality.value": NUMBER}) if has_result else None
+        failure = read_record(error_file, {"message": str}) if error_file.is_file() and exit_code else {}
     except BadInputError as error:  # a damaged file fails this trial, not the study
         return RunOutcome(exit_code=exit_code, result=None, message=str(error))
     message = failure.get("message", "")

@@ -99,8 +99,26 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise BadInputError(f"there is no file {path}: give the folder of a finished run") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is not JSON ({error}): it was damaged or is no file of ours; remove it") from None
+
+
+def read_record(path: str | os.PathLike[str], fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """The object in a JSON file. `fields`: the types of those that its reader needs, by dotted name. Raises
+    BadInputError as `read_json` does, and for a file that lacks one of them."""
+    record = read_json(path)
+    lacking = [name for name, kind in fields.items() if not isinstance(_field(record, name), kind)]
+    if not isinstance(record, dict) or lacking:
+        what = f"lacks a valid {', '.join(lacking[:4])}" if lacking else "holds no object"
+        raise BadInputError(f"{path} {what}: it was damaged or is no file of ours; remove it")
+    return record
+
+
+def _field(record: Any, name: str) -> Any:
+    """The value at a dotted name; Ellipsis if there is none."""
+    for part in name.split("."):
+        record = record.get(part, ...) if isinstance(record, Mapping) else ...
+    return record
 
 
 class FolderGuard:

@@ -92,7 +92,13 @@ class WandbRunLogger(WandbLogger):
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no reason given'}"
+    kind = type(error).__name__
+    lines = str(error).splitlines()[: 3 if kind == "ValidationError" else 1]  # W&B names a wrong setting in the second
+    return f"{kind}: {' '.join(' '.join(lines).split())[:160] or 'no reason given'}"
+
+
+def _left_out(error: Exception) -> str:
+    return f"W&B: left out ({_describe(error)}); metrics.jsonl holds every step"
 
 
 def close_wandb(run: Any = None) -> None:
@@ -127,7 +133,13 @@ def open_run(
     say: Callable[[str], None],
 ) -> WandbRunLogger | None:
     """Opens the run of one job and prints its address; None if W&B is disabled or cannot start."""
-    mode, why = choose_mode(mode)
+    try:
+        mode, why = choose_mode(mode)
+    except BadInputError:
+        raise
+    except Exception as error:  # W&B's own settings or its address in the environment, which it does not take
+        say(_left_out(error))
+        return None
     if mode == "disabled":
         return None
     import wandb
@@ -158,7 +170,7 @@ def open_run(
             break
         except Exception as error:  # a bad key, no network or a failing server must not stop a training run
             if tries == ["offline"]:
-                say(f"W&B: left out ({_describe(error)}); metrics.jsonl holds every step")
+                say(_left_out(error))
                 return None
             if tries.pop(0) == "online":
                 why = _describe(error)
@@ -226,7 +238,7 @@ def has_key(url: str) -> bool:
     for file in netrc_files:
         try:
             entries = netrc.netrc(file.expanduser()).hosts
-        except (OSError, netrc.NetrcParseError):
+        except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
             continue
         if entries.keys() & {urlsplit(url).netloc, PUBLIC_HOST}:
             return True
@@ -239,11 +251,11 @@ def reachable(url: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")):
         return True
     parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     connected = threading.Event()
 
     def connect() -> None:
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=timeout_s).close()
             connected.set()
         except OSError:

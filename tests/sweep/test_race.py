@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,33 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
     words = with_race_command(["mode=race", f"resume={tmp_path}", "race.workers=2"])
     assert words[-1] == f"hydra.run.dir={tmp_path}" and "race.workers=2" in words and "race.workers=1" not in words
     assert "budget=state_25" in words and not any(word.startswith("resume=") for word in words)
+
+
+@pytest.mark.slow
+def test_a_race_whose_folder_was_moved_goes_on_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Killed with a run under way that has a recipe file of the race: stored paths are those of the new place."""
+    old, new = tmp_path / "old" / "race", tmp_path / "new" / "race"
+    write_target(old, names=("muon8_lean", "plan"))
+    script = SCRIPT.replace('"0.05")', '"6000 if seed == 101 else 0")')
+    process = subprocess.Popen([sys.executable, "-c", script, str(old), *ONE_STAGE], cwd=ROOT)
+    wait_until(lambda: len(list(old.glob("*/process"))) == 4, what="four runs")
+    process.kill()
+    process.wait()
+    new.parent.mkdir()
+    shutil.move(old, new)
+    result = raced(new)
+    assert result is not None and result["choice"] == "plan"
+    assert not any(row["left"] for row in result["entrants"]) and "has begun without" not in capsys.readouterr().out
+    assert [len(lines) for lines in attempts(new).values()][:4] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_library_that_takes_nothing_costs_no_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_target(tmp_path / "race", names=("muon8_lean",))
+    (tmp_path / "file").write_text("in the way")
+    assert raced(tmp_path / "race", f"race.library={tmp_path / 'file'}") is not None
+    assert (tmp_path / "race" / RACE_FILE).is_file()
+    assert "not kept for recipe=raced (cannot write" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
@@ -213,7 +241,7 @@ def test_a_stage_that_is_slower_than_predicted_ends_before_it_is_whole(
         return study(*args, **settings)
 
     monkeypatch.setattr(race_module, "run_study", counted)
-    clock = SimpleNamespace(time=lambda: time.time() + 2e6 * calls.count("raced"))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 2e6 * calls.count("raced"))
     monkeypatch.setattr(race_module, "time", clock)
     many = ("race.seeds=3", "race.rates=[0.5,1]")  # 18 runs in the first stage, of which 12 go before a look
     assert raced(tmp_path, *many, cap_s=1e6) is None

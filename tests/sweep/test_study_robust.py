@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import optuna
@@ -17,7 +18,7 @@ from baoc.errors import BadInputError, OutputError, TrainingFailedError
 from baoc.sweep import status, trial_process
 from baoc.sweep import study as study_module
 from baoc.sweep.gpu_slots import count_oom_kills
-from baoc.sweep.storage import open_study
+from baoc.sweep.storage import open_study, seconds_of
 from baoc.sweep.study import raise_if_all_failed, run_study
 from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
@@ -60,6 +61,21 @@ def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
     study = run_study(given, folder=tmp_path, code=STUB.replace("time.sleep(60)", "pass"))
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4  # no attempt was held against them
     assert attempts(tmp_path, 0) == ["new", "new"] and len(list(tmp_path.glob("0*"))) == 4
+
+
+def test_a_worker_that_is_killed_takes_its_trials_along(tmp_path: Path):
+    """Else they would hold their folders against the next worker, which would give them up as failed."""
+    script = (
+        "import sys\nfrom tests.support.studies import STUB, config\nfrom baoc.sweep.study import run_study\n"
+        "run_study(config(n_trials=2, retries=0, fixed=['mode=wait_once']), folder=sys.argv[1],"
+        " code=STUB.replace('sleep(60)', 'sleep(6000)'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: len(list(tmp_path.glob("*/process"))) == 2, what="two trials")
+    trials = [int(file.read_text()) for file in tmp_path.glob("*/process")]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{trial}").exists() for trial in trials), what="their end")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +140,25 @@ def test_a_writer_that_was_killed_in_mid_line_does_not_spoil_the_next_ones(tmp_p
         file.write(b'{"op_code": 4, "worker')  # another worker, killed while this one is at work
     study.set_user_attr("after", 1)
     assert open_study(given, folder=tmp_path).user_attrs["after"] == 1
+
+
+def test_the_lock_of_a_worker_that_died_before_the_folder_was_moved_holds_nobody_up(tmp_path: Path):
+    """Optuna's lock of earlier versions is a link to the journal, which is elsewhere now."""
+    (tmp_path / "study.journal.lock").symlink_to(tmp_path / "gone" / "study.journal")
+    (only,) = run_study(config(n_trials=1, storage="journal"), folder=tmp_path, code=STUB).trials
+    assert only.state is TrialState.COMPLETE and not (tmp_path / "study.journal.lock").is_symlink()
+
+
+def test_seconds_of_a_trial_are_those_of_a_clock_that_is_never_set():
+    noon = datetime(2026, 1, 1, 12)
+    given = {"state": TrialState.COMPLETE, "value": 1.0}
+    trial = optuna.trial.create_trial(**given)
+    trial.datetime_start, trial.datetime_complete = noon, noon - timedelta(hours=1)
+    assert seconds_of(trial) == 0.0
+    trial.set_user_attr("seconds", 5.0)
+    assert seconds_of(trial) == 5.0
+    trial.datetime_complete = None
+    assert seconds_of(trial) is None
 
 
 def test_a_storage_that_fails_in_between_ends_the_study_in_one_sentence_and_it_goes_on(tmp_path: Path, monkeypatch):

@@ -155,6 +155,45 @@ def test_a_key_for_another_server_is_no_key(tmp_path: Path, inits: list[FakeRun]
     assert inits[0].options["mode"] == "offline"
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe machine", b"machine"])
+def test_a_damaged_netrc_holds_no_key(content: bytes, tmp_path: Path, inits: list[FakeRun]) -> None:
+    (tmp_path / "netrc").write_bytes(content)
+    _, said = make(tmp_path)
+    assert said[0].startswith("W&B: offline (no key in WANDB_API_KEY or netrc)")
+
+
+@pytest.mark.parametrize("url", ["http://[bad", "http://localhost:port", "http://localhost:99999999"])
+def test_an_address_that_is_none_leaves_wandb_out(
+    url: str,
+    tmp_path: Path,
+    inits: list[FakeRun],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    loggers, said = make(tmp_path)
+    assert len(loggers) == 1 and not inits and said[0].startswith("W&B: left out (ValueError: ")
+    assert said[0].endswith("metrics.jsonl holds every step") and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_setting_that_wandb_does_not_take_is_named(
+    tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def setup() -> None:
+        wandb.Settings(x_graphql_timeout_seconds="abc")  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setattr("wandb.setup", setup)
+    loggers, said = make(tmp_path)
+    assert len(loggers) == 1 and not inits
+    assert (
+        "left out (ValidationError: 1 validation error for Settings x_graphql_timeout_seconds Input should" in said[0]
+    )
+
+
 def test_what_was_asked_for_is_followed(tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> None:
     loggers, said = make(tmp_path, mode="disabled")
     assert (len(loggers), said, inits) == (1, [], [])
