@@ -17,7 +17,6 @@ A figure without `column` is pinned: its raw rows were not kept, so only its com
 """
 
 import argparse
-import csv
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from string import ascii_uppercase
 
 from baoc.core.statistics import mean_interval
 from experiments.analysis import allocation_pairs, frontier_picture, peak_predictions, script_table
+from experiments.benchmarks.shared import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -41,12 +41,7 @@ Claim = dict[str, str]
 
 
 def read_claims() -> list[Claim]:
-    return read_table(CLAIMS)
-
-
-def read_table(file: Path) -> list[dict[str, str]]:
-    with file.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return read_rows(CLAIMS)
 
 
 def complaint(claim: Claim) -> str | None:
@@ -97,7 +92,7 @@ def selected(table: str, *, where: str) -> list[dict[str, str]]:
     wanted = dict(condition.split("=", 1) for condition in where.split(";"))
     return [
         row
-        for row in read_table(RESULTS / table)
+        for row in read_rows(RESULTS / table)
         if all((row[key.removesuffix("!")] == value) != key.endswith("!") for key, value in wanted.items())
     ]
 
@@ -162,7 +157,7 @@ def stale() -> list[str]:
     return [
         f"{name} is older than the tables that it is made of"
         for name, rows in tables.items()
-        if read_table(RESULTS / name) != [{key: str(value) for key, value in row.items()} for row in rows]
+        if read_rows(RESULTS / name) != [{key: str(value) for key, value in row.items()} for row in rows]
     ]
 
 

@@ -16,7 +16,6 @@
 """
 
 import argparse
-import csv
 import json
 import math
 from collections import defaultdict
@@ -31,6 +30,7 @@ import numpy as np
 from baoc.core.measured import Change
 from baoc.core.recipes import RECIPES, recipe_from_node
 from experiments.benchmarks import recipe_lists
+from experiments.benchmarks.shared import read_rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -80,13 +80,6 @@ class Setting:
 
 
 # -- raw rows ---------------------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def settings_of_roles(rows: Iterable[Row], family: str) -> list[Setting]:
@@ -374,7 +367,7 @@ def text_of(held: Mapping[str, Any]) -> str:
 
 def shipped() -> str:
     """The file as the recorded rows give it."""
-    return text_of(fit(read(RESULTS / "role_table.csv"), product=read(RESULTS / "product_runs.csv")))
+    return text_of(fit(read_rows(RESULTS / "role_table.csv"), product=read_rows(RESULTS / "product_runs.csv")))
 
 
 def main() -> None:

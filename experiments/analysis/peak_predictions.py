@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from baoc.tracking.files import write_csv
+from experiments.benchmarks.shared import read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAIRS = (
-    ("peak_bytes", "peak_bytes_predicted"),
-    ("measured_bytes", "predicted_bytes"),
-    ("peak_bytes", "predicted_bytes"),
-)
+    ("peak_bytes", "peak_bytes_predicted"), ("measured_bytes", "predicted_bytes"), ("peak_bytes", "predicted_bytes"),
+)  # fmt: skip
 CAMPAIGN = "peak_campaign_cuda.csv"
 ENDS = {
     "met": "as predicted",
@@ -110,8 +109,7 @@ def ends() -> list[dict[str, Any]]:
 
     An end that is not told here raises KeyError.
     """
-    with (RESULTS / CAMPAIGN).open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(RESULTS / CAMPAIGN)
     counts = Counter(ENDS[row["outcome"].partition(":")[0]] for row in rows)
     tries = counts.total() - counts["drawn wrongly"]
     counts |= {"all": tries, "all faults": tries - counts["as predicted"]}

@@ -18,7 +18,6 @@ its choice is held against is their mean. What the recorded seeds do not show of
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from csv import DictReader
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +28,7 @@ import numpy as np
 from baoc.racing.course import DONE, RaceOutcome, RaceSettings, Run, RunEnd, course
 from baoc.racing.verdict import Entrant
 from baoc.tracking.files import write_csv
+from experiments.benchmarks.shared import read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LEVEL = 0.9
@@ -161,12 +161,8 @@ def summary(recorded: Recorded, *, races: int, seed: int = 0) -> dict[str, Any]:
 
 
 def recorded_races() -> list[Recorded]:
-    with (RESULTS / "role_table.csv").open(newline="") as file:
-        roles = list(DictReader(file))
-    trials: list[dict[str, str]] = []
-    for name in ("sampler_race_tasks_trials.csv", "sampler_race_fresh_trials.csv"):
-        with (RESULTS / name).open(newline="") as file:
-            trials += DictReader(file)
+    roles = read_rows(RESULTS / "role_table.csv")
+    trials = [row for kind in ("tasks", "fresh") for row in read_rows(RESULTS / f"sampler_race_{kind}_trials.csv")]
     tasks = list(dict.fromkeys(row["task"] for row in trials))
     found = [planned(trials, task=task, budget=budget) for task in tasks for budget in (25.0, 10.0, 3.0)]
     return found + [confirmed(roles, task=task) for task in dict.fromkeys(row["task"] for row in roles)]

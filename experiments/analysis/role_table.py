@@ -10,13 +10,13 @@ seeds.
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from csv import DictReader
 from pathlib import Path
 from statistics import mean
 
 from baoc.core.statistics import Interval, mean_interval, paired_difference
 from experiments.analysis.allocation_pairs import told_of
 from experiments.analysis.ranks import rank_correlation
+from experiments.benchmarks import shared
 from experiments.benchmarks.recipe_lists import BUDGETS, CONFIRM_WHOLE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "role_table.csv"
@@ -25,8 +25,7 @@ Row = Mapping[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return [row for row in DictReader(file) if row["status"] == "finite"]
+    return [row for row in shared.read_rows(path) if row["status"] == "finite"]
 
 
 def by_seed(rows: Sequence[Row], column: str = "value") -> dict[str, dict[int, float]]:

@@ -89,46 +89,24 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 SEARCHED = ("vit_l16_8gb", "llama_350m_4gb", "dit_xl2_16gb", "llama_350m_8gb", "llama_1b_16gb")
 QUIET = (
-    "trainer.enable_progress_bar=false",
-    "trainer.limit_val_batches=1",
-    "checkpoint.export=false",
-    "reallocation=off",
+    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=1", "checkpoint.export=false", "reallocation=off",
     "task.num_samples=0",
-)
+)  # fmt: skip
 PINS = {
-    "micro_batch": "micro_batch",
-    "model.checkpointing": "recomputed",
-    "optim.release_gradients": "release",
+    "micro_batch": "micro_batch", "model.checkpointing": "recomputed", "optim.release_gradients": "release",
     "model.compile": "compiled",
-}
+}  # fmt: skip
 WAY = ("micro_batch", "recomputed", "num_layers", "release", "compiled")  # of the option that was chosen
 TOLD = (
-    "case",
-    *WAY,
-    "deciding_s",
-    "training_s",
-    "samples_per_s",
-    "step_ms",
-    "floor_ms",
-    "peak_gib",
-    "predicted_gib",
+    "case", *WAY, "deciding_s", "training_s", "samples_per_s", "step_ms", "floor_ms", "peak_gib", "predicted_gib",
     "why",
-)
+)  # fmt: skip
 PRODUCTS = 770e12  # floating-point operations a second, what an H200's largest product reached
 GIB = {"peak_gib": "peak_bytes", "predicted_gib": "peak_bytes_predicted"}
 MEASURED = (
-    "samples_per_s",
-    "step_ms",
-    "step_s_predicted",
-    "peak_bytes",
-    "peak_bytes_predicted",
-    "budget_bytes",
-    "budget_met",
-    "state_bytes",
-    "risk_total",
-    "num_steps",
-    "commit",
-)
+    "samples_per_s", "step_ms", "step_s_predicted", "peak_bytes", "peak_bytes_predicted", "budget_bytes", "budget_met",
+    "state_bytes", "risk_total", "num_steps", "commit",
+)  # fmt: skip
 
 
 def run_case(
@@ -420,16 +398,9 @@ def main() -> None:
         shown = {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in rows[-1].items()}
         keys = ("case", "option", "weights", "samples_per_s", "peak_bytes", "peak_error", "step_ms", "step_error")
         more = (
-            "decide_s",
-            "chosen_rate",
-            "best_option",
-            "best_rate",
-            "below_best",
-            "tried",
-            "untried",
-            "first_deciding",
+            "decide_s", "chosen_rate", "best_option", "best_rate", "below_best", "tried", "untried", "first_deciding",
             "deciding",
-        )
+        )  # fmt: skip
         print(
             " | ".join(str(shown.get(k, "-")) for k in (*keys, *(more if search else ()), "took_s", "why")), flush=True
         )

@@ -322,12 +322,7 @@ def kills(
     """Kills attempt after attempt, then lets the last one end after `steps`; the number of faults."""
     draw, rows = random.Random(seed), list[Kill]()
     size = "mini" if device == "cuda" else "tiny"
-    words = [
-        f"model.size={size}",
-        f"device={device}",
-        f"trainer.max_steps={steps}",
-        "checkpoint.every_n_steps=5",
-    ]
+    words = [f"model.size={size}", f"device={device}", f"trainer.max_steps={steps}", "checkpoint.every_n_steps=5"]
     words += ["budget=state_25", "checkpoint.export=false", "trainer.limit_val_batches=1", "resume=auto"]
     words += ["trainer.log_every_n_steps=1", "dataset=synthetic_images", "trainer.val_check_interval=50"]
     with tempfile.TemporaryDirectory() as folder:

@@ -29,15 +29,8 @@ from baoc.optim import BlockwiseOptimizer
 
 DEVICE, LR = "cuda", 1e-2
 SHAPES = {
-    "a": (96, 512),
-    "b": (40,),
-    "c": (4, 65),
-    "d": (300, 700),
-    "e": (1000,),
-    "f": (64, 64),
-    "g": (33,),
-    "h": (128, 96),
-}
+    "a": (96, 512), "b": (40,), "c": (4, 65), "d": (300, 700), "e": (1000,), "f": (64, 64), "g": (33,), "h": (128, 96),
+}  # fmt: skip
 MUON = {name: "muon_int8" if name in ("a", "d", "f", "h") else "adamw_int8" for name in SHAPES}
 SPECS = {
     "a": "adamw", "b": "rmsprop_int8", "c": "lion_int8", "d": "adamw_int8_root", "e": "adamw_bf16", "f": "sign",
@@ -358,22 +351,11 @@ def one_launch_per_spec() -> str:
 
 
 CHECKS: tuple[Callable[[], str], ...] = (
-    mixed_specs_with_graphs,
-    without_graphs,
-    graphs_equal_plain_launches,
-    muon_in_graphs_equals_plain_launches,
-    late_gradients,
-    nonfinite_gradients,
-    skipped_steps,
-    split_weights,
-    migration_and_checkpoints,
-    captured_by_the_user,
-    captured_while_python_collects,
-    a_loop_as_training_is,
-    copies,
-    every_rule_counts_what_is_not_finite,
+    mixed_specs_with_graphs, without_graphs, graphs_equal_plain_launches, muon_in_graphs_equals_plain_launches,
+    late_gradients, nonfinite_gradients, skipped_steps, split_weights, migration_and_checkpoints, captured_by_the_user,
+    captured_while_python_collects, a_loop_as_training_is, copies, every_rule_counts_what_is_not_finite,
     one_launch_per_spec,
-)
+)  # fmt: skip
 
 
 def main() -> None:

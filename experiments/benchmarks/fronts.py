@@ -39,22 +39,14 @@ TASKS: dict[str, tuple[int, tuple[str, ...]]] = {
 BUDGETS = ("state_2", "state_5", "state_10", "state_25")
 # BAOC with its default risk, with a dropped momentum weighted up and with role priors; random allocations
 CHOSEN = (
-    "allocator=exact risk=statistics",
-    "allocator=exact risk=statistics risk.weights.drop_m=5",
-    "allocator=random risk=statistics",
-    "allocator=exact risk=prior",
-)
+    "allocator=exact risk=statistics", "allocator=exact risk=statistics risk.weights.drop_m=5",
+    "allocator=random risk=statistics", "allocator=exact risk=prior",
+)  # fmt: skip
 UNIFORM = (
-    "uniform_adamw",
-    "uniform_adamw8bit",
-    "uniform_lion8bit_matched",
-    "uniform_foam8bit_matched",
-    "uniform_column_norm_matched",
-    "uniform_muon_matched",
-    "uniform_adafactor_matched",
-    "uniform_sign_matched",
+    "uniform_adamw", "uniform_adamw8bit", "uniform_lion8bit_matched", "uniform_foam8bit_matched",
+    "uniform_column_norm_matched", "uniform_muon_matched", "uniform_adafactor_matched", "uniform_sign_matched",
     "uniform_sign",
-)
+)  # fmt: skip
 KEPT = ("result.json", "error.json", "candidates.csv", "allocation.json", "config.yaml", "metrics.jsonl", "env.json")
 
 

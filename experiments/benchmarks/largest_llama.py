@@ -221,11 +221,9 @@ def train(
         launcher.append("--no-python")
         fixed = (*FIXED[:-2], *SHARDED, f"batch_size={2 * gpus}")
     once = (
-        f"trainer.max_steps={steps}",
-        "trainer.log_every_n_steps=1",
-        "trainer.limit_val_batches=1",
+        f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1",
         "checkpoint.export=false",
-    )
+    )  # fmt: skip
     arguments = [*fixed, *METHODS[method], *once, f"budget={budget}gb", f"hydra.run.dir={run_dir}"]
     began = time.perf_counter()
     command = [

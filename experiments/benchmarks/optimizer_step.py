@@ -40,17 +40,13 @@ DEVICE = "cuda"
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 # name, rule, storage, weights, dtype of parameters and gradients
 SPECS: list[tuple[str, str, str, str, torch.dtype]] = [
-    ("adamw", "adamw", "fp32", "native", FLOAT32),
-    ("adamw_bf16", "adamw", "bf16", "native", FLOAT32),
-    ("adamw_int8", "adamw", "int8", "native", FLOAT32),
-    ("rmsprop_int8", "rmsprop", "int8", "native", FLOAT32),
-    ("lion_int8", "lion", "int8", "native", FLOAT32),
-    ("signum_int8", "signum", "int8", "native", FLOAT32),
-    ("sign", "sign", "fp32", "native", FLOAT32),
-    ("adamw_int8/bf16", "adamw", "int8", "native", BFLOAT16),
+    ("adamw", "adamw", "fp32", "native", FLOAT32), ("adamw_bf16", "adamw", "bf16", "native", FLOAT32),
+    ("adamw_int8", "adamw", "int8", "native", FLOAT32), ("rmsprop_int8", "rmsprop", "int8", "native", FLOAT32),
+    ("lion_int8", "lion", "int8", "native", FLOAT32), ("signum_int8", "signum", "int8", "native", FLOAT32),
+    ("sign", "sign", "fp32", "native", FLOAT32), ("adamw_int8/bf16", "adamw", "int8", "native", BFLOAT16),
     ("adamw_int8/bf16+8", "adamw", "int8", "split8", BFLOAT16),
     ("lion_int8/bf16+8", "lion", "int8", "split8", BFLOAT16),
-]
+]  # fmt: skip
 SWEPT = ("adamw", "adamw_int8", "adamw_int8/bf16+8")  # as in kernel_check, which compiles them
 Shapes = list[tuple[int, ...]]
 

@@ -63,11 +63,9 @@ from experiments.benchmarks.shared import append_row, results_folder
 PLAIN = ("logger=jsonl", "trainer.enable_progress_bar=false")
 MODELS = ("vit", "vit", "llama", "dit", "unet")
 SIZES = {
-    "vit": ("tiny", "mini", "small", "base"),
-    "llama": ("nano", "60m", "130m"),
-    "dit": ("tiny", "s2"),
+    "vit": ("tiny", "mini", "small", "base"), "llama": ("nano", "60m", "130m"), "dit": ("tiny", "s2"),
     "unet": ("tiny", "cifar"),
-}
+}  # fmt: skip
 DOORS = ("run",) * 5 + ("strategy", "loop", "loop without a probe")
 TOLERANCE = 0.97  # of the prediction, that a measured peak is not to stay below
 
@@ -259,11 +257,9 @@ def own_loop(door: str, words: Sequence[str], *, budget: int, steps: int, device
         module = Module(model, loss)
         strategy = BaocStrategy(budget=f"{budget}b")
         quiet = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
+            "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
             "enable_model_summary": False,
-        }
+        }  # fmt: skip
         accelerator = "gpu" if device == "cuda" else "cpu"
         trainer = L.Trainer(strategy=strategy, max_steps=steps, accelerator=accelerator, devices=1, **quiet)
         trainer.fit(module, torch.utils.data.DataLoader(tokens, batch_size=size["batch"]))  # pyright: ignore

@@ -19,12 +19,10 @@ WHOLE: tuple[str, ...] = (
     "scale", "scale8", "slimadam8", "lion8", "signum8",
 )  # fmt: skip
 _HIDDEN_OUTER = {
-    "muon8_outer4": ("muon_int8", "adamw_int4"),
-    "muon4_outer8": ("muon_int4", "adamw_int8"),
-    "muonbf16_outer4": ("muon_bf16", "adamw_int4"),
-    "foam3_lean": ("foam_l3_int8", "adamw_int8"),
+    "muon8_outer4": ("muon_int8", "adamw_int4"), "muon4_outer8": ("muon_int4", "adamw_int8"),
+    "muonbf16_outer4": ("muon_bf16", "adamw_int4"), "foam3_lean": ("foam_l3_int8", "adamw_int8"),
     "foam_lean": ("foam_l2", "adamw_int8"),
-}
+}  # fmt: skip
 MORE_WHOLE: dict[str, dict[str, object]] = {
     name: {"embedding": outer, "head": outer, "norm": "adamw", "hidden": hidden, "fallback": [outer],
            "betas": {"muon": [0.95, 0.95]}}

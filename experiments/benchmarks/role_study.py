@@ -35,6 +35,7 @@ from statistics import mean
 from typing import Any
 
 from baoc.core.recipes import RECIPES, Recipe, recipe_from_node
+from experiments.benchmarks import shared
 from experiments.benchmarks.recipe_lists import (
     AGAIN_SPECS,
     AGAIN_WHOLE,
@@ -327,8 +328,7 @@ def lists_of(phase: str, bench: Any, *, best: Mapping[str, float], choices: Path
 
 
 def read_rows(rows: Path, task: str) -> list[dict[str, str]]:
-    with rows.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["task"] == task]
+    return [row for row in shared.read_rows(rows) if row["task"] == task]
 
 
 def known_factors(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:

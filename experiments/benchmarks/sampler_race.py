@@ -67,14 +67,9 @@ def study_config(
     short, more, _ = TASKS[task]
     length = [f"trainer.max_steps={steps or short}", f"trainer.val_check_interval={steps or short}", f"seed={seed}"]
     own: dict[str, Any] = {
-        "name": f"{task}_{sampler}_{seed}",
-        "sampler": sampler,
-        "seed": seed,
-        "n_trials": trials,
-        "workers": workers,
-        "early_stop": {},
-        "fixed": [*told["fixed"], *COMMON, *more, *length],
-    }
+        "name": f"{task}_{sampler}_{seed}", "sampler": sampler, "seed": seed, "n_trials": trials, "workers": workers,
+        "early_stop": {}, "fixed": [*told["fixed"], *COMMON, *more, *length],
+    }  # fmt: skip
     return read_study({**told, **own})
 
 

@@ -26,6 +26,11 @@ def write_rows(path: Path, rows: Sequence[Any], **common: object) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def append_row(path: Path, row: Any, **common: object) -> None:
     """Adds a row to the table in `path`, which begins with it where there is none."""
     cells = as_mapping(row) | common

@@ -27,19 +27,14 @@ from experiments.benchmarks.shared import write_rows
 OWN = "budget=unlimited reallocation=off"  # a uniform spec at whatever bytes it needs
 
 CONFIGURATIONS = {
-    "uniform_adamw": f"{OWN} allocator=uniform_adamw",
-    "baoc_prior_25": "budget=state_25 risk=prior",
-    "baoc_statistics_25": "budget=state_25 risk=statistics",
-    "random_25": "budget=state_25 allocator=random",
-    "baoc_prior_10": "budget=state_10 risk=prior",
-    "baoc_statistics_10": "budget=state_10 risk=statistics",
-    "random_10": "budget=state_10 allocator=random",
-    "reallocation_off_10": "budget=state_10 reallocation=off",
+    "uniform_adamw": f"{OWN} allocator=uniform_adamw", "baoc_prior_25": "budget=state_25 risk=prior",
+    "baoc_statistics_25": "budget=state_25 risk=statistics", "random_25": "budget=state_25 allocator=random",
+    "baoc_prior_10": "budget=state_10 risk=prior", "baoc_statistics_10": "budget=state_10 risk=statistics",
+    "random_10": "budget=state_10 allocator=random", "reallocation_off_10": "budget=state_10 reallocation=off",
     "reallocation_once_10": "budget=state_10 reallocation=once",
     "uniform_adamw8bit": f"{OWN} allocator=uniform_adamw8bit",
     "uniform_adamw8bit_root": f"{OWN} allocator=uniform_adamw8bit_root",
-    "uniform_adamw4bit": f"{OWN} allocator=uniform_adamw4bit",
-    "uniform_rmsprop": f"{OWN} allocator=uniform_rmsprop",
+    "uniform_adamw4bit": f"{OWN} allocator=uniform_adamw4bit", "uniform_rmsprop": f"{OWN} allocator=uniform_rmsprop",
     "uniform_lion8bit_matched": f"{OWN} allocator=uniform_lion8bit_matched",
     "uniform_foam_lr1e-2": f"{OWN} allocator=uniform_foam optim.lr=1e-2",
     "uniform_foam_matched": f"{OWN} allocator=uniform_foam_matched",
@@ -47,7 +42,7 @@ CONFIGURATIONS = {
     "uniform_sign": f"{OWN} allocator=uniform_sign",
     "uniform_sign_lr3e-4": f"{OWN} allocator=uniform_sign optim.lr=3e-4",
     "uniform_sign_matched": f"{OWN} allocator=uniform_sign_matched",
-}
+}  # fmt: skip
 REFERENCE = "baoc_prior_25"
 
 

@@ -11,7 +11,6 @@ lies between two steps, which neither number counts. `deciding`: where the secon
 """
 
 import argparse
-import csv
 import json
 import sys
 import tempfile
@@ -39,14 +38,11 @@ from baoc.training.lightning import BaocStrategy
 from baoc.training.measure import microbatch_search as decision
 from baoc.training.measure import microbatches as trials
 from baoc.training.measure import probe
-from experiments.benchmarks.shared import write_rows
+from experiments.benchmarks.shared import read_rows, write_rows
 
 QUIET = (
-    "trainer.enable_progress_bar=false",
-    "trainer.limit_val_batches=1",
-    "checkpoint.export=false",
-    "reallocation=off",
-)
+    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=1", "checkpoint.export=false", "reallocation=off",
+)  # fmt: skip
 ON_CPU = {
     "vit_tiny": ("model=vit", "model.size=tiny"),
     "vit_tiny_auto": ("model=vit", "model.size=tiny", "micro_batch=auto", "objective=throughput"),
@@ -231,8 +227,7 @@ def known(run_dir: Path) -> dict[str, object]:
     """What was decided, and the predicted seconds but for the optimizer's part."""
     found: dict[str, object] = {}
     if (run_dir / "options.csv").is_file():
-        with (run_dir / "options.csv").open(newline="") as file:
-            chosen = [row for row in csv.DictReader(file) if row["chosen"] == "True"]
+        chosen = [row for row in read_rows(run_dir / "options.csv") if row["chosen"] == "True"]
         found["option"] = chosen[0]["option"] if chosen else ""
     if (run_dir / "deciding.json").is_file():
         found["deciding"] = json.loads((run_dir / "deciding.json").read_text())["phases_s"]

@@ -416,11 +416,8 @@ def fitted(job: Job, module: Any, *, loss: str, strategy: Any = None, **options:
     if job.budget is not None:
         options["strategy"] = job.own(BaocStrategy(budget=job.budget))
     quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     trainer = L.Trainer(
         max_epochs=STEPS, callbacks=[Save()], accelerator="auto", devices=1, **quiet, **options,
     )  # fmt: skip
@@ -825,19 +822,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 
     form = "{:22}{:>10}{:>8}{:>8}{:>7}{:>8}{:>10}{:>7}{:>7}{:>6}{:>8}{:>6} {}"
     head = (
-        "script",
-        "budget",
-        "AdamW",
-        "loss",
-        "peak",
-        "AdamW's",
-        "predicted",
-        "limit",
-        "state",
-        "held",
-        "resumed",
+        "script", "budget", "AdamW", "loss", "peak", "AdamW's", "predicted", "limit", "state", "held", "resumed",
         "told",
-    )
+    )  # fmt: skip
     print(form.format(*head, "note (MiB)"))
     for one in sorted(rows, key=lambda one: (list(NAMES).index(one["script"]), one.get("budget", "").endswith("b"))):
         budget = one.get("budget", "-")

@@ -53,14 +53,10 @@ sys.exit(code)
 
 def stubs(*, trials: int, workers: int, storage: str | None) -> dict[str, object]:
     given = {
-        "name": "stubs",
-        "objectives": {"quality": "minimize", "state_bytes": "minimize"},
-        "space": {"x": {"low": 0.0, "high": 1.0}},
-        "sampler": "random",
-        "n_trials": trials,
-        "workers": workers,
+        "name": "stubs", "objectives": {"quality": "minimize", "state_bytes": "minimize"},
+        "space": {"x": {"low": 0.0, "high": 1.0}}, "sampler": "random", "n_trials": trials, "workers": workers,
         "storage": storage,
-    }
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         forkserver.preload(forkserver.PRELOAD)  # paid once, and part of the time
         began = time.monotonic()
