@@ -159,7 +159,8 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
     That is the family of the `task` if it is known. Else networks with convolutions over images are nearest to vision,
     or to diffusion if the last one puts out as many channels as the first one takes and there is no head, as in a
     U-Net. They are asked first, as networks for images may have tables of classes. Networks with an embedding table are
-    nearest to language; beside one-dimensional convolutions only if a head has the table's shape.
+    nearest to language; beside one-dimensional convolutions or a head only if a head has the table's shape: a
+    classifier of texts predicts no tokens.
 
     None without convolutions and tables, as for a perceptron, and with less than two hidden matrices: recipes differ in
     their rules for these, and a single one is a head.
@@ -177,7 +178,7 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
         return "diffusion" if shapes[0][1] == shapes[-1][0] and not heads else "vision"
     if not tables:
         return "vision" if convs else None
-    return "language" if not convs or _of_tokens(tables, heads=heads) else None
+    return "language" if not (convs or heads) or _of_tokens(tables, heads=heads) else None
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

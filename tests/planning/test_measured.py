@@ -138,6 +138,9 @@ def test_the_nearest_kind_is_by_what_a_network_reads():
     assert nearest_family(recurrent) is None  # a perceptron, or parameters without names
     one_dimension = [replace(param, shape=param.shape[:3]) for param in own_kind()]
     head = replace(table, name="lm_head.weight", role=Role.HEAD)
+    classifier = replace(head, name="classifier.weight", shape=(2, 64))
+    assert nearest_family([table, *recurrent, head]) == "language"
+    assert nearest_family([table, *recurrent, classifier]) is None
     assert (
         nearest_family([table, *one_dimension]) is None and nearest_family([table, *one_dimension, head]) == "language"
     )
