@@ -7,7 +7,8 @@ LONG_STEPS = 8000
 ROLE_LRS = {"language": 3e-3, "vision": 3e-3, "diffusion": 1e-2}  # the product's own, of which factors are multiples
 ROLE_SEEDS = {
     "rates": (300, 301), "roles": (310, 311), "long": tuple(range(320, 328)), "confirm": tuple(range(400, 408)),
-    "again": (330, 331, 332, 333),
+    "again": (330, 331, 332, 333), "attention": (340, 341, 342, 343),
+    "queries": (350, 351, 352, 353),
 }  # fmt: skip
 ROLE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 ROLE_BASE = "muon8_lean"  # at its best factor of phase `rates` (least mean of `choice`), by task
@@ -62,6 +63,33 @@ AGAIN_SPECS: dict[str, tuple[str, ...]] = {
     "embedding": _AGAIN_OUTER, "head": _AGAIN_OUTER, "norm": ("adamw_int8",), "hidden": _AGAIN_HIDDEN,
 }  # fmt: skip
 AGAIN_WHOLE = ("adamw", "adamw8", "muon4_lean", "foam8_lean")  # beside ROLE_BASE, each at its best of phase `rates`
+AGAIN_LOW = {
+    "adamw": (0.125, 0.0625),
+    "adamw8": (0.125, 0.0625),
+}  # where the lowest factor of phase `rates` was the best
+
+# Phase `attention`: role -> (spec, multiple) in place of the base's. Listed after phase `again` had found that queries
+# and keys are better off with AdamW at a quarter of the rate: is it the rule, or Muon's rate?
+ATTENTION: tuple[dict[str, tuple[str, float]], ...] = (
+    *({"attention_qk": ("muon_int8", multiple)} for multiple in (0.5, 0.25, 0.125)),
+    *({"attention_qk": ("adamw_int8", multiple)} for multiple in (0.5, 0.25, 0.125, 0.0625)),
+    *({"attention_qk": ("foam_l2_int8", multiple)} for multiple in (2.0, 1.0, 0.5)),
+    *({"attention_qk": ("adamw_int4", multiple)} for multiple in (0.25,)),
+    *({"attention_vo": ("muon_int8", multiple)} for multiple in (0.5, 0.25)),
+    *({"attention_qk": ("muon_int8", m), "attention_vo": ("muon_int8", m)} for m in (0.5, 0.25)),
+    *({"attention_qk": ("adamw_int8", 0.25), "attention_vo": ("muon_int8", multiple)} for multiple in (0.5, 0.25)),
+    {"attention_qk": ("adamw_int8", 0.25), "mlp_out": ("foam_l2_int8", 1.0)},
+    *({"mlp_in": ("muon_int8", multiple)} for multiple in (0.5, 2.0)),
+    *({"mlp_out": ("muon_int8", multiple)} for multiple in (0.5, 2.0)),
+)  # fmt: skip
+
+# Phase `queries`, on fresh seeds and at sizes: what `attention` left open, at multiples of the base's rate. Factor of
+# the base by size; at 25m its best was not known.
+QUERIES: tuple[tuple[str, float], ...] = (
+    *(("muon_int8", multiple) for multiple in (1.0, 2.0, 4.0)), *(("foam_l2_int8", m) for m in (1.0, 2.0, 4.0)),
+    *(("adamw_int8", multiple) for multiple in (0.25, 0.5)),
+)  # fmt: skip
+QUERIES_FACTORS: dict[str, tuple[float, ...]] = {"nano": (2.0,), "6m": (1.0,), "25m": (0.5, 1.0), "test": (1.0,)}
 
 # Phase `confirm`, on seeds that chose nothing: AdamW at five rates, and whole recipes at their best of phase `rates`.
 CONFIRM_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

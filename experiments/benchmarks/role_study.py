@@ -15,6 +15,8 @@ recipe_lists.py; `--phases` names them, in their order:
   permutations and random plans;
 - `beta2`, on the same seeds: AdamW's beta2 at three rates;
 - `again`, with `--size`: the replacements that recipes are made of, at another size than the table's;
+- `attention`: other rules and rates of queries and keys, of values and outputs, and of both;
+- `queries`: rules and rates of queries and keys on fresh seeds, also at larger sizes;
 - `long`: eight times the steps.
 
 Rates come from `--rows`, of a call before, where `rates` is not among the phases; what --rows has is not run again.
@@ -37,8 +39,10 @@ from typing import Any
 from baoc.core.recipes import RECIPES, Recipe, recipe_from_node
 from experiments.benchmarks import shared
 from experiments.benchmarks.recipe_lists import (
+    AGAIN_LOW,
     AGAIN_SPECS,
     AGAIN_WHOLE,
+    ATTENTION,
     BETA2_FACTORS,
     BETA2_WHOLE,
     BUDGETS,
@@ -51,6 +55,8 @@ from experiments.benchmarks.recipe_lists import (
     MIXTURE_SEED,
     MORE_WHOLE,
     NUM_MIXTURES,
+    QUERIES,
+    QUERIES_FACTORS,
     ROLE_BASE,
     ROLE_FACTORS,
     ROLE_LRS,
@@ -61,7 +67,7 @@ from experiments.benchmarks.recipe_lists import (
     WHOLE,
 )
 
-PHASES = ("rates", "roles", "confirm", "beta2", "again", "long")
+PHASES = ("rates", "roles", "confirm", "beta2", "again", "attention", "queries", "long")
 COLUMNS = (
     "phase", "family", "task", "size", "steps", "label", "role", "spec", "factor", "lr", "seed", "value", "choice",
     "state_bytes", "state_fraction", "status", "recipe", "rate_factor", "multiples", "beta2", "accuracy", "choice_25",
@@ -129,7 +135,7 @@ def replacements(bench: Any, *, factor: float, seed: int, phase: str, specs: Map
         for spec in specs.get(role, specs["hidden"]):
             for multiple in ROLE_MULTIPLES:
                 if phase == "again" and spec.startswith("muon") and multiple != 1:
-                    continue
+                    continue  # phase `attention` has those
                 run = Run(
                     phase=phase, label=f"{role}={spec}@{multiple:g}", recipe=replaced(base, {role: spec}),
                     factor=factor, seed=seed, role=role, spec=spec, role_factor=multiple, multiples={role: multiple},
@@ -138,6 +144,42 @@ def replacements(bench: Any, *, factor: float, seed: int, phase: str, specs: Map
                 if bench.runs_spec(run) and not same:
                     runs.append(run)
     return runs
+
+
+def attention_runs(bench: Any, *, best: Mapping[str, float], seed: int) -> list[Any]:
+    """The base, `ATTENTION`, and whole recipes at lower rates than those of phase `rates`."""
+    from experiments.benchmarks.role_runs import Run
+
+    base, factor = RECIPES[ROLE_BASE], best[ROLE_BASE]
+    runs = [Run(phase="attention", label="base", recipe=base, factor=factor, seed=seed)]
+    for chosen in ATTENTION:
+        specs = {role: spec for role, (spec, _) in chosen.items()}
+        multiples = {role: multiple for role, (_, multiple) in chosen.items()}
+        label = ",".join(f"{role}={spec}@{multiple:g}" for role, (spec, multiple) in chosen.items())
+        recipe = replaced(base, specs)
+        runs.append(Run(phase="attention", label=label, recipe=recipe, factor=factor, seed=seed, multiples=multiples))
+    if bench.task.size != "6m":
+        return runs
+    return runs + [
+        Run(phase="attention", label=f"{name}@{low:g}", recipe=whole_recipes()[name], factor=low, seed=seed)
+        for name, factors in AGAIN_LOW.items()
+        for low in factors
+    ]
+
+
+def query_runs(bench: Any, *, seed: int) -> list[Any]:
+    """`QUERIES` for queries and keys; Muon at multiple 1 is the base itself."""
+    from experiments.benchmarks.role_runs import Run
+
+    base, role = RECIPES[ROLE_BASE], "attention_qk"
+    return [
+        Run(
+            phase="queries", label=f"{role}={spec}@{multiple:g},factor={factor:g}", recipe=replaced(base, {role: spec}),
+            factor=factor, seed=seed, role=role, spec=spec, role_factor=multiple, multiples={role: multiple},
+        )
+        for factor in QUERIES_FACTORS[bench.task.size]
+        for spec, multiple in QUERIES
+    ]  # fmt: skip
 
 
 def replaced(base: Recipe, specs: Mapping[str, str]) -> Recipe:
@@ -317,6 +359,11 @@ def lists_of(phase: str, bench: Any, *, best: Mapping[str, float], choices: Path
                 + whole_runs(AGAIN_WHOLE, best=best, seed=seed)
             )
         return [[*lists[0], *lists[1]], [*lists[2], *lists[3]]]
+    if phase == "queries":
+        return [[run for seed in ROLE_SEEDS["queries"] for run in query_runs(bench, seed=seed)]]
+    if phase == "attention":
+        seeds = ROLE_SEEDS["attention"]
+        return [[run for seed in seeds for run in attention_runs(bench, best=best, seed=seed)]]
     if phase == "confirm":
         assert choices is not None, "phase `confirm` takes --choices"
         chosen = json.loads(choices.read_text())[bench.task.family]
@@ -495,7 +542,7 @@ def compile_all(given: argparse.Namespace, graphed: Any) -> None:
     specs |= {spec for recipe in whole_recipes().values() for spec in (*recipe.specs.values(), *recipe.fallback)}
     if given.recipes:
         specs = {row for name in given.recipes for row in whole_recipes()[name].all_specs}
-        if "again" in given.phases:
+        if {"again", "attention", "queries"} & set(given.phases):
             specs |= {spec for listed in AGAIN_SPECS.values() for spec in listed}
     ordered, spawn = sorted(specs), mp.get_context("spawn")
     parts = [ordered[place :: given.compilers] for place in range(given.compilers)]

@@ -118,6 +118,7 @@ class Language(Task):
         "nano": {"width": 96, "hidden": 256, "depth": 4, "heads": 4},
         "mini": {"width": 192, "hidden": 512, "depth": 6, "heads": 6},
         "6m": {"width": 256, "hidden": 704, "depth": 8, "heads": 8},
+        "25m": {"width": 512, "hidden": 1376, "depth": 8, "heads": 8},
         "test": {"width": 32, "hidden": 64, "depth": 2, "heads": 2},
     }
 
