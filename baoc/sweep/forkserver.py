@@ -103,12 +103,18 @@ def _acquire_lock(lock: str) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # data loaders that the trial forks may outlive it, and would hold the lock against the next attempt
-            os.register_at_fork(after_in_child=partial(os.close, file))
+            os.register_at_fork(after_in_child=partial(_close_once, [file]))
             return file
         except OSError:
             if time.monotonic() > deadline:
                 sys.exit(f"an earlier attempt at this trial holds {lock} and does not end: end it, and begin again")
             time.sleep(0.05)
+
+
+def _close_once(file: list[int]) -> None:
+    """In a fork; its own forks inherit the empty list, and have another file of that number."""
+    if file:
+        os.close(file.pop())
 
 
 def _shorten_socket_paths() -> None:

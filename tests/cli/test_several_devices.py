@@ -45,7 +45,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
 
 
 def started(folder: Path, *words: str, fault: str = "") -> Command:
-    """A run of two ranks; the first is forked from a server that has imported what runs need."""
+    """A run of two ranks, which are forked from a server that has imported what runs need."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder.parent / "sitecustomize.py").write_text(FAULT)
     given = (*WORDS, *QUICK, *words, "trainer.devices=2", "budget=state_25", f"hydra.run.dir={folder}")
@@ -115,6 +115,7 @@ def test_several_tasks_of_a_submitit_job_are_one_run(tmp_path: Path) -> None:
 
 
 def test_a_trial_of_a_study_has_ranks_of_its_own(tmp_path: Path) -> None:
+    """The second of its two ranks is a fresh interpreter, where those of other tests are forked."""
     words = ["sweeps=frontier_vision", "hydra.sweeper.n_trials=1", "hydra.sweeper.gpus_per_trial=2"]
     words += [
         "hydra.sweeper.early_stop.rungs=[]",

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,7 @@ from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
 from baoc.models.switches import start_compiler
 from baoc.optim import BlockwiseOptimizer
-from tests.support.paths import ROOT
-from tests.support.waiting import PATIENCE_S
+from tests.support.commands import start_script
 
 # Steps 1M elements once with the native step.
 STEP = """
@@ -108,19 +105,10 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     quick = tmp_path / "quick"  # what is compiled without being optimised is compiled in a quarter of the time
     quick.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
     quick.chmod(0o755)
-    command = [sys.executable, "-c", STEP]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CXX": str(quick),
-        cache.CACHE_VARIABLE: str(tmp_path / "cache"),
-    }
-    started = [
-        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=PATIENCE_S) for process in started]
-    assert [out for out, _ in said] == ["['native'] 0.5000\n"] * 2, said
+    (script := tmp_path / "step.py").write_text(STEP)
+    variables = {"CXX": str(quick), cache.CACHE_VARIABLE: str(tmp_path / "cache")}
+    started = [start_script(script, folder=tmp_path / name, **variables) for name in ("one", "other")]
+    assert [process.done() for process in started] == [(0, "['native'] 0.5000\n")] * 2
     noted, kept = sorted((tmp_path / "cache").iterdir())
     assert kept.suffix == ".so" and kept.stat().st_size > 10_000 and noted == kept.with_suffix(".sha256")
 

@@ -14,6 +14,7 @@ from typing import Any
 from baoc.cli.main import main
 from baoc.models import MODELS
 from baoc.sweep import forkserver
+from tests.support.forked_python import fork_for_children
 from tests.support.waiting import PATIENCE_S
 
 NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # by runs, of which most train a ViT
@@ -67,14 +68,19 @@ def start_script(script: Path, *arguments: str, folder: Path, cwd: Path | None =
 
 
 def _start(
-    body: Callable[[], None], *, arguments: Sequence[str], folder: Path, cwd: Path | None, variables: dict[str, str]
+    body: Callable[[], None],
+    *,
+    arguments: Sequence[str],
+    folder: Path,
+    cwd: Path | None,
+    variables: dict[str, str],
 ) -> Command:
     with_server()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "command.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **variables}
     process = forkserver.start(
-        partial(_within, cwd or Path.cwd(), environment, body),
+        partial(_within, cwd or Path.cwd(), environment, folder, body),
         log=log,
         lock=folder / "command.lock",
         arguments=arguments,
@@ -83,8 +89,9 @@ def _start(
     return Command(process=process, log=log)
 
 
-def _within(cwd: Path, environment: dict[str, str], body: Callable[[], None]) -> None:
+def _within(cwd: Path, environment: dict[str, str], folder: Path, body: Callable[[], None]) -> None:
     take_environment(environment)
+    fork_for_children(folder, take_environment)
     os.chdir(cwd)
     body()
 

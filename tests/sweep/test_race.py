@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -29,7 +27,7 @@ from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
 from baoc.sweep.race import Pace, inherited_overrides, predict_seconds, race_before_run, race_command, run_race
 from baoc.tracking.files import read_json
-from tests.support.paths import ROOT
+from tests.support.commands import start_script
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, write_target
 from tests.support.waiting import wait_until
 
@@ -101,11 +99,11 @@ def test_a_race_whose_folder_was_moved_goes_on_there(tmp_path: Path, capsys: pyt
     """Killed with a run under way that has a recipe file of the race: stored paths are those of the new place."""
     old, new = tmp_path / "old" / "race", tmp_path / "new" / "race"
     write_target(old, names=("muon8_lean", "plan"))
-    script = SCRIPT.replace('"0.05")', '"6000 if seed == 101 else 0")')
-    process = subprocess.Popen([sys.executable, "-c", script, str(old), *ONE_STAGE], cwd=ROOT)
+    (script := tmp_path / "script.py").write_text(SCRIPT.replace('"0.05")', '"6000 if seed == 101 else 0")'))
+    process = start_script(script, str(old), *ONE_STAGE, folder=tmp_path / "log").process
     wait_until(lambda: len(list(old.glob("*/process"))) == 4, what="four runs")
     process.kill()
-    process.wait()
+    process.join()
     new.parent.mkdir()
     shutil.move(old, new)
     result = raced(new)
@@ -192,11 +190,12 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         write_target(folder, names=("muon8_lean", "foam8_lean", "plan"))
-    command, words = [sys.executable, "-c", SCRIPT], [*ONE_STAGE, "race.rungs=[0.5,1]"]
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    words = [*ONE_STAGE, "race.rungs=[0.5,1]"]
     rng, kills, process = random.Random(3), 0, None
     for number in range(MOST_KILLS):
-        if process is None or process.poll() is not None:
-            process = subprocess.Popen([*command, str(killed), *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if process is None or process.exitcode is not None:
+            process = start_script(script, str(killed), *words, folder=tmp_path / "log").process
         begun = 1 + 10 * number // MOST_KILLS  # of 14 runs or more
         wait_until(lambda begun=begun: len(list(killed.glob("*/process"))) >= begun, what=f"run {begun}")
         time.sleep(rng.uniform(0.0, 0.3))
@@ -204,12 +203,12 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
             with suppress(ProcessLookupError, ValueError):
                 os.kill(int(max(killed.glob("*/process")).read_text()), signal.SIGKILL)
                 kills += 1
-        elif process.poll() is None:
+        elif process.exitcode is None:
             process.kill()
-            process.wait()
+            process.join()
             kills += 1
     assert process is not None
-    process.wait()
+    process.join()
     for folder in (killed, whole):
         run_race(config(folder, *words), overrides=[*WORDS, *words], folder=folder, command="c", code=STUB)
     assert kills >= 2

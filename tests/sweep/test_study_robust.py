@@ -22,6 +22,7 @@ from baoc.sweep.storage import open_study, seconds_of
 from baoc.sweep.study import raise_if_all_failed, run_study
 from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
+from tests.support.commands import start_script
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, attempts, config
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -38,20 +39,17 @@ def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Pa
 
 
 def test_ctrl_c_ends_all_trials_and_the_same_command_goes_on(tmp_path: Path):
-    script = (
+    (script := tmp_path / "script.py").write_text(
         "import signal, sys\nfrom tests.support.studies import STUB, config\n"
         "from baoc.sweep.study import run_study\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs in the background ignore it
         "run_study(config(n_trials=4, retries=0, fixed=['mode=wait_once']), folder=sys.argv[1], code=STUB)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    command = start_script(script, str(tmp_path), folder=tmp_path / "log")
     wait_until(lambda: len(list(tmp_path.glob("*/process"))) == 2, what="a second trial")
     trials = [int(file.read_text()) for file in tmp_path.glob("*/process")]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert b"KeyboardInterrupt" in errors
+    command.signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in command.done()[1]
     for number in trials:
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)
@@ -287,6 +285,20 @@ def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     ).stdout.split()
     assert sorted(map(int, drawn)) == list(range(16))
+
+
+def test_a_fork_of_a_trials_fork_keeps_its_files(tmp_path: Path):
+    """The first closes the trial's lock; in the second another file has that number."""
+    (script := tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "def in_fork(body):\n    if os.fork() == 0:\n        body()\n        os._exit(0)\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "def first():\n    files = [os.open('/dev/null', 0) for _ in range(9)]\n"
+        "    in_fork(lambda: [os.fstat(file) for file in files])\n"
+        "in_fork(first)"
+    )
+    code, told = start_script(script, folder=tmp_path / "log").done()
+    assert code == 0, told
 
 
 def test_a_trial_that_hangs_is_ended_begun_again_and_fails_in_the_end(tmp_path: Path, monkeypatch, capsys):

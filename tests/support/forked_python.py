@@ -1,0 +1,101 @@
+"""What a forked command starts as `sys.executable` is forked too: ranks and tasks of torchrun and submitit would import
+torch and Lightning for 3 to 5 s each. `sys.executable` becomes a script that asks a fork of the command as it began. It
+hands over arguments, environment and standard streams, passes signals on and ends as its fork does; killed, it takes
+that along.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from baoc.sweep.forkserver import end_with_parent
+
+SCRIPT = """#!{python} -SI
+import json, os, signal, socket, sys
+if "submitit.local._local" in sys.argv:  # which goes by its own process id, and imports little
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+    signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+socket.send_fds(server, [b"."], [0, 1, 2])
+server.sendall(json.dumps([os.getpid(), sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+code = int(server.makefile().read() or 255)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+def fork_for_children(folder: Path, take_environment: Callable[[dict[str, str]], None]) -> None:
+    """From here on, as long as this process lives. It has no threads yet."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address := f"\0baoc-test-{os.getpid()}")
+    listener.listen()
+    script = folder / "python"
+    script.write_text(SCRIPT.format(python=sys.executable, address=address))
+    script.chmod(0o755)
+    sys.executable = str(script)
+    if os.fork():
+        listener.close()
+        return
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
+    while True:
+        asked, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            with suppress(OSError):  # who asked was killed
+                _answer(asked, take_environment)
+            os.kill(os.getpid(), signal.SIGKILL)  # nothing of the command's is to be ended here
+        asked.close()
+
+
+def _answer(asked: socket.socket, take_environment: Callable[[dict[str, str]], None]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, streams, *_ = socket.recv_fds(asked, 1, 3)
+    given = json.loads(asked.makefile().readline())
+    process: Any = multiprocessing.get_context("fork").Process(target=_run, args=(streams, take_environment, *given))
+    process.start()
+    for stream in streams:
+        os.close(stream)
+    while process.exitcode is None:
+        if asked in wait([process.sentinel, asked]):
+            signals = asked.recv(1)
+            process.kill() if not signals else os.kill(process.pid, signals[0])
+            process.join(None if not signals else 0)
+    asked.sendall(str(process.exitcode).encode())
+
+
+def _run(
+    streams: Sequence[int], take_environment: Any, asking: int, words: list[str], cwd: str, environment: Any
+) -> None:
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+    take_environment(environment)
+    os.chdir(cwd)
+    # The parent is who started the script.
+    os.getppid = lambda: int(Path(f"/proc/{asking}/stat").read_text().rpartition(")")[2].split()[1])
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.modules.pop("sitecustomize", None)
+    with suppress(ImportError):
+        import sitecustomize  # noqa: F401  # pyright: ignore[reportMissingImports]
+    words = words[words.index("-u") + 1 :] if words[0] == "-u" else words
+    warnings.filterwarnings("ignore", module="runpy")  # what runs may be imported already
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
