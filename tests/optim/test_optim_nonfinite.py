@@ -317,7 +317,7 @@ def test_a_coordinate_without_gradient_does_not_move(spec: str) -> None:
     optimizer = build(params, spec, lr=1e-2, weight_decay=0.0)
     weight, generator = params["w"], torch.Generator().manual_seed(0)
     before = weight.detach().clone()
-    for _ in range(500):
+    for _ in range(150):
         weight.grad = torch.randn(8, 40, generator=generator)
         weight.grad[:, 7] = 0
         weight.grad[3] = 0
