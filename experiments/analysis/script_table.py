@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,7 @@ def refused(lines: Iterable[str]) -> list[str]:
     parsed, so a process of its own should ask."""
     found, parse = [], argparse.ArgumentParser.parse_args
 
-    def parsed(*args: object, **given: object) -> None:
+    def parsed(*args: Any, **given: Any) -> None:
         parse(*args, **given)
         raise Parsed
 
