@@ -148,8 +148,9 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
 
 
 def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bool:
-    """Whether an embedding table is tied or has a head's shape, as in networks that read and predict tokens."""
-    shapes = {head.shape for head in heads}
+    """Whether an embedding table is tied or has a head's shape, as in networks that read and predict tokens. One of two
+    rows is BERT's of segments, and has the shape of a head of two classes."""
+    shapes = {head.shape for head in heads if head.shape[0] > 2}
     return any(table.shape in shapes or table.aliases for table in tables)
 
 

@@ -140,7 +140,12 @@ def test_the_nearest_kind_is_by_what_a_network_reads():
     head = replace(table, name="lm_head.weight", role=Role.HEAD)
     classifier = replace(head, name="classifier.weight", shape=(2, 64))
     assert nearest_family([table, *recurrent, head]) == "language"
-    assert nearest_family([table, *recurrent, classifier]) is None
+    segments = replace(table, name="token_type_embeddings.weight", shape=(2, 64))
+    attends = [replace(param, role=Role.ATTENTION) for param in recurrent]
+    for hidden in (recurrent, attends):
+        for network in ([table, *hidden, classifier], [table, segments, *hidden, classifier]):
+            assert family_of(network) is None and nearest_family(network) is None
+    assert family_of([table, segments, *attends, head]) == "language"
     assert (
         nearest_family([table, *one_dimension]) is None and nearest_family([table, *one_dimension, head]) == "language"
     )
