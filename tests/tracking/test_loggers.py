@@ -125,10 +125,11 @@ def test_a_server_that_fails_during_init_goes_offline(
     tmp_path: Path, inits: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
+    from wandb.errors import CommError
 
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setattr(wandb_run, "reachable", lambda url: True)
-    offline, failed = wandb.init, wandb.errors.CommError("timed out\nsecond line")
+    offline, failed = wandb.init, CommError("timed out\nsecond line")
 
     def init(**options: Any) -> Any:
         if options["mode"] == "online":
