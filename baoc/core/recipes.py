@@ -420,6 +420,12 @@ _ROWS: tuple[tuple[str, float, str, dict[str, str], str, dict[str, Any]], ...] =
         "8-bit Muon on hidden matrices, 8-bit AdamW on embedding and head", {**_MOMENTUM, "fallback": ("adamw_int8",)},
     ),
     (
+        "muon8_qk", 0.1746, f"{_MUON8}, {_FOAM}",
+        _by_role("muon_int8", embedding="adamw_int8", attention_qk="foam_l2_int8"),
+        "muon8_lean with 8-bit FOAM at twice the rate on queries and keys",
+        {**_MOMENTUM, "fallback": ("adamw_int8",), "lr": {"attention_qk": 2.0}},
+    ),
+    (
         "muon4_lean", 0.0909, _MUON8, _by_role("muon_int4", embedding="adamw_int4"),
         "4-bit Muon on hidden matrices, 4-bit AdamW on embedding and head", {**_MOMENTUM, "fallback": ("adamw_int4",)},
     ),
