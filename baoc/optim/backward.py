@@ -10,14 +10,12 @@ pass through a host buffer together (overlap). A step is:
 2. The first gradient of a step. Release calls `_begin`, which reads the optimizer's settings once for all blocks;
    `last_backward` does so for overlap (`_prepare`).
 3. Counting. Each gradient is subtracted from those that its unit still lacks. A second one before `step` is refused.
-   Small parameters whose blocks are grouped (5) have no hook: a hook takes the host as long as a kernel's launch, and a
-   third of a transformer's gradients have most of its bytes. They are stepped with their group (`_take_off_hooks`).
 4. The step of a complete unit: `DropGradients.step_with` or `KeepGradients._step`. The finite check gives masks, and
    the unit's backend steps without the backward's autocast. `increment_version` then tells autograd that weights
    changed, because kernels write where it does not see it.
 5. Groups (release on a GPU, from the second step on). `_group_blocks` puts blocks together whose gradients take at most
    `group_bytes_limit`, because a group costs the host as much time as one block, and the host has to stay ahead of the
-   device. `_on_complete_block` steps a group when all of its hooks have run.
+   device. `_on_complete_block` steps a group when all of its blocks are complete.
 6. `BlockwiseOptimizer.step` calls `finish`. Release steps the blocks of which some parameters have no gradient
    (`flush`), and keeps the norm of all gradients. Overlap checks that the gradients it used are unchanged; the
    optimizer's `step` then steps the other pieces.
@@ -246,8 +244,7 @@ class _StepGroup:
 
     names: tuple[str, ...]
     blocks: "list[_PendingBlock]" = field(default_factory=list)
-    num_hooked: int = 0  # blocks of which some parameter has a hook
-    num_complete: int = 0  # of these, blocks whose hooks have all run
+    num_complete: int = 0  # blocks that have all of their gradients
     streams: set[StreamId] = field(default_factory=set)  # CUDA streams on which the gradients were computed
 
 
@@ -257,16 +254,8 @@ class _PendingBlock:
 
     live: LiveBlock
     group: _StepGroup
-    hooked: list[Tensor]  # parameters with a hook
-    num_missing: int | None = None  # parameters whose hooks have not run yet; None before the first
+    num_missing: int | None = None  # parameters without a gradient yet; None before the first
     stepped: bool = False
-
-    def is_complete(self) -> bool:
-        """True if it is not stepped and has all of its gradients."""
-        if self.stepped:
-            return False
-        has_gradient = [slot.param.grad is not None for slot in self.live.slots if slot.param.requires_grad]
-        return bool(has_gradient) and all(has_gradient)
 
 
 class DropGradients(BackwardStepper):
@@ -281,7 +270,7 @@ class DropGradients(BackwardStepper):
         any_released: True if the newest step had a gradient.
         gradient_bytes: Bytes by which to group, of parameters that stand for larger ones.
         norm: Norm of all gradients in the last step that had some.
-        params_with_gradient: `id` of the parameters with a hook whose gradient has come in this step.
+        params_with_gradient: `id` of the parameters whose gradient has come in this step.
     """
 
     late_text = "with gradient release it acts from the next backward on"
@@ -307,8 +296,7 @@ class DropGradients(BackwardStepper):
     def _clear_index(self) -> None:
         self._pending: dict[int, _PendingBlock] = {}  # `id` of a parameter -> its block
         self._groups: Mapping[str, Any] | None = None  # the registry's `step_groups` when `_pending` was made
-        self._device, self._on_cuda = torch.device("cpu"), False
-        self._unhooked: set[int] = set()  # `id` of small parameters, which are stepped with their group
+        self._device = torch.device("cpu")
 
     def _adopt(self, owner: SteppedOptimizer) -> None:
         refuse_several_processes("release")
@@ -321,11 +309,9 @@ class DropGradients(BackwardStepper):
         super()._reset()
         self.params_with_gradient: set[int] = set()
         self._mid_step = False
-        # (parameter, block, bytes) of each gradient in the order in which they came; None once blocks are grouped
-        self._arrivals: list[tuple[Tensor, str, int]] | None = None
-        self._current_group: _StepGroup | None = None  # with complete blocks that wait for others of it
-        self._late_groups: list[_StepGroup] = []  # with blocks that lack gradients of parameters without a hook alone
-        self._streams: set[StreamId] = set()  # of all gradients
+        # (block, bytes) of each gradient in the order in which they came; None once blocks are grouped
+        self._arrivals: list[tuple[str, int]] | None = None
+        self._complete_blocks: list[_PendingBlock] = []  # of one group, to be stepped together
         self._factor: Tensor | None = None  # scales all gradients, by the previous step's norm
         self._norms: dict[Tensor, Tensor] = {}  # parameter -> norm of its gradient
         self._nonfinite_before = 0  # non-finite elements known before this step
@@ -347,17 +333,15 @@ class DropGradients(BackwardStepper):
     # -- hooks
 
     def attach(self) -> None:
-        """Puts a hook on every parameter that has state and no hook yet, unless it is stepped with its group."""
-        trained = [param for param in self.owner.registry.names if param.requires_grad]
-        self._register_hooks(param for param in trained if id(param) not in self._unhooked)
-        for param in trained:
+        """Puts a hook on every parameter that has state and no hook yet."""
+        self._register_hooks(param for param in self.owner.registry.names if param.requires_grad)
+        for param in self._handles:
             _RELEASERS[param] = weakref.ref(self)
 
     def detach(self) -> None:
         """Takes the hooks off: later backward passes keep gradients until `step`."""
-        for handle in self._handles.values():
+        for param, handle in self._handles.items():
             handle.remove()
-        for param in self.owner.registry.names:
             if _releaser_of(param) is self:
                 del _RELEASERS[param]
         self._handles = {}
@@ -397,24 +381,18 @@ class DropGradients(BackwardStepper):
         key = id(param)
         pending = self._pending[key]
         if key in self.params_with_gradient or pending.stepped:
-            for stepped in {param, *self._stepped_params()}:  # those without a hook may have got one too
-                stepped.grad = None
+            param.grad = None
             self._refuse_second(param)
         self.params_with_gradient.add(key)
-        if key in self._unhooked:
-            return
         if self._arrivals is not None and param.grad is not None:
-            size = self.gradient_bytes.get(param, param.grad.nbytes)
-            self._arrivals.append((param, pending.live.block.name, size))
-        if self._on_cuda:
-            stream = current_stream_id(self._device)
-            pending.group.streams.add(stream)
-            self._streams.add(stream)
+            self._arrivals.append((pending.live.block.name, self.gradient_bytes.get(param, param.grad.nbytes)))
+        if self._device.type == "cuda":
+            pending.group.streams.add(current_stream_id(self._device))
         if pending.num_missing is None:
-            pending.num_missing = sum([each.requires_grad for each in pending.hooked])
+            pending.num_missing = sum([slot.param.requires_grad for slot in pending.live.slots])
         pending.num_missing -= 1
         if not pending.num_missing:
-            self._on_complete_block(pending.group)
+            self._on_complete_block(pending)
 
     def _begin(self) -> None:
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
@@ -427,8 +405,7 @@ class DropGradients(BackwardStepper):
                 "before_step sees the gradients of a whole step, which are never there at once with gradient release: "
                 "set optimizer.releaser.observer, which sees them by parts"
             )
-        grouped = owner.registry.step_groups or self._unhooked
-        self._arrivals = [] if self.group_bytes_limit and not grouped else None
+        self._arrivals = [] if self.group_bytes_limit and not owner.registry.step_groups else None
         self._options, self._nonfinite_before = owner.options(), owner.finite_check.num_nonfinite
         if self.observer is not None:
             self.observer.begin_step()
@@ -444,9 +421,7 @@ class DropGradients(BackwardStepper):
         for name, live in registry.live.items():
             names = registry.step_groups.get(name, (name,))
             group = groups.setdefault(names, _StepGroup(names=names))
-            hooked = [slot.param for slot in live.slots if id(slot.param) not in self._unhooked]
-            group.blocks.append(_PendingBlock(live=live, group=group, hooked=hooked, stepped=name in stepped))
-            group.num_hooked += bool(hooked)
+            group.blocks.append(_PendingBlock(live=live, group=group, stepped=name in stepped))
             self._pending |= dict.fromkeys([id(slot.param) for slot in live.slots], group.blocks[-1])
         devices = {slot.param.device for live in registry.live.values() for slot in live.slots}
         if len(devices) > 1:
@@ -455,83 +430,62 @@ class DropGradients(BackwardStepper):
                 " put the model on one, or train without release"
             )
         self._device = next(iter(devices), self._device)
-        self._on_cuda = self._device.type == "cuda"
         self._groups = registry.step_groups
-
-    def _stepped_params(self) -> list[Tensor]:
-        blocks = [pending.live for pending in self._pending.values() if pending.stepped]
-        return [slot.param for live in blocks for slot in live.slots]
 
     def _refuse_second(self, param: Tensor) -> None:
         raise BadInputError(
             f"{self.owner.registry.names[param]} got a second gradient before step(). {_ONE_BACKWARD_PER_STEP}"
         )
 
-    def _on_complete_block(self, group: _StepGroup) -> None:
-        """Called when the hooks of a block of `group` have all run: steps the group if those of all of its blocks have.
+    def _on_complete_block(self, pending: _PendingBlock) -> None:
+        """Steps a complete block when all of its group is complete.
 
         A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
         come in this step, and groups that wait for frozen or skipped blocks would keep the gradients of a whole
         backward.
         """
-        self._mid_step = True
+        self._mid_step, group = True, pending.group
         group.num_complete += 1
-        if self._current_group is not group or self._late_groups:
-            others = [*self._late_groups, *filter(None, [self._current_group])]
-            self._current_group = group
-            self._late_groups = [other for other in others if other is not group and not self._step_complete(other)]
-        if group.num_complete == group.num_hooked:
-            self._current_group = None
-            if not self._step_complete(group):
-                self._late_groups.append(group)
+        if self._complete_blocks and self._complete_blocks[0].group is not group:
+            incomplete_group, self._complete_blocks = self._complete_blocks, []
+            self.step_with(incomplete_group)
+        self._complete_blocks.append(pending)
+        if group.num_complete == len(group.blocks):
+            complete_group, self._complete_blocks = self._complete_blocks, []
+            self.step_with(complete_group)
 
-    def _step_complete(self, group: _StepGroup) -> bool:
-        """Steps the blocks of a group that have all of their gradients. False if some block lacks no gradient but of
-        parameters without a hook, which may come yet."""
-        complete = [pending for pending in group.blocks if pending.is_complete()]
-        if complete:
-            self.step_with(complete)
-        return all([pending.stepped or pending.num_missing != 0 for pending in group.blocks])
-
+    @torch.no_grad()  # a backward with create_graph=True enables gradients
     def step_with(self, blocks: list[_PendingBlock]) -> None:
         """Steps blocks of one group with the gradients computed so far: masks, clips, observes, uses and drops them."""
-        group = blocks[0].group
-        on_one_stream = not self._on_cuda or group.streams == {current_stream_id(self._device)}
-        if on_one_stream and len(blocks) == len(group.blocks) and not torch.is_grad_enabled():
-            return self._step_with(blocks)
-        left_out = [each.live for each in group.blocks if each not in blocks]
-        # A backward with create_graph=True enables gradients.
-        with torch.no_grad(), ordered_after(group.streams), _without_gradients(left_out):
-            self._step_with(blocks)
-
-    def _step_with(self, blocks: list[_PendingBlock]) -> None:
-        owner = self.owner
+        owner, group = self.owner, blocks[0].group
         assert self._options is not None
-        unit, lives = owner.registry.backward_unit(blocks[0].group.names), [pending.live for pending in blocks]
-        self.any_released = True
-        if self.before_block is not None:
-            self.before_block()
-        clips = self.settings.clip_norm is not None or self.settings.clip_value is not None
-        gradients_are_read = clips or self.observer is not None
-        masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=gradients_are_read)
-        assert masks is not None, "skip_step is refused when the optimizer is built"
-        for pending in blocks:
-            pending.stepped = self._mid_step = True
-        if clips:
-            self._clip(lives)
-        if self.observer is not None:
-            grads = {slot.name: slot.param.grad for live in lives for slot in live.slots}
-            self.observer.add_gradients({name: grad for name, grad in grads.items() if grad is not None})
-        if any([live.unseeded for live in lives]):
-            owner.seed(lives)
-        inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
-        with _without_autocast(self._device.type):
-            unit.backends[0](inputs)
-        params = [slot.param for live in lives for slot in live.slots if slot.param.grad is not None]
-        # Kernels write unseen by autograd: a later backward that needs the old weights has to fail.
-        torch.autograd.graph.increment_version(params)
-        for param in params:
-            param.grad = None
+        unit, lives = owner.registry.backward_unit(group.names), [pending.live for pending in blocks]
+        left_out = [each.live for each in group.blocks if each not in blocks] if len(blocks) < len(group.blocks) else []
+        params = [slot.param for live in lives for slot in live.slots]
+        with ordered_after(group.streams), _without_gradients(left_out) if left_out else nullcontext():
+            self.any_released = True
+            if self.before_block is not None:
+                self.before_block()
+            clips = self.settings.clip_norm is not None or self.settings.clip_value is not None
+            gradients_are_read = clips or self.observer is not None
+            masks = owner.finite_check.check(unit, step=owner.num_steps + 1, final=gradients_are_read)
+            assert masks is not None, "skip_step is refused when the optimizer is built"
+            for pending in blocks:
+                pending.stepped = self._mid_step = True
+            if clips:
+                self._clip(lives)
+            if self.observer is not None:
+                grads = {slot.name: slot.param.grad for live in lives for slot in live.slots}
+                self.observer.add_gradients({name: grad for name, grad in grads.items() if grad is not None})
+            if any([live.unseeded for live in lives]):
+                owner.seed(lives)
+            inputs = owner.inputs(masks, options=self._options, phase=owner.num_steps + 1)
+            with _without_autocast(self._device.type):
+                unit.backends[0](inputs)
+            # Kernels write unseen by autograd: a later backward that needs the old weights has to fail.
+            torch.autograd.graph.increment_version([param for param in params if param.grad is not None])
+            for param in params:
+                param.grad = None
 
     def flush(self) -> None:
         """Steps the blocks that still have gradients: incomplete ones, and those that wait for their group."""
@@ -548,7 +502,7 @@ class DropGradients(BackwardStepper):
                     if pending.stepped:
                         self._refuse_second(slot.param)
                     by_group.setdefault(pending.group, {})[pending] = None
-        self._current_group, self._late_groups = None, []
+        self._complete_blocks = []
         for unstepped in by_group.values():
             self.step_with(list(unstepped))
 
@@ -574,12 +528,7 @@ class DropGradients(BackwardStepper):
         if self._norms:  # in the order of parameters, so that the sum does not depend on that of gradients
             self.norm = _norm_of_norms([self._norms[param] for param in self._params() if param in self._norms])
         if self._arrivals:
-            self._group_blocks([(name, num_bytes) for _, name, num_bytes in self._arrivals])
-            self._take_off_hooks(self._arrivals)
-        elif self._unhooked and (not owner.registry.step_groups or len(self._streams) > 1):
-            self._unhooked = set()
-            self.attach()
-            self._groups = None
+            self._group_blocks(self._arrivals)
         self._reset()
 
     def _params(self) -> list[Tensor]:
@@ -596,28 +545,6 @@ class DropGradients(BackwardStepper):
             joins=lambda *pair: registry.can_step_together([registry.live[name] for name in pair]),
         )
         registry.regroup(groups)
-
-    def _take_off_hooks(self, arrivals: list[tuple[Tensor, str, int]]) -> None:
-        """Takes hooks off small parameters. Their blocks are grouped, and their gradients are found when the last hook
-        of the group runs, which stays: that of the gradient that comes last.
-
-        Should gradients come in another order, those without a hook may wait for `step`. All of them take at most a
-        16th of what groups may have, and no more than the largest gradient: plans count both. Where gradients are
-        computed on several streams all hooks stay, as a hook tells the stream.
-        """
-        if len(self._streams) > 1:
-            return
-        groups = self.owner.registry.step_groups
-        last_of_group = {groups[name]: param for param, name, _ in arrivals if name in groups}
-        kept = {id(param) for param in last_of_group.values()}
-        most = min(self.group_bytes_limit // 16, max(num_bytes for *_, num_bytes in arrivals))
-        for param, name, num_bytes in sorted(arrivals, key=lambda arrival: arrival[2]):
-            most -= num_bytes
-            if most < 0:
-                break
-            if name in groups and id(param) not in kept and param in self._handles:
-                self._unhooked.add(id(param))
-                self._handles.pop(param).remove()
 
     # -- clipping
 

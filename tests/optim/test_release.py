@@ -1,7 +1,5 @@
 """Gradient release: the step that was taken in backward is the step, bit for bit, and what cannot be is refused."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from hypothesis import given
@@ -185,87 +183,6 @@ def test_groups_do_not_gather_gradients_while_they_wait_for_what_does_not_come(s
         if not half and step < 5:
             assert max(held) <= 3 * 8 * 8 * 4, f"step {step}"
     pair.check()
-
-
-def hooked(params: Mapping[str, Tensor]) -> set[str]:
-    return {name for name, param in params.items() if param._post_accumulate_grad_hooks}
-
-
-def pair_with_small_ones(spec: str, *, blocks: bool = False) -> Pair:
-    """Six matrices and six vectors, whose gradients come before their matrix's; three of each become a group."""
-    shapes = {f"{part}{i}": (64, 64) if part == "w" else (16,) for i in range(6) for part in "wb"}
-    together = [one_block(f"{i}", [info(name, shapes[name]) for name in (f"w{i}", f"b{i}")]) for i in range(6)]
-    pair = Pair(spec, shapes, blocks=together if blocks else None, lr=1e-2)
-    assert pair.released.releaser is not None
-    pair.released.releaser.group_bytes_limit = 3 * 64 * 64 * 4 + 3 * 16 * 4
-    return pair
-
-
-@pytest.mark.parametrize("spec", ["adamw", "lion_int8", "adamw_int8+split8"])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_small_parameters_have_no_hook_and_are_stepped_with_their_group(spec: str, blocks: bool) -> None:
-    """All, then some vectors or matrices, vectors alone, vectors after all matrices, all in another order."""
-    pair, most = pair_with_small_ones(spec, blocks=blocks), [0]
-    names = list(pair.twins)
-    vectors, matrices = [n for n in names if n[0] == "b"], [n for n in names if n[0] == "w"]
-    late = [*vectors[:3], *matrices[:3], *vectors[3:], *matrices[3:]]  # backward begins at the end
-    orders = [names, names, names, late, [*matrices, "b1", "b4"], [*vectors, "w1", "w4"], vectors,
-              [*matrices, *vectors], [*vectors, *matrices], names[::-1], names, ["b3"], names]  # fmt: skip
-
-    def note(_: Tensor) -> None:
-        most.append(sum(param.grad.nbytes for param in pair.twins.values() if param.grad is not None))
-
-    for step, order in enumerate(orders):
-        grads = pair.gradients.next()
-        if step == 3:
-            assert hooked(pair.twins) == set(matrices)
-            for param in pair.twins.values():
-                param.register_post_accumulate_grad_hook(note)
-        pair.step({name: grads[name] for name in order})
-        assert all(param.grad is None for param in pair.twins.values())
-        if not blocks or order in (names, late):
-            assert max(most) <= 4 * 64 * 64 * 4 + 6 * 16 * 4, "a group, the matrix that comes then, and all vectors"
-        most[:] = [0]
-    pair.check()
-
-
-def test_a_second_backward_is_refused_and_drops_what_came_without_a_hook() -> None:
-    pair = pair_with_small_ones("adamw")
-    for _ in range(3):
-        pair.step()
-    grads = pair.gradients.next()
-    pair.kept.zero_grad()
-    backward(pair.params, grads)
-    pair.kept.step()
-    backward(pair.twins, grads)
-    with pytest.raises(BadInputError, match=r"w\d got a second gradient before step"):
-        backward(pair.twins, pair.gradients.next())
-    pair.released.step()
-    pair.check()
-
-
-def test_hooks_come_back_with_new_blocks_and_go_with_their_groups() -> None:
-    pair = pair_with_small_ones("adamw")
-    releaser = pair.released.releaser
-    assert releaser is not None
-    for _ in range(2):
-        pair.step()
-    thinned = hooked(pair.twins)
-    assert len(thinned) == 6
-    with releaser.held():
-        assert not hooked(pair.twins)
-    assert hooked(pair.twins) == thinned
-    for optimizer in (pair.kept, pair.released):
-        optimizer.migrate({"w1": "lion_int8", "b2": "lion"})
-    seen = []
-    for _ in range(4):
-        pair.step()
-        seen.append(len(hooked(pair.twins)))
-    assert seen == [12, 6, 6, 6]
-    pair.check()
-    other = BlockwiseOptimizer(list(pair.twins.values()), "adamw")
-    assert not hooked(pair.twins), "the newest optimizer trains them"
-    other.zero_grad()
 
 
 @pytest.mark.parametrize("spec", ["adamw", "lion_int8", "foam_l2", "adafactor"])

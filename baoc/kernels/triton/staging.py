@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baoc.kernels.cpp.grad_addresses import grad_addresses
 from baoc.kernels.triton.kinds import WIDTH, Options, Row
-from baoc.kernels.triton.table import FusedTable, KeptLaunches, start
+from baoc.kernels.triton.table import FusedTable
 
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
 PATIENCE_S, _POLL_S = 0.1, 5e-5  # of such a wait: until it synchronizes, and between looks
@@ -289,7 +289,6 @@ class Upload:
         self.slots = [slot[:nbytes] for slot in self._slots]
         self._received, self._told = pinned(8 * num_back), pinned(8)
         self.received = memory_of(self._received)
-        self._launches = KeptLaunches()
         self.num_copied = memory_of(self._told).cast("q")  # [1]: `_copied`, as the device told it
         self.num_sent = 0
         if device.type == "cuda":  # torch would give pinned memory to others while a kernel, of which it knows nothing,
@@ -323,14 +322,10 @@ class Upload:
         from baoc.kernels.triton.copies import COPY_BLOCK_SIZE, copy_slot_kernel
 
         words = (self.device.nbytes if nbytes is None else nbytes) // 8
-        if self._launches.again(("up", words)):
-            return
         slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
-        with self._launches.recording(("up", words)):
-            start(
-                copy_slot_kernel, (1,), slots, uploaded, self._copied, self._told.view(torch.int64), words,
-                slots.shape[1], SLOTS, COPY_BLOCK_SIZE,
-            )  # fmt: skip
+        copy_slot_kernel[(1,)](
+            slots, uploaded, self._copied, self._told.view(torch.int64), words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE
+        )
 
     def sent(self) -> None:
         """Moves to the next slot, as the last one is on its way."""
@@ -343,9 +338,8 @@ class Upload:
         received = self._received.view(torch.int64)
         if wait:
             received.copy_(self.back)
-        elif not self._launches.again("back"):
-            with self._launches.recording("back"):
-                start(copy_kernel, (1,), self.back, received, len(received), COPY_BLOCK_SIZE)
+        else:
+            copy_kernel[(1,)](self.back, received, len(received), COPY_BLOCK_SIZE)
 
 
 def _wait_for(device: torch.device) -> None:
