@@ -15,7 +15,10 @@ By = Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"]
 
 _EMBEDDING = re.compile(r"embed|position|cls_token|class_token|mask_token|^(wte|wpe|pos|patchify)$", re.IGNORECASE)
 _MODULATION = re.compile(r"adaln|ada_?ln|modulation|time_emb_proj|film", re.IGNORECASE)
-_HEAD = re.compile(r"^(lm_head|classifier|heads?|proj_out.*|final.*|conv_out|fc|score|output_projection)$")
+_HEAD = re.compile(
+    r"^(lm_head|classifier|classification_head|heads?|proj_out.*|final.*|conv_out|fc|score|output_projection|qa_outputs"
+    r"|seq_relationship)$"
+)
 _ATTENTION = re.compile(r"attn|attention|^(q|k|v|o|qkv|out)_proj$|^(query|key|value|qkv)$", re.IGNORECASE)
 _MLP = re.compile(
     r"mlp|ffn|feed_?forward|experts?$|^(ff|fc\d|w[123]|linear[12]|intermediate|(gate|up|down|gate_up)_proj)$",

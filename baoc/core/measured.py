@@ -148,10 +148,11 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
 
 
 def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bool:
-    """Whether an embedding table is tied or has a head's shape, as in networks that read and predict tokens. One of two
-    rows is BERT's of segments, and has the shape of a head of two classes."""
+    """Whether an embedding table has a head's shape, or is tied and no head is beside it, as in networks that read and
+    predict tokens: encoder and decoder share a table too. A head of two rows is of two classes, though BERT's table of
+    segments has its shape."""
     shapes = {head.shape for head in heads if head.shape[0] > 2}
-    return any(table.shape in shapes or table.aliases for table in tables)
+    return any(table.shape in shapes or (table.aliases and not heads) for table in tables)
 
 
 def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:

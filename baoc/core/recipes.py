@@ -1,7 +1,7 @@
 """Recipes: a spec for each role of a network, with multiples of the learning rate and betas, under one name.
 
 RECIPES are published methods as their authors run them; those named `_lean` also have cheap states on embedding and
-head.
+head, and `muon8_qk` is a mixture of two that measured best (experiments/LOG.md).
 """
 
 import json
@@ -420,7 +420,7 @@ _ROWS: tuple[tuple[str, float, str, dict[str, str], str, dict[str, Any]], ...] =
         "8-bit Muon on hidden matrices, 8-bit AdamW on embedding and head", {**_MOMENTUM, "fallback": ("adamw_int8",)},
     ),
     (
-        "muon8_qk", 0.1746, f"{_MUON8}, {_FOAM}",
+        "muon8_qk", 0.1746, f"own, of {_MUON8} and {_FOAM}",
         _by_role("muon_int8", embedding="adamw_int8", attention_qk="foam_l2_int8"),
         "muon8_lean with 8-bit FOAM at twice the rate on queries and keys",
         {**_MOMENTUM, "fallback": ("adamw_int8",), "lr": {"attention_qk": 2.0}},

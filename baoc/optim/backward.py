@@ -398,7 +398,9 @@ class DropGradients(BackwardStepper):
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         self.any_released = False
-        owner.registry.step_unit()
+        before = owner.registry.unit
+        if owner.registry.step_unit() is not before:
+            owner.warn_of_stalling(owner.registry.live)  # weights may have been cast since
         self._index_blocks()
         if owner.before_step:
             raise BadInputError(

@@ -20,6 +20,7 @@ from baoc.core.catalogue import (
     SPECS,
     STORAGES,
     WEIGHTS,
+    base_name,
     removal_message,
     unknown_spec_error,
 )
@@ -300,8 +301,9 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
     """Raises BadInputError if the spec cannot run on a parameter of the block."""
     rule = RULES[spec.rule]
     if why := why_unsteppable(block, spec=spec, rule=rule.info) or _unsummed(block, rule=rule):
+        native = base_name(spec.name) if spec.weights != "native" else "adamw"
         raise BadInputError(
-            f"block {block.name} cannot run {spec.name}: {why}. Give the block another spec: adamw runs on every one"
+            f"block {block.name} cannot run {spec.name}: {why}. Give block {block.name} another spec, such as {native}"
         )
 
 

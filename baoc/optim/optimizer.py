@@ -141,7 +141,7 @@ class BlockwiseOptimizer(Optimizer):
         if releasing is not None:
             self.releaser = DropGradients(self, releasing)
             self._step_supports_amp_scaling = True  # so that a GradScaler calls `step`, which refuses it
-        self._warn_of_stalling(registry.live)
+        self.warn_of_stalling(registry.live)
         if isinstance(params, torch.nn.Module):
             watch_loads(params, registry)
         watch_averages(self)
@@ -180,7 +180,7 @@ class BlockwiseOptimizer(Optimizer):
         self.registry.add_late_params(infos, param_groups=self.param_groups, specs=specs)
         loading.load_late(self.registry, param_groups=self.param_groups)
         self._update_unseeded()
-        self._warn_of_stalling(self.registry.live)
+        self.warn_of_stalling(self.registry.live)
         if self.releaser is not None:
             self.releaser.attach()
 
@@ -199,7 +199,7 @@ class BlockwiseOptimizer(Optimizer):
     def _update_unseeded(self) -> None:
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
-    def _warn_of_stalling(self, names: Iterable[str]) -> None:
+    def warn_of_stalling(self, names: Iterable[str]) -> None:
         """Warns once per block that 16-bit weights without correction lose small updates."""
         new = [self.registry.live[name] for name in names if name not in self._stalling_blocks]
         self._stalling_blocks.update(masters.warn_of_stalling(new))
@@ -257,11 +257,7 @@ class BlockwiseOptimizer(Optimizer):
         """Steps all blocks, whose gradients are complete."""
         for subscriber in tuple(self.before_check):
             subscriber()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise BadInputError(
-                "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
-                "Capture forward and backward alone; the step replays a graph of its own"
-            )
+        _refuse_capture()
         unit = self._current_unit()
         options = self.options()  # before the check, which forgets what it found: this may raise
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
@@ -308,7 +304,7 @@ class BlockwiseOptimizer(Optimizer):
         registry = self.registry
         unit, sample = registry.unit, registry.sample_state
         if unit is None:
-            self._warn_of_stalling(registry.live)  # weights may have been cast since
+            self.warn_of_stalling(registry.live)  # weights may have been cast since
         if unit is None or registry.may_be_overwritten or not registry.placed:
             return registry.step_unit()
         if sample is not None and sample[0].get(sample[1]) is not sample[2]:
@@ -364,6 +360,7 @@ class BlockwiseOptimizer(Optimizer):
         clamping keep: add nothing to these gradients afterwards. With gradient release backward has masked; this then
         steps the blocks of which some parameters have no gradient.
         """
+        _refuse_capture()
         self.registry.set_local_gradients()
         unit = self.registry.step_unit()
         if self.releaser is not None:
@@ -484,7 +481,7 @@ class BlockwiseOptimizer(Optimizer):
                 )
         self.registry.refresh(self.param_groups)
         self._update_unseeded()
-        self._warn_of_stalling(moves)
+        self.warn_of_stalling(moves)
         return [moves[name] for name in live if name in moves]
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -569,3 +566,11 @@ class BlockwiseOptimizer(Optimizer):
             self._registry.adopt(self.state)
         if self.releaser is not None:
             self.releaser.adopt(self)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise BadInputError(
+            "a CUDA graph cannot capture the step: a replay would not count it, nor see another learning rate. "
+            "Capture forward and backward alone; the step replays a graph of its own"
+        )

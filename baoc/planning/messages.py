@@ -7,6 +7,7 @@ that.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from baoc.core.blocks import partition
 from baoc.errors import InfeasibleBudgetError
 from baoc.planning import measured
 from baoc.planning.allocators import NoFeasibleAllocation, possible
@@ -114,7 +115,11 @@ def recipe_too_large(
     recipe, budget = planner.settings.recipe, planner.budget
     assert recipe is not None
     state_bytes = recipe_bytes(planner.blocks, recipe=recipe)
-    others = recipes_within(planner.blocks, state_bytes=room_bytes)
+    by_part = planner.blocks
+    if planner.settings.blocks_by == "layer_role":
+        patterns = planner.settings.patterns
+        by_part = partition(planner.params, declared=planner.declared, patterns=patterns, by="layer_part")
+    others = recipes_within(planner.blocks, by_part=by_part, state_bytes=room_bytes)
     adamw = max(planner.state_bytes_adamw, 1)
     names = ", ".join(f"{name} ({size / adamw:.1%})" for name, size in others[:MAX_RECIPES])
     fitting = f"recipes that fit: {names}" if names else "no recipe of the catalogue fits"

@@ -134,7 +134,7 @@ class Narrator:
         if self.reallocator.deferred_budget is not None:
             lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
         elif limit is None and self.reallocator.planner.budget.memory_bytes is not None:
-            lines.append(f"budget {plan.budget.name}: refused, as no plan meets it")
+            lines.append(f"budget {plan.budget.name}: no plan was made that meets it")
         elif limit is None:
             lines.append(f"budget {plan.budget.name}: no limit on memory or state")
         elif held is None:

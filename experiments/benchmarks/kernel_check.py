@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/kernel_check.py  # 1 minute of an H200 -> printed
     python experiments/benchmarks/kernel_check.py matrices foam_l2 foam_l3  # less -> printed
+    python experiments/benchmarks/kernel_check.py repeats  # 1 minute of an H200 -> printed
 
 optimizer_step.py runs it first. `matrices` checks the rules that see a matrix whose names begin as given, `cuts` the
 elementwise ones, each in the cut that it runs in and those that were swept. `repeats` launches the same step many
@@ -151,16 +152,18 @@ def check_in_parallel(*what: str) -> None:
     ]  # fmt: skip
     outputs = [(process.communicate()[0], process.returncode) for process in running]
     differing = [line for text, _ in outputs for line in text.splitlines() if line.startswith("differs")]
-    print(*differing, sep="\n")
+    for line in differing:
+        print(line)
     checked = [line for text, _ in outputs for line in text.splitlines() if line.startswith("equal")]
     for text, code in outputs:
         if code:
             print(text[-3000:])
     failed = sum(code != 0 for _, code in outputs)
-    print(f"{len(checked)} kernel variants equal their eager twins; {failed} of {WORKERS} checking processes failed")
+    same = "have the same bits every time" if "repeats" in what else "equal their eager twins"
+    print(f"{len(checked)} kernel variants {same}, {len(differing)} do not; {failed} of {WORKERS} processes failed")
     worst = sorted(checked, key=lambda line: float(line.split()[-1]) if "odd" in line else 0.0)[-3:]
     print("most odd codes:", *worst, sep="\n  ", flush=True)
-    if failed:
+    if failed or differing:
         sys.exit(1)
 
 

@@ -169,6 +169,7 @@ def time_fused(model: str, spec: Sequence, *, gbps: float, config: LaunchConfig 
     def step() -> None:
         now = next(phase)
         engine_of(table).stage(options, thresholds=kernel_lanes(now), phase=now)
+        engine_of(table).send()
         launch(table, matched=matched, track=matched)
 
     times, width = events_ms(step), bytes_per_element(table)

@@ -1,4 +1,7 @@
-"""What role_study.py compares and how it trains: lists and settings that were fixed before its first run."""
+"""What role_study.py compares and how it trains: lists and settings that were fixed before their first run.
+
+Those of phases `attention` and `queries` were written when `again` had been seen, and run on seeds that it had not.
+"""
 
 BETA1, WEIGHT_DECAY, CLIP, WARMUP, FLOOR = 0.9, 1e-2, 1.0, 0.1, 0.1
 MATCHING = "displacement"
@@ -89,7 +92,7 @@ QUERIES: tuple[tuple[str, float], ...] = (
     *(("muon_int8", multiple) for multiple in (1.0, 2.0, 4.0)), *(("foam_l2_int8", m) for m in (1.0, 2.0, 4.0)),
     *(("adamw_int8", multiple) for multiple in (0.25, 0.5)),
 )  # fmt: skip
-QUERIES_FACTORS: dict[str, tuple[float, ...]] = {"nano": (2.0,), "6m": (1.0,), "25m": (0.5, 1.0), "test": (1.0,)}
+QUERIES_FACTORS: dict[str, tuple[float, ...]] = {"nano": (2.0,), "25m": (0.5, 1.0)}  # 1 of others
 
 # Phase `confirm`, on seeds that chose nothing: AdamW at five rates, and whole recipes at their best of phase `rates`.
 CONFIRM_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -2,11 +2,13 @@
 
     python -m experiments.benchmarks.role_study OUT --data FOLDER --seconds 520
     # 9 minutes (--seconds) of an H200 -> rows_TASK.csv
+    python -m experiments.benchmarks.role_study OUT --data FOLDER --phases rates again --tasks language --size 6m
+    # 6 minutes of an H200 -> rows_language.csv
 
 FOLDER holds package_text.xz (experiments/analysis/package_text.py) and fashion_mnist.npz (arrays train_images,
 train_labels, test_images, test_labels of Debian's dataset-fashion-mnist). One process per task trains the product's
 smallest network of its family, all runs of a list at once (role_runs.py). Lists were fixed before their first run, in
-recipe_lists.py; `--phases` names them, in their order:
+recipe_lists.py, those of `attention` and `queries` after `again` had been seen; `--phases` names them, in their order:
 
 - `rates`: whole recipes at six rates on two seeds, which choose each recipe's rate;
 - `roles`: on other seeds, the base at its best rate, one role of it replaced, every whole recipe at its own best rate
@@ -177,7 +179,7 @@ def query_runs(bench: Any, *, seed: int) -> list[Any]:
             phase="queries", label=f"{role}={spec}@{multiple:g},factor={factor:g}", recipe=replaced(base, {role: spec}),
             factor=factor, seed=seed, role=role, spec=spec, role_factor=multiple, multiples={role: multiple},
         )
-        for factor in QUERIES_FACTORS[bench.task.size]
+        for factor in QUERIES_FACTORS.get(bench.task.size, (1.0,))
         for spec, multiple in QUERIES
     ]  # fmt: skip
 
@@ -329,13 +331,14 @@ def study_roles(name: str, given: argparse.Namespace, end: float, graphed: bool)
     os.environ["CUDA_VISIBLE_DEVICES"] = given.gpus[list(ROLE_LRS).index(name) % len(given.gpus)]
     prepare()
     study = Study(name, given, end, graphed)
-    rows = read_rows(given.rows, name) if given.rows else []
+    rows = read_rows(given.rows, name, size=study.bench.task.size) if given.rows else []
     best = known_factors(rows)
     done = {(row["phase"], row["label"], int(row["seed"])) for row in rows}
     steps = given.steps or ROLE_STEPS
     for phase in given.phases:
         if phase == "rates":
-            if not (rated := study.train(rate_runs(ROLE_SEEDS["rates"], recipes=given.recipes), steps=steps)):
+            recipes = given.recipes if set(given.phases) <= {"rates", "again"} else None  # others look up every rate
+            if not (rated := study.train(rate_runs(ROLE_SEEDS["rates"], recipes=recipes), steps=steps)):
                 return
             best = dict.fromkeys(whole_recipes(), 1.0) if given.limit else best_factors(rated)
         study.say("best factors " + " ".join(f"{recipe}:{factor:g}" for recipe, factor in best.items()))
@@ -374,8 +377,9 @@ def lists_of(phase: str, bench: Any, *, best: Mapping[str, float], choices: Path
     return [long_runs(best, seeds=seeds) for seeds in LONG_BATCHES] if phase == "long" else []
 
 
-def read_rows(rows: Path, task: str) -> list[dict[str, str]]:
-    return [row for row in shared.read_rows(rows) if row["task"] == task]
+def read_rows(rows: Path, task: str, *, size: str) -> list[dict[str, str]]:
+    """Rows of a task at a size; to try the script, size "test" takes those of any."""
+    return [row for row in shared.read_rows(rows) if row["task"] == task and size in ("test", row["size"])]
 
 
 def known_factors(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +52,8 @@ def test_slots_are_filled_in_turn() -> None:
         buffer.sent()
 
 
-def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
+def test_a_slot_that_the_device_has_not_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PATIENCE_S", 60.0)
     buffer = make()
     buffer.num_sent = SLOTS  # the copies are still on their way
     arrive = threading.Timer(0.02, lambda: buffer.num_copied.__setitem__(0, 1))
@@ -59,13 +62,38 @@ def test_a_slot_that_the_device_has_not_read_is_waited_for() -> None:
     arrive.join()
 
 
-def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def synchronize(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+def waited_for(query: Callable[[], bool], *, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The slot that is given after uploads of which the device has told nothing."""
     buffer = make()
     buffer.num_sent = SLOTS
     monkeypatch.setattr(staging, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=query))
+    return buffer.slot()
+
+
+def test_a_device_that_failed_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def query() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        buffer.slot()
+        waited_for(query, monkeypatch=monkeypatch)
+
+
+def test_an_idle_device_that_has_told_nothing_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter((False, True))
+    assert waited_for(lambda: next(asked), monkeypatch=monkeypatch) == 0
+
+
+@interpreted
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_exception_before_or_behind_the_copy_parts_no_counts(copied: bool) -> None:
+    buffer = make(1)
+    buffer.send()
+    buffer.slots[buffer.slot()].fill_(2)
+    buffer.sending = True
+    if copied:
+        buffer.copy_up()
+    # `sent` is never called
+    buffer.slots[buffer.slot()].fill_(3)
+    buffer.send()
+    assert buffer.device.tolist() == [3] * NBYTES and buffer.num_sent == buffer.num_copied[0] == 2 + copied

@@ -212,7 +212,7 @@ class TestBaocOptimizer:
                     refused += 1
                 else:
                     went_on, target = went_on + 1, watching()
-        assert refused > 100 and went_on > 30
+        assert refused > 90 and went_on > 30
 
     def test_float64_models_are_profiled(self) -> None:
         torch.manual_seed(0)

@@ -323,7 +323,7 @@ def test_recipes_within_a_room_come_from_the_largest_to_the_least():
     sizes = {name: recipe_bytes(BLOCKS, recipe=recipe) for name, recipe in RECIPES.items()}
     assert sizes["adamw"] == adamw_state_bytes(BLOCKS)
     room = sizes["adamw8"]
-    found = recipes_within(BLOCKS, state_bytes=room)
+    found = recipes_within(BLOCKS, by_part=BLOCKS, state_bytes=room)
     assert found[0][1] == room and found == sorted(found, key=lambda entry: -entry[1])
     assert dict(found) == {name: size for name, size in sizes.items() if size <= room}
 

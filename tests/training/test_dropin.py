@@ -275,7 +275,7 @@ def test_an_impossible_budget_is_told_at_once_with_a_probe_and_by_the_first_step
     loss().backward()
     with pytest.raises(InfeasibleBudgetError, match=r"budget 1kb cannot be met.*least feasible"):
         optimizer.step()
-    assert "budget 1kb: refused, as no plan meets it" in optimizer.summary()
+    assert "budget 1kb: no plan was made that meets it" in optimizer.summary()
 
 
 def test_a_skipped_step_counts_for_what_decides_by_steps():

@@ -230,7 +230,7 @@ class Engine:
             self._match(measure=True)
         # The workspace is allocated anew in each step, mostly at the same address.
         address = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
-        staged = self._staged
+        staged = self._upload.sending = self._staged
         variant = (staged, self.gradients.variant_number, matched, marked, *address)
         if matched and self.all_reduce_sums is not None:
             self.graphs.run((0, variant), lambda: self._step(staged=staged, matched=True, marked=marked))
@@ -239,7 +239,8 @@ class Engine:
         else:
             self.graphs.run((0, variant), lambda: self._whole_step(staged=staged, matched=matched, marked=marked))
         if staged:
-            self._sent()
+            self._upload.sent()
+            self._was_sent()
         for table in self._workspace_tables:
             table.workspace = None
 
@@ -268,11 +269,10 @@ class Engine:
     def send(self) -> None:
         """Copies what was staged to the device, for launches without `run`, which does it itself."""
         if self._staged:
-            self._upload.copy_up()
-            self._sent()
+            self._upload.send()
+            self._was_sent()
 
-    def _sent(self) -> None:
-        self._upload.sent()
+    def _was_sent(self) -> None:
         self._device_version = self.gradients.version
         self._staged = False
 

@@ -72,6 +72,7 @@ def match_kernel(
         own_square += total
         count += num
         stepped += there.to(tl.int32)
+        tl.debug_barrier()  # a warp may load again what another has stored
         tl.store(skipped + tensor, 0, mask=there)
         if not MEASURE:
             tl.store(repair + tensor, tl.where(there, factor - used, 0.0), mask=inside)

@@ -24,7 +24,7 @@ from baoc.kernels.triton.kinds import WIDTH, Options, Row
 from baoc.kernels.triton.table import FusedTable
 
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
-PATIENCE_S, _POLL_S = 0.1, 5e-5  # of such a wait: until it synchronizes, and between looks
+PATIENCE_S, _POLL_S = 0.1, 5e-5  # of such a wait: until it asks whether the device failed, and between looks
 MOST_LAYOUTS = 16  # sets of gradient addresses whose properties are cached
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients that kernels read
 _ALIGNMENT_MASK = 31  # low bits of an address that are 0 if it is aligned for every launch config
@@ -274,8 +274,9 @@ class Upload:
 
     Kernels move both, because a copy of torch takes the host 10 us, as recording an event does, and a kernel in a CUDA
     graph nearly nothing. `copy_up` and `receive` are what a graph may hold: the device counts the uploads itself, so
-    that one graph serves all slots, and tells the count to the host, so that this knows which slots are free. After a
-    launch or replay of `copy_up`, call `sent()`.
+    that one graph serves all slots, and tells the count to the host, so that this knows which slots are free. Before a
+    launch or replay of `copy_up`, set `sending`; after it, call `sent()`. Where an exception came between, the host
+    takes the device's count.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
@@ -291,6 +292,7 @@ class Upload:
         self.received = memory_of(self._received)
         self.num_copied = memory_of(self._told).cast("q")  # [1]: `_copied`, as the device told it
         self.num_sent = 0
+        self.sending = False
         if device.type == "cuda":  # torch would give pinned memory to others while a kernel, of which it knows nothing,
             weakref.finalize(self, _wait_for, device).atexit = False  # still reads or writes it
 
@@ -300,7 +302,9 @@ class Upload:
 
     def slot(self) -> int:
         """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
-        if self.num_sent - self.num_copied[0] >= SLOTS:
+        if self.sending:
+            self._count_again()
+        elif self.num_sent - self.num_copied[0] >= SLOTS:
             self._wait()
         return self.num_sent % SLOTS
 
@@ -308,12 +312,20 @@ class Upload:
         """Waits until the device has copied the oldest slot. Raises torch's error if the device failed."""
         deadline = time.monotonic() + PATIENCE_S
         while self.num_sent - self.num_copied[0] >= SLOTS:
-            if time.monotonic() > deadline:
-                return torch.cuda.synchronize(self.device.device)
             time.sleep(_POLL_S)
+            # The query raises if the device failed. An idle stream means that another one copies, or that none does.
+            if time.monotonic() > deadline and torch.cuda.current_stream(self.device.device).query():
+                return self._count_again()
+
+    def _count_again(self) -> None:
+        """Takes the count of the device, which has done all that was launched."""
+        if self.device.is_cuda:
+            torch.cuda.synchronize(self.device.device)
+        self.num_sent, self.sending = self.num_copied[0], False
 
     def send(self, nbytes: int | None = None) -> None:
         """Copies the slot, or its first `nbytes`, to the device on the current stream, and moves to the next slot."""
+        self.sending = True
         self.copy_up(nbytes)
         self.sent()
 
@@ -330,6 +342,7 @@ class Upload:
     def sent(self) -> None:
         """Moves to the next slot, as the last one is on its way."""
         self.num_sent += 1
+        self.sending = False
 
     def receive(self, *, wait: bool = False) -> None:
         """Copies `back` to the host: asynchronously, or before this returns with `wait`."""

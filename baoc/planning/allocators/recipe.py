@@ -52,9 +52,15 @@ def recipe_bytes(blocks: Sequence[Block], *, recipe: Recipe) -> int:
     return sum(state_bytes(block, spec=specs[block.name], rule=RULE_INFOS[specs[block.name].rule]) for block in blocks)
 
 
-def recipes_within(blocks: Sequence[Block], *, state_bytes: int) -> list[tuple[str, int]]:
-    """(name, bytes) of RECIPES that keep at most `state_bytes` of state on these blocks, the largest first."""
-    sizes = [(name, recipe_bytes(blocks, recipe=recipe)) for name, recipe in RECIPES.items()]
+def recipes_within(blocks: Sequence[Block], *, by_part: Sequence[Block], state_bytes: int) -> list[tuple[str, int]]:
+    """(name, bytes) of RECIPES that keep at most `state_bytes` of state on a network's blocks, the largest first.
+
+    `by_part`: the same network's blocks as recipes that name parts of attention or mlp have them.
+    """
+    sizes = [
+        (name, recipe_bytes(by_part if recipe.needs_part_blocks else blocks, recipe=recipe))
+        for name, recipe in RECIPES.items()
+    ]
     return sorted(((name, size) for name, size in sizes if size <= state_bytes), key=lambda entry: -entry[1])
 
 
