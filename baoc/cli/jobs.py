@@ -207,6 +207,7 @@ def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> 
         if is_single_run and all(entry.name in _EARLY_FILES for entry in run_dir.iterdir()):
             shutil.rmtree(run_dir)
             return
-        write_json(run_dir / ERROR_FILE, {"schema": 1, **asdict(failure)})
+        if run_dir.is_dir():  # one that was removed or moved is not made again
+            write_json(run_dir / ERROR_FILE, {"schema": 1, **asdict(failure)})
     except (OSError, OutputError):
         return  # if the disk fails, the failure is still reported on stderr

@@ -194,8 +194,8 @@ def build_data(
     for key in data.ignored_options:
         if settings[key] != dataset.options[key]:
             raise BadInputError(
-                f"dataset.{key}={settings[key]} has no effect on {name} as a stream, of which the validation part or "
-                "the first samples are held back: leave it out"
+                f"dataset.{key}={settings[key]} has no effect on {name} as a stream, whose files and held-out samples "
+                "it says itself: leave it out"
             )
     data.settings = settings
     return data

@@ -240,14 +240,28 @@ def _read_race(file: Path) -> dict[str, Any] | None:
         if files.read_record(file, {"schema": int})["schema"] != SCHEMA:
             return None
         race = files.read_record(file, _RACE_FIELDS)
-        if race["recipe"] is not None:
-            find_recipe(race["recipe"])
-        if not 0 < race["lr"] < math.inf:
-            raise BadInputError(f"its lr is {race['lr']}")
+        _check_choice(race, file=file)
         return race
     except BadInputError as error:
         console.say(f"passed over when looking for a race: {file} ({error})")
         return None
+
+
+def read_taken_race(file: Path) -> dict[str, Any] | None:
+    """The earlier race whose choice a run has taken, from the file in which it noted that; None if it took none. Raises
+    BadInputError if the file is damaged."""
+    race = files.read_record(file, {"race": (dict, type(None))})["race"]
+    if race is not None:
+        files.read_record(file, {f"race.{name}": kind for name, kind in _RACE_FIELDS.items()})
+        _check_choice(race, file=file)
+    return race
+
+
+def _check_choice(race: Mapping[str, Any], *, file: Path) -> None:
+    if race["recipe"] is not None:
+        find_recipe(race["recipe"])
+    if not 0 < race["lr"] < math.inf:
+        raise BadInputError(f"{file}: its lr is {race['lr']}, which is no learning rate; remove the file")
 
 
 def _family_text(content: Mapping[str, Any], *, wanted: Mapping[str, Any]) -> str:

@@ -156,7 +156,7 @@ def race_before_run(
         except BadInputError:
             earlier = None
         write_json(file, {"schema": 1, "race": earlier})
-    earlier = read_record(file, {"race": (dict, type(None))})["race"]
+    earlier = records.read_taken_race(file)
     if earlier is None:
         say(f"no race of this family is known either: the run goes on by risk={config.risk.name}")
         return config

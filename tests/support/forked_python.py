@@ -93,7 +93,10 @@ def _run(
         import sitecustomize  # noqa: F401  # pyright: ignore[reportMissingImports]
     words = words[words.index("-u") + 1 :] if words[0] == "-u" else words
     warnings.filterwarnings("ignore", module="runpy")  # what runs may be imported already
-    if words[0] == "-m":
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

@@ -35,6 +35,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     widest: tuple[int, int]
+    ptx: str
 
 
 class _Recorder:
@@ -94,6 +95,7 @@ def compile_for_gpu(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return Compiled(
         kernel=kernel.fn.__name__, switches=" ".join(shown), registers=registers, spilled_bytes=spilled,
         shared_bytes=compiled.metadata.shared, widest=(_widest(ptx, "ld"), _widest(ptx, "st")),
+        ptx=ptx,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from baoc.errors import BadInputError
 from baoc.frontier.planned import read_plans
 from baoc.frontier.runs import find_runs
 from baoc.racing.entrants import ENTRANTS_FILE, read_target
-from baoc.racing.records import find_race, race_family
+from baoc.racing.records import find_race, race_family, read_taken_race
 from baoc.sweep.race import RaceRun
 from baoc.sweep.trial_outcome import trial_outcome
 from baoc.sweep.trial_process import read_outcome
@@ -63,6 +63,16 @@ def _race(folder: Path) -> tuple[Path, dict[str, Any], Callable[[], object]]:
     return folder / "race.json", content, lambda: find_race(given, size="tiny", library=folder)
 
 
+def _taken(folder: Path) -> tuple[Path, dict[str, Any], Callable[[], object]]:
+    file, race, _ = _race(folder)
+    file = file.with_name("taken.json")
+    return (
+        file,
+        {"schema": 1, "race": race},
+        lambda: read_taken_race(file),
+    )
+
+
 def _entrants(folder: Path) -> tuple[Path, dict[str, Any], Callable[[], object]]:
     write_target(folder, names=("muon8_lean", "plan"))
     file = folder / ENTRANTS_FILE
@@ -101,7 +111,7 @@ def _result(folder: Path) -> tuple[Path, dict[str, Any], Callable[[], object]]:
     return folder / "result.json", to_plain(make_result()), read
 
 
-@pytest.mark.parametrize("reader", [_race, _entrants, _setup, _resumed, _error, _plan, _result])
+@pytest.mark.parametrize("reader", [_race, _taken, _entrants, _setup, _resumed, _error, _plan, _result])
 def test_a_damaged_file_is_read_or_refused_by_name(reader: Callable[..., Any], tmp_path: Path):
     file, content, read = reader(tmp_path)
     write_json(file, content)
