@@ -13,6 +13,8 @@ where one step rarely does.
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,23 +104,33 @@ def check_matrices(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> N
 
 
 def check_repeats(part: int, parts: int, *, only: tuple[str, ...] = ("",)) -> None:
-    """The same step from the same bits, REPEATS times: weights and states must have the same bits each time."""
+    """The same step from the same bits, REPEATS times: weights and states must have the same bits each time. Also with
+    elements that are skipped, and matched, where the rule is."""
     cases = [*all_cases(DEVICE, sizes=CHECK_SIZES, config=None), *matrix_cases(DEVICE, shapes=MATRICES)]
     for case in [case for case in cases if case.name.startswith(only)][part::parts]:
         twin = MatrixTwin(case) if isinstance(case, MatrixCase) else Twin(case)
         twin.new_gradients()
         prepare(twin.table, options=twin.case.options, thresholds=lanes(1, torch.device("cpu")))
-        tensors = [p.detach() for p in twin.params] + [t for state in twin.states for t in state.values()]
-        before = [t.clone() for t in tensors]
-        first, odd = None, torch.zeros((), dtype=torch.int64, device=DEVICE)
-        for _ in range(REPEATS):
-            for tensor, saved in zip(tensors, before, strict=True):
-                tensor.copy_(saved)
-            launch(twin.table)
-            first = first or [t.clone() for t in tensors]
-            pairs = zip(tensors, first, strict=True)
-            odd += torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
-        print(f"{'differs' if odd else 'equal'} {case.name} in {int(odd)} of {REPEATS}", flush=True)
+        odd = num_differing(twin, partial(launch, twin.table))
+        spoil(twin)
+        odd += num_differing(twin, partial(twin.engine.run, matched=case.rule != "adamw"))
+        print(f"{'differs' if odd else 'equal'} {case.name} in {odd} of {2 * REPEATS}", flush=True)
+
+
+def num_differing(twin: Twin, step: Callable[[], object]) -> int:
+    tensors = [p.detach() for p in twin.params] + [t for state in twin.states for t in state.values()] + twin.matches
+    before = [t.clone() for t in tensors]
+    first, odd = None, torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS):
+        for tensor, saved in zip(tensors, before, strict=True):
+            tensor.copy_(saved)
+        step()
+        first = first or [t.clone() for t in tensors]
+        pairs = zip(tensors, first, strict=True)
+        odd += torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+    for tensor, saved in zip(tensors, before, strict=True):
+        tensor.copy_(saved)
+    return int(odd)
 
 
 def check_graph() -> None:
