@@ -26,6 +26,7 @@ class BaocSweeper(Sweeper):
         self.config, self.hydra_context = config, hydra_context
 
     def sweep(self, arguments: list[str]) -> Any:
+        from baoc.config.nodes import as_typed
         from baoc.frontier.runs import STUDY_FILE
         from baoc.sweep.launch import launch_workers
         from baoc.sweep.space_check import check_space
@@ -37,7 +38,7 @@ class BaocSweeper(Sweeper):
         if not (Path(folder) / STUDY_FILE).is_file():  # what goes on began with the same space
             check_space(add_overrides(study, arguments), compose=self._compose)
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
-            done = run_study(study, folder=folder, extra=arguments)
+            done = run_study(study, folder=folder, extra=as_typed(arguments))
             raise_if_all_failed(done)
             return done
         return launch_workers(study, config=self.config, context=self.hydra_context, extra=arguments)

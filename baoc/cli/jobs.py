@@ -15,18 +15,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from baoc import __version__
 from baoc.cli.failures import Failure, failure_of, report
 from baoc.cli.ranks import is_nonzero_rank, leave, serve, with_all_ranks
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
-from baoc.config.nodes import own_code_option
+from baoc.config.nodes import as_typed
 from baoc.config.schema import RunConfig
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
-from baoc.core.own_code import CONFIG_GROUPS
 from baoc.errors import BadInputError, OutputError
 from baoc.tracking.files import read_record, write_json
 
@@ -84,7 +83,7 @@ def _run_job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     is_single_run = hydra.mode == RunMode.RUN
-    overrides = overrides_as_typed(hydra.overrides.task, config=config)
+    overrides = as_typed(hydra.overrides.task)
     if not is_single_run:
         print(f"\n--- run {hydra.job.num}: {' '.join(overrides) or 'defaults'}", flush=True)
     try:
@@ -124,15 +123,6 @@ def with_race_command(argv: Sequence[str]) -> list[str]:
     inherited = [word for word in map(str, saved_argv) if word.partition("=")[0] not in values]
     new = [word for word in argv if not word.startswith(("resume=", "hydra.run.dir="))]
     return [*inherited, *new, f"hydra.run.dir={folder}"]
-
-
-def overrides_as_typed(overrides: Sequence[str], *, config: DictConfig) -> list[str]:
-    """Replaces option names of own code (`own_code_option`) in `overrides` by the names on the command line."""
-    names = {group: OmegaConf.select(config, f"{group}.name") for group in CONFIG_GROUPS}
-    typed = {
-        f"{group}={own_code_option(str(name))}": f"{group}={name}" for group, name in names.items() if name is not None
-    }
-    return [typed.get(override, override) for override in overrides]
 
 
 def read_failures(sweep_dir: Path) -> list[Failure]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException
@@ -28,12 +28,14 @@ from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_recipe_file, recipe_node
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
+from baoc.frontier.runs import quote
 from baoc.types import Budget
 from baoc.units import parse_size
 
 NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")  # folders with files that compose a whole run or study
 TARGET = "_target_"  # model._target_=... names own code as Hydra's instantiate does
+_QUOTED_ITEM = re.compile(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,])+""")
 PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
 
@@ -71,8 +73,11 @@ def _register_fixed_nodes(files: tuple[tuple[str, str, Path, int], ...]) -> None
         _store(group, name, node, package="_global_")
 
 
-def _store(group: str, name: str, node: dict[str, Any], *, package: str | None = None) -> None:
-    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="baoc")
+def _store(
+    group: str, name: str, node: dict[str, Any], *, package: str | None = None, typed: str | None = None
+) -> None:
+    """`typed`: what the command line has for this option (`as_typed`). Hydra hands the store on to launched jobs."""
+    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider=typed or "baoc")
 
 
 def register_budgets(values: Iterable[str]) -> None:
@@ -116,7 +121,7 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
         raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
     for name in [*(RECIPES if keys else ()), *recipes]:
         node = recipe_or_none_node(Recipe(name=RACED) if name == RACED else find_recipe(name))
-        _store("recipe", recipe_option(name), _with_keys(node, keys=keys))
+        _store("recipe", recipe_option(name), _with_keys(node, keys=keys), typed=name)
 
 
 def register_races(options: Iterable[str]) -> None:
@@ -139,7 +144,7 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
     keys = [key for key in _keys_below(group, overrides) if key[0] not in fixed_keys and key != [TARGET]]
     for name in [*own_code.entry_points_of(f"baoc.{group}s"), *names]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
-        _store(group, own_code_option(name), _with_keys(node, keys=keys))
+        _store(group, own_code_option(name), _with_keys(node, keys=keys), typed=name)
 
 
 def _keys_below(group: str, overrides: Sequence[str]) -> list[list[str]]:
@@ -212,9 +217,27 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
         if (convert := to_option.get(key.lstrip("+"))) is not None:
             if key.endswith(f".{TARGET}"):
                 key = key.lstrip("+").removesuffix(f".{TARGET}")
-            word = f"{key}={','.join(convert(_unquoted(text)) for text in value.split(','))}"
+            word = f"{key}={','.join(convert(_unquoted(text)) for text in _items(value))}"
         replaced.append(word)
     return replaced
+
+
+def _items(value: str) -> list[str]:
+    """The values of a sweep; a comma in quotes parts none."""
+    return _QUOTED_ITEM.findall(value) if "'" in value or '"' in value else value.split(",")
+
+
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """Replaces names of options that `register` has made for own code and files of recipes by those that the command
+    line has, with which another process can repeat it."""
+    words = []
+    for word in overrides:
+        key, _, option = word.partition("=")
+        node = ConfigStore.instance().repo.get(key.lstrip("+"), {}).get(f"{option}.yaml")
+        typed = (node.provider if isinstance(node, ConfigNode) else None) or ""
+        is_other = own_code.names_own_code(typed) or names_recipe_file(typed)
+        words.append(f"{key}={quote(typed)}" if is_other else word)
+    return words
 
 
 def budget_node(budget: Budget) -> dict[str, Any]:

@@ -129,6 +129,14 @@ def quote(value: str) -> str:
     return f"'{escaped}'"
 
 
+def unquote(text: str) -> str:
+    """The string that Hydra reads from a value in quotes, as `quote` writes it; other values unchanged."""
+    mark = text[:1]
+    if len(text) < 2 or mark not in ("'", '"') or text[-1] != mark:
+        return text
+    return re.sub(rf"(\\+)({mark}|\Z)", lambda match: match[1][: len(match[1]) // 2] + match[2], text[1:-1])
+
+
 def frontier_point(run: RunFolder, *, label: str) -> FrontierPoint:
     """A finished run as a point. Null in JSON stands for a number that is not finite and becomes NaN."""
     result = result_of(run)

@@ -11,6 +11,7 @@ from hydra.core.utils import JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from baoc.config.nodes import as_typed
 from baoc.errors import TrainingFailedError
 from baoc.parallel import refuse_several_processes
 from baoc.sweep.storage import open_storage, storage_url
@@ -24,7 +25,7 @@ def launch_workers(study: StudyConfig, *, config: DictConfig, context: HydraCont
     for them. A failed worker is reported; its trials go to other workers or to the next start. Raises
     TrainingFailedError if all workers failed, or all trials did."""
     folder = make_study_folder(config.hydra.sweep.dir)
-    body = partial(run_worker, study=replace(study, workers=1), folder=str(folder), extra=tuple(extra))
+    body = partial(run_worker, study=replace(study, workers=1), folder=str(folder), extra=tuple(as_typed(extra)))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=body, config=config)
     jobs = [[*extra, f"hydra.sweep.subdir=workers/{number}"] for number in range(study.workers)]
     ended = launcher.launch(jobs, initial_job_idx=0)

@@ -52,9 +52,9 @@ from baoc.sweep.storage import (
     differences,
     explain_storage_errors,
     open_study,
-    read_stored_study_file,
     seconds_of,
     setting_text,
+    stored_name,
 )
 from baoc.sweep.study import make_study_folder, run_study
 from baoc.sweep.study_config import MESSAGE_KEY, StudyConfig
@@ -305,9 +305,12 @@ class RaceRun:
         self.runs += runs
         race = self.config.race
         # races of several folders of one name may share a storage, and a folder may be moved
-        name = f"race_{self.folder.parent.name}_{self.folder.name}_{json_sha256(str(self.folder))[:8]}"
+        earlier = f"race_{self.folder.parent.name}_{self.folder.name}"
+        default = f"{earlier}_{json_sha256(str(self.folder))[:8]}"
+        with explain_storage_errors(race.storage, folder=self.folder):
+            name = stored_name(race.storage, folder=self.folder, earlier=earlier, default=default)
         config = StudyConfig(
-            name=read_stored_study_file(self.folder).get("name", name),
+            name=name,
             objectives={"quality": "maximize" if self.target.higher_is_better else "minimize"},
             space=(),
             fixed=self._fixed,
@@ -319,11 +322,12 @@ class RaceRun:
             storage=race.storage,
             per_gpu=race.per_gpu,
         )
+        begun = None
         if self.study is None:
             with explain_storage_errors(config.storage, folder=self.folder):
-                trials = open_study(config, folder=self.folder).get_trials(deepcopy=False)
+                trials = (begun := open_study(config, folder=self.folder)).get_trials(deepcopy=False)
             self._ended_before = frozenset(trial.number for trial in trials if trial.state.is_finished())
-        self.study = run_study(config, folder=self.folder, code=self.code)
+        self.study = run_study(config, folder=self.folder, code=self.code, study=begun)
         for number in range(first, len(self.runs)):  # checkpoints of hundreds of runs would fill the disk
             for checkpoint in (self.folder / f"{number:04d}").rglob("*.ckpt"):
                 checkpoint.unlink()

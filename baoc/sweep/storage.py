@@ -48,7 +48,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from baoc.errors import BadInputError, OutputError
-from baoc.frontier.runs import STUDY_FILE, quote, read_study_file
+from baoc.frontier.runs import STUDY_FILE, quote, read_study_file, unquote
 from baoc.sweep.sampling import SearchedTrials, initial_trials, make_sampler, uses_frontier_sampler
 from baoc.sweep.study_config import BASELINE_KEY, SECONDS_KEY, StudyConfig
 from baoc.tracking.console import say
@@ -90,7 +90,8 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
         _check_trials(study, trials, config=config, folder=folder)
         home = _check_home_folder(study, config=config, folder=folder)
         for params, attributes in trials[len(study.trials) :]:
-            study.enqueue_trial(params, user_attrs=attributes)
+            stored = {key: as_stored(words, study, folder=folder) for key, words in attributes.items()}
+            study.enqueue_trial(params, user_attrs=stored)
         content = {
             "schema": 1,
             "name": config.name,
@@ -309,13 +310,27 @@ def _check_folder_name(config: StudyConfig, *, folder: Path) -> None:
         )
 
 
-def read_stored_study_file(folder: Path) -> Mapping[str, Any]:
-    """The content of the folder's study.json; empty if it is absent or damaged."""
+def read_stored_study_file(folder: Path) -> dict[str, str]:
+    """Name and home of the folder's study.json, without those that are absent or damaged."""
     try:
-        content = read_study_file(folder)
+        content: Any = read_study_file(folder)
     except BadInputError:
         return {}
-    return content if isinstance(content, Mapping) else {}
+    known = content if isinstance(content, Mapping) else {}
+    return {key: known[key] for key in ("name", "home") if isinstance(known.get(key), str)}
+
+
+def stored_name(setting: str | None, *, folder: Path, earlier: str, default: str) -> str:
+    """The name of the folder's study. If study.json is lost, `earlier`, which earlier versions chose, if the storage
+    has the folder's study under it; else `default`."""
+    name = read_stored_study_file(folder).get("name")
+    if name is not None or not _trial_folders(folder):
+        return name or default
+    url = storage_url(setting, folder=folder)
+    with setup_lock(folder, url=url):
+        summaries = optuna.get_all_study_summaries(open_storage(url))
+    homes = {study.study_name: study.user_attrs.get(HOME_KEY, {}).get("path", str(folder)) for study in summaries}
+    return earlier if homes.get(earlier) == str(folder) and default not in homes else default
 
 
 def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path) -> None:
@@ -323,7 +338,7 @@ def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path
     while the folder holds trials."""
     summaries = optuna.get_all_study_summaries(storage)
     definitions = {study.study_name: study.user_attrs.get(DEFINITION_KEY) for study in summaries}
-    trial_folders = [path for path in folder.glob("[0-9][0-9][0-9][0-9]") if path.is_dir()]
+    trial_folders = _trial_folders(folder)
     if config.name not in definitions and trial_folders:
         raise BadInputError(
             f"{folder} holds {len(trial_folders)} trials, and the storage has no study {config.name} to go on with: it "
@@ -337,6 +352,10 @@ def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path
             f"study {config.name} has {'; '.join(clauses)}: trials of both cannot be compared. Give it another "
             "hydra.sweeper.name, or the settings it has"
         )
+
+
+def _trial_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("[0-9][0-9][0-9][0-9]") if path.is_dir()]
 
 
 def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path) -> dict[str, str]:
@@ -372,24 +391,43 @@ def _check_trials(
                 f"{len(trials)} trials of its grid would be missing (trial {other[0]} is none of them): give it "
                 "another hydra.sweeper.name, or the settings it has"
             )
-    stored_baselines = [as_moved(trial.user_attrs.get(BASELINE_KEY, ()), study, folder=folder) for trial in stored]
+    stored_baselines = [
+        as_moved(trial.user_attrs[BASELINE_KEY], study, folder=folder)
+        for trial in stored
+        if BASELINE_KEY in trial.user_attrs
+    ]
     baselines = [attributes[BASELINE_KEY] for _, (_, attributes) in pairs if BASELINE_KEY in attributes]
     missing = [overrides for overrides in baselines if overrides not in stored_baselines]
     if missing:
+        texts = ", ".join(" ".join(words) or "(no overrides)" for words in missing)
         say(
-            f"study {config.name} has begun without the baselines {', '.join(' '.join(words) for words in missing)}, "
+            f"study {config.name} has begun without the baselines {texts}, "
             "which are not tried: give it another hydra.sweeper.name to have them"
         )
 
 
 def as_moved(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
     """Stored overrides with paths below the study's folder as that lies now: it may have been moved since."""
-    home = f"{study.user_attrs.get(HOME_KEY, {}).get('path', folder)}/"
+    return _with_paths(overrides, old=_first_path(study, folder=folder), new=str(folder))
+
+
+def as_stored(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
+    """Overrides with paths below the study's folder as that lay at the first start, however often it was moved. Fixed
+    overrides need it not: they are those of the first start (`_check_definition`)."""
+    return _with_paths(overrides, old=str(folder), new=_first_path(study, folder=folder))
+
+
+def _first_path(study: optuna.Study, *, folder: Path) -> str:
+    return study.user_attrs.get(HOME_KEY, {}).get("path", str(folder))
+
+
+def _with_paths(overrides: Sequence[str], *, old: str, new: str) -> list[str]:
     words = []
     for word in overrides:
         key, _, value = word.partition("=")
-        path = value.strip("'")
-        words.append(f"{key}={quote(f'{folder}/{path.removeprefix(home)}')}" if path.startswith(home) else word)
+        path = unquote(value)
+        is_below = old != new and path.startswith(f"{old}/")
+        words.append(f"{key}={quote(new + path.removeprefix(old))}" if is_below else word)
     return words
 
 

@@ -69,6 +69,7 @@ def run_study(
     extra: Sequence[str] = (),
     code: str = COMMAND,
     wait_for_others: bool = True,
+    study: optuna.Study | None = None,
 ) -> optuna.Study:
     """Works on the study in `folder` until `n_trials` trials have ended.
 
@@ -76,6 +77,7 @@ def run_study(
         extra: overrides of every trial, after those of `config.fixed`.
         code: the Python program of a trial; its arguments are the trial's overrides.
         wait_for_others: an idle worker waits for the others' trials, to take them over if their worker dies.
+        study: the same study, if `open_study` has opened it before.
 
     Raises:
         BadInputError: the storage holds a study of this name with another space or other objectives.
@@ -86,7 +88,7 @@ def run_study(
     folder = make_study_folder(folder)
     config = add_overrides(config, extra)
     with explain_storage_errors(config.storage, folder=folder):
-        study = open_study(config, folder=folder)
+        study = study or open_study(config, folder=folder)
     searched = [f"model={value}" for param in config.space if param.key == "model" for value in param.choices]
     preload([*searched, *chain(config.fixed, *config.baselines, *config.repeats)], code=code)  # by any may a model be
     worker = _Worker(study, config=config, folder=folder, code=code, wait_for_others=wait_for_others)

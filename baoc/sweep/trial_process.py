@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from baoc.cli.failures import BUG_EXIT_CODE
+from baoc.config.nodes import with_option_names
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError, InfeasibleBudgetError
-from baoc.frontier.runs import CONFIG, ERROR, NUMBER, RESULT, quote
+from baoc.frontier.runs import CONFIG, ERROR, NUMBER, RESULT, STUDY_FILE, quote, unquote
 from baoc.models import MODELS
 from baoc.sweep import forkserver
 from baoc.sweep.gpu_slots import count_oom_kills
@@ -168,7 +169,8 @@ def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
         print(error)
         sys.exit(BadInputError.exit_code)
     relevant = [word for word in overrides if not word.startswith(_HOW_NOT_WHAT)]
-    missing = [word for word in relevant if recorded and word not in recorded]
+    study = next((parent for parent in folder.parents if (parent / STUDY_FILE).is_file()), folder.parent)
+    missing = [word for word in relevant if recorded and not _is_recorded(word, recorded, study=study)]
     if missing:
         print(
             f"{folder} holds the result of other settings (without {' '.join(missing)}), perhaps of another study: move"
@@ -176,6 +178,18 @@ def _exit_as_recorded(folder: Path, overrides: Sequence[str]) -> None:
         )
         sys.exit(BadInputError.exit_code)
     sys.exit(BREACHED if result.get("budget_met") is False else 0)
+
+
+def _is_recorded(word: str, recorded: Sequence[str], *, study: Path) -> bool:
+    """Whether a run's command has this override, in words as typed or as `with_option_names` replaces them. A path
+    below the study's folder may begin with another place, since the folder may have been moved after the run."""
+    key, _, value = word.partition("=")
+    values = [unquote(other.removeprefix(f"{key}=")) for other in recorded if other.startswith(f"{key}=")]
+    (option,) = with_option_names([word])
+    path, home = unquote(value), f"{study}/"
+    if word in recorded or path in values or unquote(option.removeprefix(f"{key}=")) in values:
+        return True
+    return path.startswith(home) and any(other.endswith(f"/{path.removeprefix(home)}") for other in values)
 
 
 def _run_command(code: str, overrides: Sequence[str], folder: Path, *, resume: bool) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -193,6 +194,29 @@ def test_jobs_of_a_multirun_do_not_disturb_each_other(training, frontiers, tmp_p
     assert "--- run 3: budget=state_25 seed=3" in shown.out
     assert commands[3] == "python run.py budget=state_25 seed=3"
     assert [path.resolve() for path in frontiers] == [sweep_dir.resolve()]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["recipe=one.yaml", r"recipe='it\'s two.yaml'", "recipe='a,b.yaml'", "recipe=muon8_lean", "budget='300000000'"],
+)
+def test_the_command_of_a_run_names_files_as_they_were_typed(word: str, training, tmp_path: Path):
+    """Hydra has options of other names for them, which another process does not know."""
+    for name in ("one.yaml", "it's two.yaml", "a,b.yaml"):
+        (tmp_path / name).write_text("hidden: muon_int8")
+    commands = training(do_nothing)
+    assert main([word, "hydra.run.dir=first"]) == 0
+    assert main([*shlex.split(commands[0])[2:], "hydra.run.dir=again"]) == 0
+    assert shlex.split(commands[0]) == shlex.split(commands[1]) == ["python", "run.py", word]
+    assert (tmp_path / "again" / "config.yaml").read_text() == (tmp_path / "first" / "config.yaml").read_text()
+
+
+def test_jobs_of_files_of_recipes_name_them(training, frontiers, tmp_path: Path):
+    for name in ("one.yaml", "two.yaml"):
+        (tmp_path / name).write_text("hidden: muon_int8")
+    commands = training(do_nothing)
+    assert main(["-m", "recipe=one.yaml,two.yaml"]) == 0
+    assert commands == [f"python run.py recipe={name}.yaml" for name in ("one", "two")]
 
 
 def test_a_multirun_without_a_finished_run_has_no_frontier(training, frontiers, capsys):

@@ -13,11 +13,12 @@ from baoc.racing.entrants import ENTRANTS_FILE
 
 # A run in milliseconds: recipe, rate, seed and steps decide its score, and each attempt leaves a line.
 STUB = """
-import json, math, os, signal, sys, time
+import json, math, os, shlex, signal, sys, time
 from pathlib import Path
 words = dict(word.split("=", 1) for word in sys.argv[1:])
 folder = Path(words["hydra.run.dir"])
-name = Path(words.get("recipe", "plan")).stem
+recipe = Path(words.get("recipe", "plan"))
+name = recipe.stem
 lr, seed, steps = float(words["optim.lr"]), int(words["seed"]), int(words["trainer.max_steps"])
 with (folder / "attempts").open("a") as file:
     file.write(words.get("resume", "new") + "\\n")
@@ -26,6 +27,8 @@ time.sleep(float(words.get("task.sleep", 0)))
 def fail(code, message, kind="K"):
     (folder / "error.json").write_text(json.dumps({"schema": 1, "kind": kind, "message": message, "exit_code": code}))
     sys.exit(code)
+if recipe.suffix and not recipe.is_file():
+    fail(2, f"recipe={recipe}: there is no such file")
 if name == "adamw8":
     fail(3, "least feasible is 9 MiB")
 if name == "lion8":
@@ -34,7 +37,7 @@ gap = {"adamw4": 0.2, "muon8_lean": 0.0, "foam8_lean": 0.001, "plan": -0.1, "per
 own = 0.0005 * math.sin(17 * seed + sum(map(ord, name)))
 value = 1 + gap + 0.1 * abs(lr / 3e-3 - 1) + 0.05 * math.cos(seed) + own + 10 / steps
 result = {"quality": {"value": value}, "state_bytes": 1, "peak_bytes": 1, "samples_per_s": 1.0, "num_params": 1000}
-result |= {"step_ms": 10.0, "command": ""}
+result |= {"step_ms": 10.0, "command": shlex.join(sys.argv)}
 (folder / "last.ckpt").write_text("")
 (folder / "result.json").write_text(json.dumps(result))
 """

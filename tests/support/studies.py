@@ -6,9 +6,10 @@ from baoc.sweep.study_config import StudyConfig, read_study
 
 # A trial in milliseconds: x decides how it ends, and each attempt leaves a line.
 STUB = """
-import json, os, signal, sys, time
+import json, os, shlex, signal, sys, time
+from baoc.frontier.runs import unquote
 words = dict(word.split("=", 1) for word in sys.argv[1:])
-folder = words["hydra.run.dir"]
+folder = unquote(words["hydra.run.dir"])
 x = float(words["x"])
 with open(os.path.join(folder, "attempts"), "a") as file:
     file.write(words.get("resume", "new") + "\\n")
@@ -37,6 +38,7 @@ if mode == "diverge":
     fail(5, "nan", kind="DivergedError")
 quality = None if mode == "nan" else (x - float(words.get("best", "0.3"))) ** 2
 result = {"quality": {"value": quality}, "state_bytes": int(100 * x), "peak_bytes": 1, "samples_per_s": 1.0}
+result["command"] = shlex.join(sys.argv)
 json.dump(result, open(folder + "/result.json", "w"))
 """
 

@@ -26,6 +26,7 @@ from baoc.racing.verdict import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
 from baoc.sweep.race import Pace, inherited_overrides, predict_seconds, race_before_run, race_command, run_race
+from baoc.sweep.storage import open_study
 from baoc.tracking.files import read_json
 from tests.support.commands import start_script
 from tests.support.races import NAMES, STUB, WORDS, attempts, config, write_target
@@ -95,21 +96,55 @@ def test_the_same_command_goes_on_and_another_one_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_race_whose_folder_was_moved_goes_on_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Killed with a run under way that has a recipe file of the race: stored paths are those of the new place."""
-    old, new = tmp_path / "old" / "race", tmp_path / "new" / "race"
-    write_target(old, names=("muon8_lean", "plan"))
-    (script := tmp_path / "script.py").write_text(SCRIPT.replace('"0.05")', '"6000 if seed == 101 else 0")'))
-    process = start_script(script, str(old), *ONE_STAGE, folder=tmp_path / "log").process
-    wait_until(lambda: len(list(old.glob("*/process"))) == 4, what="four runs")
-    process.kill()
-    process.join()
-    new.parent.mkdir()
-    shutil.move(old, new)
-    result = raced(new)
+@pytest.mark.parametrize("third", ["new", "old"])
+def test_a_race_whose_folder_was_moved_goes_on_there(third: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Moved on, or back, and each time killed with a run under way that has a recipe file of the race."""
+    folder = tmp_path / "old" / "race"
+    write_target(folder, names=("muon8_lean", "plan"))
+    for hanging, begun, place in ((101, 4, "between"), (201, 6, third)):
+        script = tmp_path / f"{hanging}.py"
+        script.write_text(SCRIPT.replace('"0.05")', f'"6000 if seed == {hanging} else 0")'))
+        process = start_script(script, str(folder), *ONE_STAGE, folder=tmp_path / "log").process
+        wait_until(lambda at=folder, n=begun: len(list(at.glob("*/process"))) == n, what=f"{begun} runs")
+        process.kill()
+        process.join()
+        (tmp_path / place).mkdir(exist_ok=True)
+        shutil.move(folder, folder := tmp_path / place / "race")
+    result = raced(folder)
     assert result is not None and result["choice"] == "plan"
     assert not any(row["left"] for row in result["entrants"]) and "has begun without" not in capsys.readouterr().out
-    assert [len(lines) for lines in attempts(new).values()][:4] == [1, 1, 2, 2]
+    assert [len(lines) for lines in attempts(folder).values()][:4] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_race_of_an_earlier_version_goes_on_without_its_study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its study has a name without the folder's hash; of another folder in the same storage, it is left alone."""
+    folder, names = tmp_path / "race", [f"race_{tmp_path.name}_race"]
+    for place, storage in ((folder, "null"), (tmp_path / "b" / "race", f"sqlite:///{tmp_path / 'shared.db'}")):
+        write_target(place, names=("muon8_lean",))
+        words = (f"race.storage='{storage}'",) if storage != "null" else ()
+        with monkeypatch.context() as patch:
+            patch.setattr(race_module, "stored_name", lambda *_, earlier, **__: names.append(earlier) or earlier)
+            assert raced(place, *words) is not None
+        before = attempts(place)
+        for damaged in (None, "{", '{"name": 3}'):
+            (place / "study.json").unlink() if damaged is None else (place / "study.json").write_text(damaged)
+            assert raced(place, *words) is not None and attempts(place) == before
+            assert read_json(place / "study.json")["name"] == names[-1] == f"race_{place.parent.name}_race"
+
+
+@pytest.mark.slow
+def test_a_stage_opens_its_study_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise what `open_study` says would stand there twice."""
+    opened: list[int] = []
+    for module in ("race", "study"):
+        monkeypatch.setattr(
+            f"baoc.sweep.{module}.open_study",
+            lambda config, **places: opened.append(config.n_trials) or open_study(config, **places),
+        )
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean"))
+    assert raced(tmp_path) is not None
+    assert opened == [4, 8]
 
 
 @pytest.mark.slow

@@ -151,6 +151,8 @@ def test_a_grid_that_would_lack_points_is_refused_and_late_baselines_are_told(tm
         open_study(config(n_trials=2, space=points, sampler="grid"), folder=tmp_path)
     open_study(config(n_trials=2, space=points, baselines=[["x=0.3"]]), folder=tmp_path)
     assert "has begun without the baselines x=0.3, which are not tried" in capsys.readouterr().out
+    open_study(config(n_trials=2, space=points, baselines=[[]]), folder=tmp_path)
+    assert "has begun without the baselines (no overrides), which are not tried" in capsys.readouterr().out
     param = config(space=points).space[0]
     assert param.override(None) == "x=null" and param.value_of("0.1") == 0.1
 

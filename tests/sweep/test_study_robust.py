@@ -1,6 +1,7 @@
 """What happens to a study from outside: kills at random, Ctrl-C, memory that runs out, torn journals, ranks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -15,11 +17,13 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from baoc.errors import BadInputError, OutputError, TrainingFailedError
+from baoc.frontier.runs import quote
 from baoc.sweep import status, trial_process
 from baoc.sweep import study as study_module
 from baoc.sweep.gpu_slots import count_oom_kills
-from baoc.sweep.storage import open_study, seconds_of
+from baoc.sweep.storage import as_moved, open_study, seconds_of
 from baoc.sweep.study import raise_if_all_failed, run_study
+from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import read_json, write_json
 from experiments.benchmarks import study_kills
 from tests.support.commands import start_script
@@ -145,6 +149,36 @@ def test_the_lock_of_a_worker_that_died_before_the_folder_was_moved_holds_nobody
     (tmp_path / "study.journal.lock").symlink_to(tmp_path / "gone" / "study.journal")
     (only,) = run_study(config(n_trials=1, storage="journal"), folder=tmp_path, code=STUB).trials
     assert only.state is TrialState.COMPLETE and not (tmp_path / "study.journal.lock").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "places", [("a", "b", "c"), ("a", "b", "a"), ("it's", "b c", "it's"), ("a", "a/sub", "a/sub/a")]
+)
+def test_stored_paths_below_the_folder_hold_for_any_number_of_moves(
+    places: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run that was killed between its result and `tell` is not trained again, and later ones are stored alike."""
+
+    def given(folder: Path, count: int) -> StudyConfig:
+        baselines = [["x=0.1", f"recipe={quote(str(folder / f'{n}.yaml'))}", "y=/else/0.yaml"] for n in range(count)]
+        return config(n_trials=count, workers=1, baselines=baselines)
+
+    folder = tmp_path / places[0]
+    for count, place in enumerate(places):
+        (aside := tmp_path / "aside").mkdir() if not count else shutil.move(folder, aside)
+        folder = tmp_path / place
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(aside, folder)
+        if count:
+            study = run_study(given(folder, count), folder=folder, code=STUB)
+            assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * count
+            assert [attempts(folder, n) for n in range(count)] == [["new"]] * count
+            stored = [as_moved(trial.user_attrs["words"], study, folder=folder) for trial in study.trials]
+            assert stored == [list(words) for words in given(folder, count).baselines]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError):
+            patch.setattr(optuna.Study, "tell", Mock(side_effect=StorageInternalError("An exception is raised.")))
+            run_study(given(folder, count + 1), folder=folder, code=STUB)
+    assert "has begun without" not in capsys.readouterr().out
 
 
 def test_seconds_of_a_trial_are_those_of_a_clock_that_is_never_set():
