@@ -59,6 +59,7 @@ LOCK = "study.lock"
 DEFINITION_KEY = "definition"  # `StudyConfig.definition()` of the first start
 SAMPLING_KEY = "drawn"  # sampler and seed of the first start
 HOME_KEY = "home"  # id and path of the one folder that holds the study's runs
+STORED_IN_FOLDER = (None, "journal")  # settings of a storage in the study's folder, which only this study has
 CONNECT_PATIENCE_S = 60.0
 
 
@@ -320,17 +321,17 @@ def read_stored_study_file(folder: Path) -> dict[str, str]:
     return {key: known[key] for key in ("name", "home") if isinstance(known.get(key), str)}
 
 
-def stored_name(setting: str | None, *, folder: Path, earlier: str, default: str) -> str:
-    """The name of the folder's study. If study.json is lost, `earlier`, which earlier versions chose, if the storage
-    has the folder's study under it; else `default`."""
+def stored_name(setting: str | None, *, folder: Path, default: str) -> str:
+    """The name of the folder's study, by study.json or, if that is lost, by the storage; `default` if there is none."""
     name = read_stored_study_file(folder).get("name")
     if name is not None or not _trial_folders(folder):
         return name or default
     url = storage_url(setting, folder=folder)
     with setup_lock(folder, url=url):
-        summaries = optuna.get_all_study_summaries(open_storage(url))
-    homes = {study.study_name: study.user_attrs.get(HOME_KEY, {}).get("path", str(folder)) for study in summaries}
-    return earlier if homes.get(earlier) == str(folder) and default not in homes else default
+        studies = optuna.get_all_study_summaries(open_storage(url))
+    homes = {study.study_name: study.user_attrs.get(HOME_KEY, {}).get("path") for study in studies}
+    is_own = setting in STORED_IN_FOLDER
+    return next((name for name, home in homes.items() if is_own or home == str(folder)), default)
 
 
 def _check_definition(config: StudyConfig, storage: BaseStorage, *, folder: Path) -> None:
@@ -366,7 +367,8 @@ def _check_home_folder(study: optuna.Study, *, config: StudyConfig, folder: Path
     folder_id = read_stored_study_file(folder).get("home")
     if stored is None:
         return {"id": folder_id or uuid.uuid4().hex, "path": str(folder)}
-    file_is_lost = folder_id is None and stored["path"] == str(folder)  # it is written again
+    is_home = stored["path"] == str(folder) or config.storage in STORED_IN_FOLDER
+    file_is_lost = folder_id is None and is_home  # it is written again
     if not file_is_lost and folder_id != stored["id"]:
         raise BadInputError(
             f"study {config.name} has its runs in {stored['path']}, and {folder} is another folder: go on in that one "

@@ -117,20 +117,23 @@ def test_a_race_whose_folder_was_moved_goes_on_there(third: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_race_of_an_earlier_version_goes_on_without_its_study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its study has a name without the folder's hash; of another folder in the same storage, it is left alone."""
-    folder, names = tmp_path / "race", [f"race_{tmp_path.name}_race"]
-    for place, storage in ((folder, "null"), (tmp_path / "b" / "race", f"sqlite:///{tmp_path / 'shared.db'}")):
+@pytest.mark.parametrize("storage", ["null", "journal", "shared"])
+def test_a_race_goes_on_without_its_study_file(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its study has a name of earlier versions. Where the storage lies in the folder, that may have been moved too."""
+    folder, other = tmp_path / "a" / "race", tmp_path / "b" / "race"
+    words = (f"race.storage={f'sqlite:///{tmp_path}/shared.db' if storage == 'shared' else storage}",)
+    for place in (other, folder):
         write_target(place, names=("muon8_lean",))
-        words = (f"race.storage='{storage}'",) if storage != "null" else ()
         with monkeypatch.context() as patch:
-            patch.setattr(race_module, "stored_name", lambda *_, earlier, **__: names.append(earlier) or earlier)
+            patch.setattr(race_module, "stored_name", lambda *_, place=place, **__: f"race_{place.parent.name}_race")
             assert raced(place, *words) is not None
-        before = attempts(place)
-        for damaged in (None, "{", '{"name": 3}'):
-            (place / "study.json").unlink() if damaged is None else (place / "study.json").write_text(damaged)
-            assert raced(place, *words) is not None and attempts(place) == before
-            assert read_json(place / "study.json")["name"] == names[-1] == f"race_{place.parent.name}_race"
+    before = attempts(folder)
+    for damaged in (None, "{", '{"name": 3}'):
+        (folder / "study.json").unlink() if damaged is None else (folder / "study.json").write_text(damaged)
+        if storage != "shared":
+            shutil.move(folder, folder := folder.with_name(f"{folder.name}s"))
+        assert raced(folder, *words) is not None and attempts(folder) == before
+        assert read_json(folder / "study.json")["name"] == "race_a_race"
 
 
 @pytest.mark.slow

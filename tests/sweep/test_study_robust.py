@@ -1,6 +1,7 @@
 """What happens to a study from outside: kills at random, Ctrl-C, memory that runs out, torn journals, ranks."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -378,6 +379,39 @@ def test_two_studies_in_one_folder_are_refused_and_the_first_is_untouched(tmp_pa
     with pytest.raises(BadInputError, match=r"is the folder of study s, and study other was asked for: .*sweep.dir"):
         run_study(config(name="other", n_trials=3), folder=tmp_path, code=STUB)
     assert len(open_study(config(n_trials=2), folder=tmp_path).trials) == 2 and not (tmp_path / "0002").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "recorded", "is_same"),
+    [
+        ("budget=300000000", "budget='300000000'", True),  # as Hydra is given them
+        ("race=600", "race=600s", True),
+        ("recipe=/else/r/plan.yaml", "recipe=else-r-plan", True),  # as earlier versions recorded it
+        ("recipe='/new/study/r/plan.yaml'", "recipe=/new/study/r/plan.yaml", True),
+        ("recipe={study}/r/plan.yaml", r"recipe='/it\'s old/r/plan.yaml'", True),  # the folder was moved
+        ("recipe={study}/r/plan.yaml", "recipe=/old/other/plan.yaml", False),
+        ("recipe={study}/r/plan.yaml", "recipe=/old/xr/plan.yaml", False),
+        ("recipe={study}/r/plan.yaml", "dataset.path=/old/r/plan.yaml", False),
+        ("recipe=/else/r/plan.yaml", "recipe=/old/r/plan.yaml", False),
+        ("budget=300000000", "budget=300000001", False),
+        ("seed=1", "seed=10", False),
+    ],
+)
+@pytest.mark.parametrize("repeat", ["", "0"])
+def test_a_result_counts_for_the_settings_of_its_command(
+    word: str, recorded: str, is_same: bool, repeat: str, tmp_path: Path
+):
+    (folder := tmp_path / "0000" / repeat).mkdir(parents=True)
+    (tmp_path / "study.json").write_text("{}")
+    result = {"command": shlex.join(["python", "run.py", recorded]), "quality": {"value": 7.0}}
+    write_json(folder / "result.json", result)
+    word = word.format(study=tmp_path)
+    trial = trial_process.TrialProcess([word, "hydra.x=1"], folder=folder, threads=1, code="raise SystemExit(9)")
+    trial.process.join()
+    outcome = trial.poll()
+    assert outcome is not None and (outcome.exit_code, outcome.result) == ((0, result) if is_same else (2, None))
+    assert is_same or f"holds the result of other settings (without {word})" in outcome.message
+    assert read_json(folder / "result.json") == result
 
 
 def test_a_result_whose_study_is_gone_is_neither_taken_nor_lost(tmp_path: Path):

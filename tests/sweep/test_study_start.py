@@ -91,3 +91,17 @@ def test_a_long_tmpdir_is_no_fault_of_a_study(tmp_path, run_python):
     script.write_text(code)
     done = run_python(str(script), str(tmp_path / "study"), TMPDIR=str(long))
     assert done.returncode == 0 and done.stdout.endswith("1\n"), done.stderr
+
+
+@pytest.mark.parametrize("word", ["recipe=one.yaml", "model=net.py:build"])
+def test_trials_of_a_study_are_given_files_as_the_command_had_them(word, tmp_path, monkeypatch):
+    """Their processes do not know the options' names that this process has made for Hydra."""
+    (tmp_path / "one.yaml").write_text("hidden: muon_int8")
+    (tmp_path / "net.py").write_text("def build(): pass")
+    monkeypatch.chdir(tmp_path)
+    told = []
+    monkeypatch.setattr(study, "run_study", lambda *_, extra, **__: told.extend(extra))
+    monkeypatch.setattr(study, "raise_if_all_failed", lambda _: None)
+    monkeypatch.setattr("baoc.sweep.space_check.check_space", lambda *_, **__: None)
+    main(["-m", "sweeps=frontier_vision", word, "hydra.sweep.dir=study"])
+    assert word in told
