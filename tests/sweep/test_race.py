@@ -429,7 +429,9 @@ def test_what_a_run_took_where_nothing_was_raced_stays_when_it_resumes(
 ):
     write_target(tmp_path / "race")
     monkeypatch.setattr(race_module, "run_race", lambda *_, **__: None)
-    later = {"told": "lion8: 13 %", "lr": 1e-3, "recipe": {"name": "lion8", "base": "lion8"}}
+    about = {"choice": "lion8", "told": "lion8: 13 %", "claim": "", "budget": "state_25"}
+    family = {"model": {"name": "vit", "size": "tiny"}, "dataset": {"name": "digits"}}
+    later = {**about, "family": family, "lr": 1e-3, "recipe": {"name": "lion8", "base": "lion8"}}
     given = config(tmp_path, "mode=train")
     for found in (None, later):  # the library has a race when the run is resumed
         monkeypatch.setattr(race_module.records, "find_race", lambda *_, found=found, **__: found or _none())
