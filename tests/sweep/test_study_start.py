@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from hydra.core.plugins import Plugins
 
 from baoc.cli import jobs
 from baoc.cli.main import main
@@ -93,8 +94,9 @@ def test_a_long_tmpdir_is_no_fault_of_a_study(tmp_path, run_python):
     assert done.returncode == 0 and done.stdout.endswith("1\n"), done.stderr
 
 
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
 @pytest.mark.parametrize("word", ["recipe=one.yaml", "model=net.py:build"])
-def test_trials_of_a_study_are_given_files_as_the_command_had_them(word, tmp_path, monkeypatch):
+def test_trials_of_a_study_are_given_files_as_the_command_had_them(word, launcher, tmp_path, monkeypatch):
     """Their processes do not know the options' names that this process has made for Hydra."""
     (tmp_path / "one.yaml").write_text("hidden: muon_int8")
     (tmp_path / "net.py").write_text("def build(): pass")
@@ -103,5 +105,11 @@ def test_trials_of_a_study_are_given_files_as_the_command_had_them(word, tmp_pat
     monkeypatch.setattr(study, "run_study", lambda *_, extra, **__: told.extend(extra))
     monkeypatch.setattr(study, "raise_if_all_failed", lambda _: None)
     monkeypatch.setattr("baoc.sweep.space_check.check_space", lambda *_, **__: None)
-    main(["-m", "sweeps=frontier_vision", word, "hydra.sweep.dir=study"])
+
+    def launched(*_, task_function, **__):
+        told.extend(task_function.keywords["extra"])
+        sys.exit("a job starts")
+
+    monkeypatch.setattr(Plugins, "instantiate_launcher", launched)
+    main(["-m", "sweeps=frontier_vision", word, f"hydra/launcher={launcher}", "hydra.sweep.dir=study"])
     assert word in told
