@@ -92,7 +92,7 @@ class TestAdoption:
 
     def test_other_types_are_refused(self) -> None:
         with pytest.raises(
-            BadInputError, match=r"w is float64, and split8 weights .* float32 or bfloat16.*block adamw"
+            BadInputError, match=r"split8 weights are made of float32 or bfloat16, w is float64.*such as adamw"
         ):
             build(make_params({"w": (4,)}, dtype=torch.float64), "adamw+split8")
 

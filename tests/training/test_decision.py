@@ -473,7 +473,9 @@ def test_layers_are_compiled_for_the_sizes_that_are_tried_alone(tmp_path: Path, 
     row = chosen(tmp_path / "day" / "first")
     size, forms = int(row["micro_batch"]), 1 if row["recomputed"] in ("0", row["num_layers"]) else 2
     tried = {int(row["micro_batch"]) for row in rows(tmp_path / "day" / "first") if row["tried"] == "True"}
-    assert counts[0].keys() == tried and max(counts[0].values()) <= 2, "layers that are kept, and recomputed ones"
+    # Which sizes are tried without compiling follows from their seconds.
+    assert size in counts[0] and counts[0].keys() <= tried, "what trains, and of others those that are tried alone"
+    assert max(counts[0].values()) <= 2, "layers that are kept, and recomputed ones"
     assert counts[1] == {size: forms}, "a decision that is kept compiles what is trained"
 
 
