@@ -76,7 +76,7 @@ def _register_fixed_nodes(files: tuple[tuple[str, str, Path, int], ...]) -> None
 def _store(
     group: str, name: str, node: dict[str, Any], *, package: str | None = None, typed: str | None = None
 ) -> None:
-    """`typed`: what the command line has for this option (`as_typed`). Hydra hands the store on to launched jobs."""
+    """`typed`: what the user gave on the command line, for `as_typed`. Launched jobs get it from the store."""
     ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider=typed or "baoc")
 
 
@@ -228,8 +228,8 @@ def _items(value: str) -> list[str]:
 
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Replaces names of options that `register` has made for own code and files of recipes by those that the command
-    line has, with which another process can repeat it."""
+    """Turns option names that `register` has made of own code and recipe files back into the paths that the user typed,
+    which any process can resolve."""
     words = []
     for word in overrides:
         key, _, option = word.partition("=")

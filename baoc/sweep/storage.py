@@ -91,7 +91,7 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
         _check_trials(study, trials, config=config, folder=folder)
         home = _check_home_folder(study, config=config, folder=folder)
         for params, attributes in trials[len(study.trials) :]:
-            stored = {key: as_stored(words, study, folder=folder) for key, words in attributes.items()}
+            stored = {key: to_original_paths(words, study, folder=folder) for key, words in attributes.items()}
             study.enqueue_trial(params, user_attrs=stored)
         content = {
             "schema": 1,
@@ -394,7 +394,7 @@ def _check_trials(
                 "another hydra.sweeper.name, or the settings it has"
             )
     stored_baselines = [
-        as_moved(trial.user_attrs[BASELINE_KEY], study, folder=folder)
+        to_current_paths(trial.user_attrs[BASELINE_KEY], study, folder=folder)
         for trial in stored
         if BASELINE_KEY in trial.user_attrs
     ]
@@ -408,14 +408,14 @@ def _check_trials(
         )
 
 
-def as_moved(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
-    """Stored overrides with paths below the study's folder as that lies now: it may have been moved since."""
+def to_current_paths(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
+    """Stored overrides, with the study's original folder replaced by its current one."""
     return _with_paths(overrides, old=_first_path(study, folder=folder), new=str(folder))
 
 
-def as_stored(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
-    """Overrides with paths below the study's folder as that lay at the first start, however often it was moved. Fixed
-    overrides need it not: they are those of the first start (`_check_definition`)."""
+def to_original_paths(overrides: Sequence[str], study: optuna.Study, *, folder: Path) -> list[str]:
+    """The inverse of `to_current_paths`, for what is stored after the folder has moved. Fixed overrides have the
+    original folder already (`_check_definition`)."""
     return _with_paths(overrides, old=str(folder), new=_first_path(study, folder=folder))
 
 

@@ -28,7 +28,6 @@ from baoc.sweep.sampling import suggest
 from baoc.sweep.signals import POLL_S, SignalHandler
 from baoc.sweep.storage import (
     LOCK,
-    as_moved,
     explain_storage_errors,
     make_trial,
     next_trial,
@@ -36,6 +35,7 @@ from baoc.sweep.storage import (
     release_connections,
     setup_lock,
     storage_url,
+    to_current_paths,
 )
 from baoc.sweep.study_config import (
     ATTEMPTS_KEY,
@@ -286,7 +286,7 @@ class _Worker:
 
     def _start_trial(self, trial: FrozenTrial) -> bool:
         """Starts the trial's first process; False if no GPU has room for it now."""
-        overrides = as_moved(trial.user_attrs[OVERRIDES_KEY], self.study, folder=self.folder)
+        overrides = to_current_paths(trial.user_attrs[OVERRIDES_KEY], self.study, folder=self.folder)
         gpus = self.slots.acquire(_memory_budget_bytes(overrides))
         if gpus is None:
             return False

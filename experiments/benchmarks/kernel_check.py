@@ -4,8 +4,8 @@
     python experiments/benchmarks/kernel_check.py matrices foam_l2 foam_l3  # less -> printed
     python experiments/benchmarks/kernel_check.py repeats  # 1 minute of an H200 -> printed
 
-optimizer_step.py runs it first. `matrices` checks the rules that see a matrix whose names begin as given, `cuts` the
-elementwise ones, each in the cut that it runs in and those that were swept. `repeats` launches the same step many
+optimizer_step.py runs it first. `matrices` checks rules of matrices, `cuts` elementwise ones, only those whose names
+begin as given; `cuts` tries each rule's own launch config and the swept ones. `repeats` launches the same step many
 times, in WORKERS processes that take turns on the GPU, and compares bits: a race between a kernel's warps shows so,
 where one step rarely does.
 """

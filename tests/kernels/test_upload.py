@@ -48,7 +48,7 @@ def test_slots_are_filled_in_turn() -> None:
         assert buffer.slot() == (step - 1) % SLOTS
         buffer.slots[buffer.slot()].fill_(step)
         buffer.copy_up()  # the device counts the slots itself
-        assert buffer.device.tolist() == [step] * NBYTES and buffer.num_copied[0] == step
+        assert buffer.device.tolist() == [step] * NBYTES and buffer.num_copied_host[0] == step
         buffer.sent()
 
 
@@ -56,9 +56,9 @@ def test_a_slot_that_the_device_has_not_read_is_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(staging, "PATIENCE_S", 60.0)
     buffer = make()
     buffer.num_sent = SLOTS  # the copies are still on their way
-    arrive = threading.Timer(0.02, lambda: buffer.num_copied.__setitem__(0, 1))
+    arrive = threading.Timer(0.02, lambda: buffer.num_copied_host.__setitem__(0, 1))
     arrive.start()
-    assert buffer.slot() == 0 and buffer.num_copied[0] == 1
+    assert buffer.slot() == 0 and buffer.num_copied_host[0] == 1
     arrive.join()
 
 
@@ -96,4 +96,4 @@ def test_an_exception_before_or_behind_the_copy_parts_no_counts(copied: bool) ->
     # `sent` is never called
     buffer.slots[buffer.slot()].fill_(3)
     buffer.send()
-    assert buffer.device.tolist() == [3] * NBYTES and buffer.num_sent == buffer.num_copied[0] == 2 + copied
+    assert buffer.device.tolist() == [3] * NBYTES and buffer.num_sent == buffer.num_copied_host[0] == 2 + copied

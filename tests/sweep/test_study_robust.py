@@ -22,7 +22,7 @@ from baoc.frontier.runs import quote
 from baoc.sweep import status, trial_process
 from baoc.sweep import study as study_module
 from baoc.sweep.gpu_slots import count_oom_kills
-from baoc.sweep.storage import as_moved, open_study, seconds_of
+from baoc.sweep.storage import open_study, seconds_of, to_current_paths
 from baoc.sweep.study import raise_if_all_failed, run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import read_json, write_json
@@ -174,7 +174,7 @@ def test_stored_paths_below_the_folder_hold_for_any_number_of_moves(
             study = run_study(given(folder, count), folder=folder, code=STUB)
             assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * count
             assert [attempts(folder, n) for n in range(count)] == [["new"]] * count
-            stored = [as_moved(trial.user_attrs["words"], study, folder=folder) for trial in study.trials]
+            stored = [to_current_paths(trial.user_attrs["words"], study, folder=folder) for trial in study.trials]
             assert stored == [list(words) for words in given(folder, count).baselines]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError):
             patch.setattr(optuna.Study, "tell", Mock(side_effect=StorageInternalError("An exception is raised.")))

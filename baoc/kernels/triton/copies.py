@@ -19,7 +19,7 @@ def copy_slot_kernel(
     slots,  # int64[NUM_SLOTS, slot_words] in pinned memory
     uploaded,  # int64[>= words] on the device
     num_copied,  # int64[1] on the device: launches so far
-    told,  # int64[1] in pinned memory: takes `num_copied` when the slot has been read
+    num_copied_host,  # int64[1] in pinned memory: takes `num_copied` when the slot has been read
     words, slot_words,
     NUM_SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def copy_slot_kernel(
         )
     tl.debug_barrier()  # every thread has read the count and its part of the slot
     tl.store(num_copied, count + 1)
-    tl.store(told, count + 1)
+    tl.store(num_copied_host, count + 1)
 
 
 @triton.jit

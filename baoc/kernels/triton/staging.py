@@ -274,9 +274,9 @@ class Upload:
 
     Kernels move both, because a copy of torch takes the host 10 us, as recording an event does, and a kernel in a CUDA
     graph nearly nothing. `copy_up` and `receive` are what a graph may hold: the device counts the uploads itself, so
-    that one graph serves all slots, and tells the count to the host, so that this knows which slots are free. Before a
-    launch or replay of `copy_up`, set `sending`; after it, call `sent()`. Where an exception came between, the host
-    takes the device's count.
+    that one graph serves all slots, and copies the count to the host, which tells by it which slots are free. Before a
+    launch or replay of `copy_up`, set `sending`; after it, call `sent()`. If a launch raises in between, the
+    next `slot()` sets `num_sent` to the device's count.
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
@@ -284,13 +284,13 @@ class Upload:
             raise ValueError(f"{nbytes} bytes are no whole number of 8-byte words, which is what the kernel copies")
         self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.back = torch.zeros(num_back, dtype=torch.int64, device=device)
-        self._copied = torch.zeros(1, dtype=torch.int64, device=device)  # uploads, as the device counts them
+        self._num_copied = torch.zeros(1, dtype=torch.int64, device=device)  # uploads, as the device counts them
         pinned = partial(torch.zeros, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._slots = pinned(SLOTS, -(-nbytes // 16) * 16)
         self.slots = [slot[:nbytes] for slot in self._slots]
-        self._received, self._told = pinned(8 * num_back), pinned(8)
+        self._received, self._pinned_count = pinned(8 * num_back), pinned(8)
         self.received = memory_of(self._received)
-        self.num_copied = memory_of(self._told).cast("q")  # [1]: `_copied`, as the device told it
+        self.num_copied_host = memory_of(self._pinned_count).cast("q")  # [1]: follows `_num_copied` asynchronously
         self.num_sent = 0
         self.sending = False
         if device.type == "cuda":  # torch would give pinned memory to others while a kernel, of which it knows nothing,
@@ -298,30 +298,30 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        return self.device.nbytes + self.back.nbytes + self._copied.nbytes
+        return self.device.nbytes + self.back.nbytes + self._num_copied.nbytes
 
     def slot(self) -> int:
         """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
         if self.sending:
-            self._count_again()
-        elif self.num_sent - self.num_copied[0] >= SLOTS:
+            self._resync_count()
+        elif self.num_sent - self.num_copied_host[0] >= SLOTS:
             self._wait()
         return self.num_sent % SLOTS
 
     def _wait(self) -> None:
         """Waits until the device has copied the oldest slot. Raises torch's error if the device failed."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.num_sent - self.num_copied[0] >= SLOTS:
+        while self.num_sent - self.num_copied_host[0] >= SLOTS:
             time.sleep(_POLL_S)
-            # The query raises if the device failed. An idle stream means that another one copies, or that none does.
+            # The query raises if the device failed. If the stream is idle, the copy is on another or was not launched.
             if time.monotonic() > deadline and torch.cuda.current_stream(self.device.device).query():
-                return self._count_again()
+                return self._resync_count()
 
-    def _count_again(self) -> None:
-        """Takes the count of the device, which has done all that was launched."""
+    def _resync_count(self) -> None:
+        """Waits for the device and sets `num_sent` to its count."""
         if self.device.is_cuda:
             torch.cuda.synchronize(self.device.device)
-        self.num_sent, self.sending = self.num_copied[0], False
+        self.num_sent, self.sending = self.num_copied_host[0], False
 
     def send(self, nbytes: int | None = None) -> None:
         """Copies the slot, or its first `nbytes`, to the device on the current stream, and moves to the next slot."""
@@ -336,7 +336,14 @@ class Upload:
         words = (self.device.nbytes if nbytes is None else nbytes) // 8
         slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
         copy_slot_kernel[(1,)](
-            slots, uploaded, self._copied, self._told.view(torch.int64), words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE
+            slots,
+            uploaded,
+            self._num_copied,
+            self._pinned_count.view(torch.int64),
+            words,
+            slots.shape[1],
+            SLOTS,
+            COPY_BLOCK_SIZE,
         )
 
     def sent(self) -> None:

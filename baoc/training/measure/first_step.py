@@ -91,9 +91,8 @@ class FirstStep:
         for session, reallocator in zip(self._sessions, reallocators, strict=True):
             complete, seeds = session.complete(footprint), seeding.temporary_bytes(session.params.values())
             temporaries = {name: max(held, seeds) for name, held in complete.step_temporary_bytes.items()}
-            complete = replace(
-                complete, step_temporary_bytes=temporaries
-            )  # v is seeded from the second step's gradient
+            # v is seeded from the second step's gradient
+            complete = replace(complete, step_temporary_bytes=temporaries)
             reallocator.planner.footprint = session.largest_on_ranks(complete)
             reallocator.planner.budget, reallocator.deferred_budget = budget, None
             reallocator.planner.count_profile(profile_bytes, temporary_bytes=temporary_bytes)
