@@ -37,7 +37,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +121,7 @@ def probe_footprint(
     ):
 
         def run() -> object:
-            with restorer.watching() if warm else nullcontext():
+            with restorer.watching():
                 return run_micro_batch()
 
         training = _measure_training(
@@ -270,7 +270,7 @@ def _peak_of_two_runs(
     meter.reset_peak()
     for _ in range(2):
         _drop_gradients(params)
-        _run_micro_batch(run, params, after_drop=None)
+        run()  # its backward too
         dropper.finish()
     return meter.peak_bytes
 
@@ -416,7 +416,7 @@ class FirstStepMemory:
         meter.__exit__(None, None, None)
         self._remove_hooks()
         device = meter.device
-        released = self._stepping_bytes > 0
+        released = bool(self._stepping_bytes)
         absent = [p for p in self._params if id(p) in self._absent and p.grad is None]
         absent_bytes = 0 if released else storage_bytes(absent)
         gradients_bytes = _gradients_bytes(self._params) + absent_bytes

@@ -51,7 +51,7 @@ CAMPAIGNS = {  # files whose lines are changed, and the tests that are to tell, 
         "optim/test_optim_displacement.py",
     ),
     "codecs": ("optim/codecs.py", "optim/test_codecs.py optim/test_codec_errors.py optim/test_packed_codecs.py"),
-    "footprint": ("profiling/footprint.py", "profiling/test_footprint.py"),
+    "footprint": ("profiling/footprint.py", "profiling/test_footprint.py profiling/test_footprint_on_cuda.py"),
     "allocators": (
         "planning/allocators/*.py",
         "planning/test_allocator.py planning/test_allocation.py planning/test_allocation_moves.py "

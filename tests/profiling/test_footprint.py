@@ -316,11 +316,14 @@ def test_a_probe_counts_gradients_that_its_batch_gave_to_none():
     """An expert that had no sample."""
     net, idle = Net(), nn.Linear(32, 64)
     both = nn.ModuleList([net, idle])
-    alone, found = (probe_footprint(module, run_micro_batch=lambda: net(data())) for module in (net, both))
-    weights, gradients = sum(p.nbytes for p in idle.parameters()), sum(p.nbytes for p in idle.parameters())
+    run = lambda: net(data())  # noqa: E731
+    alone, found = (probe_footprint(one, run_micro_batch=run, run_validation_batch=run) for one in (net, both))
+    weights = gradients = sum(p.nbytes for p in idle.parameters())
     assert found.gradients_bytes == alone.gradients_bytes + gradients
     assert found.resident_bytes == alone.resident_bytes + weights + gradients
     assert found.forward_backward_bytes == alone.forward_backward_bytes + weights + gradients
+    for before, after in zip(alone.intervals, found.intervals, strict=True):
+        assert after == replace(before, num_bytes=before.num_bytes + weights + gradients)
 
 
 def test_a_first_step_that_releases_gradients_keeps_the_most_of_any_block():
