@@ -130,13 +130,13 @@ def weight_savings(block: Block, *, spec: OptimizerSpec) -> dict[str, int]:
     return {name: nbytes for name, nbytes in savings.items() if nbytes}
 
 
-_LARGE = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)
+_MATRIX = ParamInfo(name="large", shape=(4096, 4096), dtype="float32", role=Role.MLP)
+_LARGE = Block(name="large", params=(_MATRIX,), role=Role.MLP)
 
 
 def bytes_per_parameter(spec: OptimizerSpec, *, rule: RuleInfo) -> tuple[float, float]:
     """(state bytes, weight bytes) per element of a large fp32 matrix, in which bytes per tensor are negligible."""
-    block = Block(name="large", params=(_LARGE,), role=Role.MLP)
-    state, weights = state_bytes(block, spec=spec, rule=rule), weight_bytes(block, spec=spec)
+    state, weights = state_bytes(_LARGE, spec=spec, rule=rule), weight_bytes(_LARGE, spec=spec)
     return state / _LARGE.numel, weights / _LARGE.numel
 
 
