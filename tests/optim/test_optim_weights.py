@@ -254,6 +254,30 @@ class TestMigration:
         (move,) = optimizer.migrate({"w": "adamw"})
         assert params["w"].dtype is torch.bfloat16 and 0 < move.conversion_error["weights"] < 2.0**-8
 
+    @pytest.mark.parametrize("target", ["split8", "bf16"])
+    @pytest.mark.parametrize("source", ["adamw", "lion+split8"])
+    def test_a_model_that_is_loaded_after_a_move_gets_no_correction_of_what_it_was(
+        self, source: str, target: str
+    ) -> None:
+        params, optimizer, _ = trained(SHAPES, source, lr=1e-2, steps=4)
+        optimizer.migrate(dict.fromkeys(SHAPES, spec_of("adamw", target)))
+        loaded = {name: torch.full(shape, 0.5) for name, shape in SHAPES.items()}
+        load_model(params, loaded)
+        assert_same(masters(optimizer), loaded)
+
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "native"])
+    def test_weights_are_stored_as_by_an_optimizer_that_is_built_so(self, kind: str) -> None:
+        moved, built = make_params(SHAPES), make_params(SHAPES)
+        build(moved, "adamw").migrate(dict.fromkeys(SHAPES, spec_of("adamw", kind)))
+        build(built, spec_of("adamw", kind))
+        assert_same(values(moved), values(built))
+
+    def test_weights_whose_type_stays_stay_where_they_are(self) -> None:
+        params, optimizer, _ = trained(SHAPES, "adamw+split8", steps=1)
+        before = {name: param.data_ptr() for name, param in params.items()}
+        optimizer.migrate(dict.fromkeys(SHAPES, "adamw+bf16_sr"))
+        assert {name: param.data_ptr() for name, param in params.items()} == before
+
     def test_blocks_that_come_to_stand_still_are_named_once(self) -> None:
         params = make_params({"a": (8, 8), "b": (8, 8)})
         optimizer = build(params, "adamw")

@@ -89,6 +89,7 @@ def test_blocks_are_put_together_up_to_a_limit_beside_what_was_there():
         ("a8 d2 c1 b1 a4", 6, "a", "d cb a"),  # beside what is there of a
         ("a1 d4 b7", 11, "a", "a db"),
         ("d8 b2", 14, "b", "d b"),
+        ("b4 c9 b6 a3", 9, "", "c b a"),  # both parts of b are over the limit
     ],
 )
 def test_gradients_that_come_by_parts_wait_beside_the_peak_up_to_there(order: str, limit: int, apart: str, groups: str):
