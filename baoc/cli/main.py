@@ -111,6 +111,8 @@ def _finish(code: int) -> int:
     sweep_dir = jobs.STATE.sweep_dir
     if sweep_dir is None:
         failures = jobs.STATE.failures
+    elif not os.path.isdir(sweep_dir):  # could not be made; `Path.is_dir` raises for a name that is too long
+        failures = []
     else:
         is_study = (sweep_dir / "study.lock").exists()
         failures = [] if is_study else jobs.read_failures(sweep_dir)  # a study has reported its failures itself
@@ -118,7 +120,7 @@ def _finish(code: int) -> int:
             pass  # refused; a frontier of earlier trials would hide the message
         elif is_study or any(entry.is_dir() for entry in sweep_dir.glob("*")):
             _report_frontier(sweep_dir)
-        elif sweep_dir.is_dir():  # refused before its first job
+        else:  # refused before its first job
             shutil.rmtree(sweep_dir)
     return code or next((failure.exit_code for failure in failures), 0)
 

@@ -39,7 +39,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     finally:
         if file is not None:
             with suppress(OSError):
-                (folder / LOCK).unlink()
+                if _is_at(folder / LOCK, file):
+                    (folder / LOCK).unlink()
             file.close()
 
 
@@ -65,7 +66,7 @@ def _acquire(path: Path) -> IO[str] | None:
                 f"{path.name} there), or choose another folder with hydra.run.dir=PATH"
             ) from None
         with suppress(FileNotFoundError):
-            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+            if _is_at(path, file):
                 break
         file.close()  # another process has just removed this file: lock the new one
     with suppress(OSError):  # on a full disk the file stays empty, but locked
@@ -73,3 +74,8 @@ def _acquire(path: Path) -> IO[str] | None:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     return file
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether `file` is still the one at `path`, which someone may have removed, and another process made again."""
+    return os.path.samestat(os.fstat(file.fileno()), path.stat())

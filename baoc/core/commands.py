@@ -6,6 +6,7 @@ Used by the `python -m baoc.FOLDER.NAME` commands, which run without Hydra; `bao
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 
@@ -95,6 +96,11 @@ def system_error(error: BaseException) -> BaocError | None:
             return BadInputError("the folder that the command runs in is gone: change to another one")
         if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
             return disk_full_error(cause, cause.filename)
+        if isinstance(cause, OSError) and _made_a_folder(cause):
+            return OutputError(
+                f"cannot make the folder {cause.filename}: {cause.strerror}; name another one (hydra.run.dir=PATH, "
+                "hydra.sweep.dir=PATH for a multirun, or the option or variable that names it)"
+            )
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             path = f" {cause.filename}" if cause.filename else ""
             return OutputError(f"cannot open or write{path}: {cause.strerror}; a run writes into hydra.run.dir=PATH")
@@ -104,6 +110,13 @@ def system_error(error: BaseException) -> BaocError | None:
                 "set a smaller micro_batch, model.size or budget"
             )
     return None
+
+
+def _made_a_folder(error: OSError) -> bool:
+    """Whether a call of mkdir or makedirs raised the error. In file systems without folders, such as /proc, it is that
+    a file is missing, which elsewhere may be a bug."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].name in ("mkdir", "makedirs")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

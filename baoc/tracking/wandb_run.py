@@ -34,8 +34,18 @@ class WandbRunLogger(WandbLogger):
     itself. If a call of wandb raises, because its process is gone or refuses, this is printed once, and training goes
     on without W&B."""
 
-    def __init__(self, run: Any, *, project: str, run_dir: Path, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        run: Any,
+        *,
+        project: str,
+        run_dir: Path,
+        say: Callable[[str], None] = print,
+        offline_folder: Path | None = None,
+    ):
+        """`offline_folder`: where an offline run is kept until it is uploaded."""
         super().__init__(experiment=run, project=project, save_dir=run_dir)
+        self._offline_folder = offline_folder
         self.closed = self._guarding = self._media_refused = False
         self._say = say
         self._guard(lambda: run.define_metric("trainer/global_step", hidden=True))
@@ -64,7 +74,12 @@ class WandbRunLogger(WandbLogger):
 
     def finish(self, *, exit_code: int) -> None:
         """Ends the run, once; an exit code other than 0 marks it as failed."""
+        if self.closed:
+            return
         self._guard(lambda: self.experiment.finish(exit_code=exit_code))
+        folder = self._offline_folder
+        if not self.closed and folder is not None and not any(folder.glob("*.wandb")):  # wandb itself does not notice
+            self._say(f"W&B: lost ({folder} was removed or moved during the run); metrics.jsonl holds every step")
         self.closed = True
 
     def _guard(self, call: Callable[..., Any], *args: Any, media: str | None = None, **kwargs: Any) -> None:
@@ -176,11 +191,12 @@ def open_run(
                 why = _describe(error)
             else:
                 close_wandb()  # wandb's process, which jobs share, died during an earlier job
-    if tries[0] == "online":
+    folder = None if tries[0] == "online" else Path(run.dir).parent
+    if folder is None:
         say(f"W&B: online, {run.url}")
     else:
-        say(f"W&B: offline ({why}); upload it later with: wandb sync {Path(run.dir).parent}")
-    return WandbRunLogger(run, project=project, run_dir=run_dir, say=say)
+        say(f"W&B: offline ({why}); upload it later with: wandb sync {folder}")
+    return WandbRunLogger(run, project=project, run_dir=run_dir, say=say, offline_folder=folder)
 
 
 def choose_run_id() -> str | None:

@@ -1,6 +1,9 @@
 """What is no error of ours has one exit code and one message too; only a bug shows its traceback."""
 
 import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from omegaconf.errors import ConfigAttributeError, InterpolationKeyError
@@ -61,6 +64,22 @@ def test_exit_code_and_message(error: BaseException, exit_code: int, message: st
     assert failure.exit_code == exit_code
     assert message in failure.message
     assert bool(failure.details) == (exit_code == 1 and not isinstance(error, SystemExit))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.makedirs])
+def test_a_folder_that_cannot_be_made_is_named_whatever_the_system_says(make: Callable[..., None], tmp_path: Path):
+    (tmp_path / "file").touch()
+    for path, reason in (
+        (Path("/proc/none"), "No such file or directory"),
+        (tmp_path / "file", "File exists"),
+        (tmp_path / "file" / "below", "Not a directory"),
+        (tmp_path / ("long" * 80), "File name too long"),
+    ):
+        with pytest.raises(OSError) as caught:
+            make(path)
+        failure = failure_of(raised(RuntimeError("compiling failed"), caught.value))
+        assert failure.exit_code == 2
+        assert failure.message.startswith(f"cannot make the folder {path}: {reason}; name another one (hydra.run.dir=")
 
 
 def raised(outer: BaseException, inner: BaseException) -> BaseException:

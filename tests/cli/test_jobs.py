@@ -14,6 +14,7 @@ import yaml
 
 from baoc.cli import jobs
 from baoc.cli.main import main
+from baoc.cli.run_lock import lock_folder
 from baoc.config.schema import RunConfig
 from baoc.errors import InfeasibleBudgetError, TrainingFailedError
 from baoc.units import MIB
@@ -168,11 +169,22 @@ def test_two_processes_are_never_in_one_folder(training, tmp_path: Path, capsys,
     assert commands and not (mine / "run.lock").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(training, tmp_path: Path, capsys):
+def test_a_lock_that_another_process_made_anew_stays(tmp_path: Path):
+    with lock_folder(tmp_path):
+        (tmp_path / "run.lock").unlink()
+        (tmp_path / "run.lock").write_text("another process")
+    assert (tmp_path / "run.lock").read_text() == "another process"
+
+
+@pytest.mark.parametrize("words", [["hydra.run.dir={}"], ["-m", "hydra.sweep.dir={}", "budget=state_50,state_25"]])
+@pytest.mark.parametrize("folder", ["file/run", "/proc/none", "long" * 80])
+def test_a_folder_that_cannot_be_made_is_named(training, folder: str, words: list[str], tmp_path: Path, capsys):
     training(do_nothing)
     (tmp_path / "file").write_text("")
-    assert main(["hydra.run.dir=file/run"]) == 2
-    assert "cannot open or write" in capsys.readouterr().err
+    assert main([word.format(folder) for word in words]) == 2
+    shown = capsys.readouterr()
+    assert "cannot make the folder" in shown.err or "cannot open or write" in shown.err
+    assert folder in shown.err and "Traceback" not in shown.out + shown.err
 
 
 def test_jobs_of_a_multirun_do_not_disturb_each_other(training, frontiers, tmp_path: Path, capsys):

@@ -1,13 +1,15 @@
 """What every allocator owes its callers, whatever it is after."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import NATIVE, select
 from baoc.core.rule_tags import RULE_INFOS
+from baoc.errors import BadInputError
 from baoc.planning.allocators import ALLOCATORS, Allocator, NoFeasibleAllocation
 from baoc.planning.candidates import build_candidates, undominated
 from baoc.planning.cost import adamw_state_bytes
@@ -120,6 +122,21 @@ class TestAllocator:
     def test_blocks_that_hold_nothing(self, allocator: Allocator):
         empty = named(candidates([(0.0, 0, 0.0)], [(0.0, 0, 0.0), (0.0, 0, 0.0)]), allocator=allocator)
         hold(allocator(empty, limits=Limits(state_bytes=0)), of=empty, limits=Limits(state_bytes=0))
+
+    @pytest.mark.parametrize("kind", [field.name for field in fields(Limits)])
+    @pytest.mark.parametrize("num_blocks", [0, 1])
+    def test_limits_of_any_number(self, allocator: Allocator, kind: str, num_blocks: int):
+        """Without blocks, too; a limit that is no number is met by nothing."""
+        if allocator.name.startswith("uniform_") and not num_blocks:
+            with pytest.raises(BadInputError, match="applies to none of the 0 blocks"):
+                allocator({}, limits=Limits())
+            return
+        options = named(candidates(*[[(0.5, 10, 1.0)]] * num_blocks), allocator=allocator)
+        for limit in (-1, -math.inf, math.nan):
+            with pytest.raises(NoFeasibleAllocation) as error:
+                allocator(options, limits=Limits(**{kind: limit}))
+            assert (error.value.least_state_bytes, error.value.least_step_s) == (10 * num_blocks, num_blocks)
+        assert len(allocator(options, limits=Limits(**{kind: math.inf})).choices) == num_blocks
 
     @pytest.mark.parametrize("limit", [-1, 0])
     def test_less_than_nothing_left(self, allocator: Allocator, limit: int):

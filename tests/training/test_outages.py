@@ -27,42 +27,50 @@ pytestmark = pytest.mark.slow
 # -- W&B --------------------------------------------------------------------------------------------------------------
 
 JOBS = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from baoc.tracking.loggers import finishing, log_plan, log_summary, make_loggers
 from tests.support.processes import At, descendants
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 from tests.support.values import make_plan, make_result
 
-def job(folder, kill):
+def job(folder, fault):
     before = descendants()
     given = {"wandb": {"project": "p", "entity": None, "mode": "offline"}, "run_dir": folder, "name": "a", "config": {}}
     loggers = make_loggers(["wandb"], **given, say=lambda text: print(text, flush=True))
     service = [pid for pid in descendants() if pid not in before]
     assert service, "wandb runs in a process of its own"
-    callbacks = [At(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in service])] if kill else []
+    faults = {
+        "kill": lambda: [os.kill(pid, signal.SIGKILL) for pid in service],
+        "remove": lambda: shutil.rmtree(folder / "wandb"),
+    }
+    callbacks = [At(3, faults[fault])] if fault else []
     with finishing(loggers):
         tiny_trainer(logger=loggers, max_steps=8, callbacks=callbacks).fit(TinyModule(), TinyLoader(), TinyBatches())
         log_plan(loggers, plan=make_plan())
         log_summary(loggers, result=make_result())
 
 root = Path(sys.argv[1])
-job(root / "first", kill=True)
-job(root / "second", kill=False)
+job(root / "first", "kill")
+job(root / "second", None)
+job(root / "third", "remove")
 """
 
 
-def test_wandb_killed_in_the_middle_costs_its_own_records_only(tmp_path: Path) -> None:
-    """wandb's own process is killed at step 3 of a job: that job ends well, and the next one has W&B again."""
+def test_what_wandb_loses_in_the_middle_is_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    """wandb's own process is killed at step 3 of the first job, and the folder of the third one is removed there."""
     script = tmp_path / "jobs.py"
     script.write_text(JOBS)
     places = {place: str(tmp_path / "wandb-home") for place in PLACES}
     code, text = start_script(script, str(tmp_path), folder=tmp_path, WANDB_MODE="offline", **places).done()
     assert code == 0, text
     told = [line for line in text.splitlines() if line.startswith("W&B")]
-    assert [line.split("(")[0] for line in told] == ["W&B: offline ", "W&B: lost ", "W&B: offline "], told
+    assert [line.split("(")[0] for line in told] == ["W&B: offline ", "W&B: lost "] + 2 * ["W&B: offline "] + [
+        "W&B: lost "
+    ], told
     assert told[1].endswith("the run goes on without it, metrics.jsonl holds every step")
-    for job in ("first", "second"):
+    assert told[4].endswith("was removed or moved during the run); metrics.jsonl holds every step")
+    for job in ("first", "second", "third"):
         assert [line["step"] for line in read_metrics(tmp_path / job)] == list(range(8))
     (record,) = [file for file in (tmp_path / "second").glob("wandb/offline-run-*/*.wandb") if file.stat().st_size]
     assert b"train/loss" in record.read_bytes()

@@ -59,6 +59,9 @@ def minimise(problem: Problem, *, objective: Floats) -> tuple[Ints, float] | Non
     If the solver's choice passes a limit by its tolerance, the limit is tightened by as much and the program is solved
     again; the bound stays that of the first. Raises Undecided.
     """
+    if not problem.names:  # HiGHS takes no program without variables
+        nothing = problem.least(objective)
+        return (nothing, 0.0) if problem.feasible(nothing) else None
     classes = _classes(problem, objective)
     tightened, bound = problem, None
     for _ in range(MAX_SOLVES):
