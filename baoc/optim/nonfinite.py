@@ -9,7 +9,7 @@ one reduction.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from baoc.optim.wrappers import refuse_sparse
 
 log = logging.getLogger(__name__)
 POLICIES = ("skip_element", "skip_step", "raise")
+PATIENCE = 20  # steps in a row, after which a warning comes again, as `faults.patience` has it of losses
 MAX_NAMED = 8  # parameters that a message lists, worst first: after a loss of NaN all are affected
 
 
@@ -50,7 +51,8 @@ class NonFiniteFilter:
         self._masks: dict[Tensor, Tensor] = {}  # parameter -> bool mask, True where finite
         self._checked_grads: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was checked
         self._backends_found_some = False  # in the present gradients
-        self._last_nonfinite_when = ""  # the step that `last_nonfinite` is of, as text
+        self._last_attempt = -1  # number of the step, skipped ones included, that `last_nonfinite` is of
+        self._num_in_a_row = 0  # steps with non-finite elements, up to that one
         self._pending_error = ""  # message of policy `raise`, until all processes have voted
         self.vote: Callable[[bool], bool] = bool
 
@@ -100,7 +102,7 @@ class NonFiniteFilter:
         """Reports the counts of backends from steps before `step`. Without `wait`, only those that reached the host."""
         counts = new_nonfinite(unit, wait=wait)
         if counts:
-            self._report(counts, when=f"before step {step}")
+            self._report(counts, step=step, known="before")
             if self._pending_error:
                 self._raise(unit, step=step)
 
@@ -122,7 +124,7 @@ class NonFiniteFilter:
             self._backends_found_some = self._backends_found_some or bool(backend_counts)
             counts |= backend_counts
         if counts:
-            self._report(counts, when=f"in step {step}")
+            self._report(counts, step=step, known="in")
         return sum(counts.values()) if not backends or self.policy != "skip_element" else None
 
     def _mask(self, names: Mapping[Tensor, str]) -> dict[str, int]:
@@ -152,20 +154,31 @@ class NonFiniteFilter:
         checked = self._checked_grads.get(param)
         return checked is not None and param.grad is not None and checked() is param.grad
 
-    def _report(self, counts: dict[str, int], *, when: str) -> None:
-        first = not self.num_nonfinite
+    def _report(self, counts: dict[str, int], *, step: int, known: Literal["in", "before"]) -> None:
+        first, last_attempt = not self.num_nonfinite, self._last_attempt
         self.num_nonfinite += sum(counts.values())
+        self._last_attempt = step + self.num_skipped_steps  # a skipped step has the number of the next one
         # Blocks that are stepped in backward report one by one.
-        self.last_nonfinite = {**(self.last_nonfinite if when == self._last_nonfinite_when else {}), **counts}
-        self._last_nonfinite_when = when
+        self.last_nonfinite = {**(self.last_nonfinite if self._last_attempt == last_attempt else {}), **counts}
         worst = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MAX_NAMED]
         names = ", ".join(f"{name} ({count})" for name, count in worst)
         names += f" and {len(counts) - MAX_NAMED} more" if len(counts) > MAX_NAMED else ""
-        text = f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {when}: {names}"
+        text = (
+            f"{sum(counts.values())} gradient element(s) are NaN, infinite or beyond 2^48 {known} step {step}: {names}"
+        )
         if self.policy == "raise":
             self._pending_error = text
-        else:
-            log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
+            return
+        log.log(logging.WARNING if first else logging.INFO, "%s; policy: %s", text, self.policy)
+        if self._last_attempt != last_attempt:
+            self._num_in_a_row = self._num_in_a_row + 1 if self._last_attempt == last_attempt + 1 else 1
+            if self._num_in_a_row == PATIENCE:
+                log.warning(
+                    "the gradients of %d steps in a row held elements that are not finite (policy: %s), so training "
+                    "may stand still: lower the learning rate, or set nonfinite=raise to end where there are some",
+                    PATIENCE,
+                    self.policy,
+                )
 
     def _raise(self, unit: StepUnit, *, step: int) -> None:
         text = self._pending_error or f"another process found non-finite gradients in step {step}"

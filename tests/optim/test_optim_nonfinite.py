@@ -276,6 +276,20 @@ class TestPolicies:
         )
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
+    @pytest.mark.parametrize("policy", ["skip_element", "skip_step"])
+    def test_steps_in_a_row_are_warned_of_again(self, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+        """A loop of one's own has nobody else who would end or tell it; run.py ends after as many losses."""
+        params, optimizer, gradients = trained({"w": (4, 8)}, "adamw", lr=1e-2, steps=2, nonfinite=policy)
+        for finite in (*[False] * 5, True, *[False] * 20):
+            gradients.give(params)
+            if not finite:
+                poison(params, value=torch.nan)
+            assert "in a row" not in caplog.text
+            optimizer.step()
+        assert "the gradients of 20 steps in a row held elements that are not finite (policy: " in caplog.text
+        assert "lower the learning rate, or set nonfinite=raise to end" in caplog.text
+        assert [record.levelname for record in caplog.records].count("WARNING") == 2
+
     def test_of_many_tensors_the_worst_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
         params, optimizer, gradients = trained({f"w{i}": (2, 3) for i in range(10)}, "adamw", lr=1e-2, steps=5)
         gradients.give(params)
