@@ -9,7 +9,7 @@ from torch import Tensor
 from baoc.data.loader import ShuffledLoader
 from baoc.errors import TrainingFailedError
 from tests.support.deadly_rows import Rows
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_workers_end_with_a_run_that_was_killed(tmp_path: Path, run_python) -> N
     script.write_text(KILLED)
     done = run_python(str(script), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: not Path(f"/proc/{int(done.stdout)}").exists(), what="the end of the worker")
+    wait_until(lambda: has_ended(int(done.stdout)), what="the end of the worker")
 
 
 def test_an_error_of_the_data_is_not_taken_for_a_death(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""What a forked command starts as `sys.executable` is forked too: ranks and tasks of torchrun and submitit would import
-torch and Lightning for 3 to 5 s each. `sys.executable` becomes a script that asks a fork of the command as it began. It
-hands over arguments, environment and standard streams, passes signals on and ends as its fork does; killed, it takes
-that along.
+"""What a forked command starts as `sys.executable` is forked too: ranks and tasks of torchrun and submitit, and servers
+of forks, would import torch and Lightning for 3 to 5 s each. `sys.executable` becomes a script that asks a fork of the
+command as it began. It hands over arguments, environment and open files, passes signals on and ends as its fork does;
+killed, it takes that along.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,16 +21,18 @@ from typing import Any
 
 from baoc.sweep.forkserver import end_with_parent
 
+MOST_FILES = 64
 SCRIPT = """#!{python} -SI
 import json, os, signal, socket, sys
 if "submitit.local._local" in sys.argv:  # which goes by its own process id, and imports little
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+files = [file for file in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{{file}}")]
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
     signal.signal(number, lambda number, _: server.sendall(bytes([number])))
-socket.send_fds(server, [b"."], [0, 1, 2])
-server.sendall(json.dumps([os.getpid(), sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+socket.send_fds(server, [b"."], files)
+server.sendall(json.dumps([files, os.getpid(), sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
 code = int(server.makefile().read() or 255)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -47,6 +50,7 @@ def fork_for_children(folder: Path, take_environment: Callable[[dict[str, str]],
     script.write_text(SCRIPT.format(python=sys.executable, address=address))
     script.chmod(0o755)
     sys.executable = str(script)
+    multiprocessing.set_executable(sys.executable)
     if os.fork():
         listener.close()
         return
@@ -64,12 +68,17 @@ def fork_for_children(folder: Path, take_environment: Callable[[dict[str, str]],
 
 def _answer(asked: socket.socket, take_environment: Callable[[dict[str, str]], None]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, streams, *_ = socket.recv_fds(asked, 1, 3)
-    given = json.loads(asked.makefile().readline())
-    process: Any = multiprocessing.get_context("fork").Process(target=_run, args=(streams, take_environment, *given))
+    _, received, *_ = socket.recv_fds(asked, 1, MOST_FILES)
+    places, *given = json.loads(asked.makefile().readline())
+    received = [_moved(file, above=max(places)) for file in received]
+    asked = socket.socket(fileno=_moved(asked.detach(), above=max(places)))
+    for place, file in zip(places, received, strict=True):  # as whoever asked has them, before a pipe takes the place
+        os.dup2(file, place)
+        os.close(file)
+    process: Any = multiprocessing.get_context("fork").Process(target=_run, args=(asked, take_environment, *given))
     process.start()
-    for stream in streams:
-        os.close(stream)
+    for place in places:
+        os.close(place)
     while process.exitcode is None:
         if asked in wait([process.sentinel, asked]):
             signals = asked.recv(1)
@@ -78,20 +87,28 @@ def _answer(asked: socket.socket, take_environment: Callable[[dict[str, str]], N
     asked.sendall(str(process.exitcode).encode())
 
 
+def _moved(file: int, *, above: int) -> int:
+    copy = fcntl.fcntl(file, fcntl.F_DUPFD, above + 1)
+    os.close(file)
+    return copy
+
+
 def _run(
-    streams: Sequence[int], take_environment: Any, asking: int, words: list[str], cwd: str, environment: Any
+    asked: socket.socket, take_environment: Any, asking: int, words: list[str], cwd: str, environment: Any
 ) -> None:
-    for place, stream in enumerate(streams):
-        os.dup2(stream, place)
+    asked.close()
     take_environment(environment)
     os.chdir(cwd)
+    own, parent = os.getpid(), os.getppid
     # The parent is who started the script.
-    os.getppid = lambda: int(Path(f"/proc/{asking}/stat").read_text().rpartition(")")[2].split()[1])
+    asked_by = lambda: int(Path(f"/proc/{asking}/stat").read_text().rpartition(")")[2].split()[1])  # noqa: E731
+    os.getppid = lambda: asked_by() if os.getpid() == own else parent()
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.modules.pop("sitecustomize", None)
     with suppress(ImportError):
         import sitecustomize  # noqa: F401  # pyright: ignore[reportMissingImports]
-    words = words[words.index("-u") + 1 :] if words[0] == "-u" else words
+    while words[0].startswith("-") and words[0] not in ("-c", "-m"):  # flags of the interpreter
+        words = words[1:]
     warnings.filterwarnings("ignore", module="runpy")  # what runs may be imported already
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
