@@ -1,6 +1,8 @@
 """The buffer that the host refills in every step: what goes up, what comes back, when a slot may be filled again."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -97,3 +99,26 @@ def test_an_exception_before_or_behind_the_copy_parts_no_counts(copied: bool) ->
     buffer.slots[buffer.slot()].fill_(3)
     buffer.send()
     assert buffer.device.tolist() == [3] * NBYTES and buffer.num_sent == buffer.num_copied_host[0] == 2 + copied
+
+
+def test_collecting_an_upload_asks_nothing_of_the_device_and_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synchronization would spoil the graph that another thread may be capturing; the next upload frees it."""
+    capturing, waited = [True], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    make()  # frees what other tests left
+    buffer = make(7)
+    slots = weakref.ref(buffer.slots[0]._base)
+    del buffer
+    gc.collect()
+    (_, memory) = staging.RETIRED.pop()
+    assert memory[0] is slots()
+    on_gpu = torch.device("cuda", 0)
+    staging.RETIRED.clear()
+    staging.RETIRED.append((on_gpu, memory))
+    del memory
+    made = [make()]
+    assert slots() is not None and not waited, "this thread captures itself"
+    capturing[0] = False
+    made.append(make())
+    assert slots() is None and waited == [on_gpu]

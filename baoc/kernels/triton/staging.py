@@ -9,6 +9,7 @@ import struct
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial, reduce
@@ -282,6 +283,7 @@ class Upload:
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
         if nbytes % 8:
             raise ValueError(f"{nbytes} bytes are no whole number of 8-byte words, which is what the kernel copies")
+        _free_retired()
         self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.back = torch.zeros(num_back, dtype=torch.int64, device=device)
         self._num_copied = torch.zeros(1, dtype=torch.int64, device=device)  # uploads, as the device counts them
@@ -293,8 +295,8 @@ class Upload:
         self.num_copied_host = memory_of(self._pinned_count).cast("q")  # [1]: follows `_num_copied` asynchronously
         self.num_sent = 0
         self.sending = False
-        if device.type == "cuda":  # torch would give pinned memory to others while a kernel, of which it knows nothing,
-            weakref.finalize(self, _wait_for, device).atexit = False  # still reads or writes it
+        memory = (self._slots, self._received, self._pinned_count)
+        weakref.finalize(self, RETIRED.append, (device, memory)).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -362,9 +364,23 @@ class Upload:
             copy_kernel[(1,)](self.back, received, len(received), COPY_BLOCK_SIZE)
 
 
-def _wait_for(device: torch.device) -> None:
-    with suppress(RuntimeError):  # the device failed: it reads nothing any more
-        if not torch.cuda.is_current_stream_capturing():
+# Pinned memory of collected uploads, by device. A kernel, of which torch knows nothing, may still read or write it, so
+# torch must not give it to others yet. The device is not asked when an upload is collected: that may be in any thread,
+# while another one captures a graph, which a synchronization would spoil.
+RETIRED: deque[tuple[torch.device, tuple[Tensor, ...]]] = deque()
+
+
+def _free_retired() -> None:
+    """Gives back the pinned memory of collected uploads, after their devices have done what they had to do."""
+    retired: list[tuple[torch.device, tuple[Tensor, ...]]] = []
+    with suppress(IndexError):
+        while True:
+            retired.append(RETIRED.popleft())
+    for device in {device for device, _ in retired if device.type == "cuda"}:
+        if torch.cuda.is_current_stream_capturing():
+            RETIRED.extend(retired)
+            return
+        with suppress(RuntimeError):  # the device failed: it reads nothing any more
             torch.cuda.synchronize(device)
 
 
