@@ -86,28 +86,10 @@ def convert(
     Returns:
         True if v of `new` must be initialised from the next gradient.
     """
-    if target.shard is not None and source.shard is None:
-        unsharded = unsharded_slot(target, spec=spec, device="cpu")
-        (unsharded_new,) = allocate([unsharded])
-        v_waits = convert(
-            source,
-            old,
-            unsharded,
-            unsharded_new,
-            betas=betas,
-            report=report,
-            before_first_step=before_first_step,
-            old_v_initialised=old_v_initialised,
-            spec=spec,
-            moments=moments,
-        )
-        same_on_all_ranks = {"step", *per_column_keys(target)}
-        for key in new.keys() - {weights.CORRECTION}:
-            value = unsharded_new[key]
-            if key not in same_on_all_ranks:
-                value = target.shard.local_part(value, shape=new[key].shape)
-            new[key].copy_(value)
-        return v_waits
+    shard, shard_new = None if source.shard is not None else target.shard, new
+    if shard is not None:
+        target = unsharded_slot(target, spec=spec, device="cpu")
+        (new,) = allocate([target])
     step = step_of(source, old)
     if before_first_step or (source.counts_steps and step == 0):
         for state in source.states:
@@ -129,6 +111,11 @@ def convert(
         if kind is StateKind.V and not old_v_initialised:
             states = []
         _convert_kind(kind, states, old, target, new, step=step, age=age, betas=betas, moments=moments, report=report)
+    if shard is not None:
+        same_on_all_ranks = {"step", *per_column_keys(target)}
+        for key in shard_new.keys() - {weights.CORRECTION}:
+            value, rows = new[key], shard_new[key]
+            rows.copy_(value if key in same_on_all_ranks else shard.local_part(value, shape=rows.shape))
     return needs_v and not has_v and moments is None
 
 
@@ -165,8 +152,9 @@ def _convert_kind(
         old_bias = inherit.bias(sources[0].decl, beta=beta, num_steps=step) if sources else 1.0
         gain = inherit.bias(state.decl, beta=beta, num_steps=age) / old_bias
         if same is not None and same.codec.info == state.codec.info and gain == 1:
-            for (_, old_key), (_, new_key) in zip(same.keys, state.keys, strict=True):
-                new[new_key].copy_(old[old_key])
+            old_keys = dict(same.keys)
+            for part, key in state.keys:
+                new[key].copy_(old[old_keys[part]])
             report.note(state.decl.name, "kept")
         elif sources or (kind is StateKind.V and moments is not None):
             if sources:
@@ -307,7 +295,7 @@ def migrate_block(
     has_own_target = registry.has_own_target(source)  # its RMS says nothing of AdamW's
     rms = source.match[0].item() if source.match is not None and not has_own_target else None
     report = ConversionReport()
-    with registry.states_on_device(source, write_back=False):
+    with registry.states_on_device(source):
         if rms is None and target.matched and not has_own_target:
             rms = last_update_rms(source, state=registry.state, param_groups=param_groups)
         new_states = allocate(target.slots, at_home=False)

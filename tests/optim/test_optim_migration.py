@@ -2,15 +2,19 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim import inherit, migrate
+from baoc.optim import BlockwiseOptimizer, inherit, migrate
 from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
@@ -35,6 +39,7 @@ from tests.support.optimizing import (
     state_tensors,
     trained,
 )
+from tests.support.ranks import group
 from tests.support.tolerances import CONTINUITY_ADAMW, CONTINUITY_MATCHED
 
 SHAPES = {"linear": (17, 64), "conv": (8, 3, 3, 5)}
@@ -430,6 +435,28 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
     torch.testing.assert_close(new["v_row"], v.mean(1)[rows])
     torch.testing.assert_close(new["v_col"], v.mean(0))
+
+
+def test_a_group_of_one_rank_moves_states_as_no_group_does(tmp_path: Path) -> None:
+    found: list[dict[str, Tensor]] = []
+    with group(0, 1, store=tmp_path / "store"):
+        mesh = init_device_mesh("cpu", (1,))
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            net = nn.Linear(64, 48, bias=False)
+            if sharded:
+                fully_shard(net, mesh=mesh)
+            optimizer = BlockwiseOptimizer(net, "adamw_int8")
+            for _ in range(3):
+                grad: Any = torch.randn(48, 64)
+                net.weight.grad = distribute_tensor(grad, mesh, [Shard(0)]) if sharded else grad
+                optimizer.step()
+            assert (next(iter(optimizer.registry.live.values())).slots[0].shard is not None) == sharded
+            with torch.device("meta"):  # a default device of the user's
+                optimizer.migrate(dict.fromkeys(optimizer.registry.live, "adafactor_momentum_int8"))
+            found.append(dict(optimizer.state[net.weight]))
+    assert found[0].keys() == {"step", "m", "m.scale", "v_row", "v_col"} and found[0]["v_row"].all()
+    assert_same(*found)
 
 
 def test_states_that_count_steps_without_v_keep_their_age() -> None:
